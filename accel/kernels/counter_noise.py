@@ -1,0 +1,83 @@
+"""Randomness without state: every draw is a hash of (seed, purpose, stream position).
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", http://www.thesalmons.org/john/random123/).
+The stream position of a sample is the number of samples seen before its batch plus its index in the global batch, so
+the draws are the same at any world size, after any resume and in any order of evaluation.
+
+Shapes: B samples, W 32-bit words a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+
+class Purpose(IntEnum):
+    """What a draw is for; different purposes give independent numbers for one position. Values are part of a run's identity."""
+
+    NOISE = 0
+    TIME = 1
+    LABEL_DROP = 2
+    MIRROR = 3
+    POSTERIOR = 4
+    DROP_PATH = 5
+    EVAL_NOISE = 6
+    EVAL_TIME = 7
+    SAMPLE = 8
+    SYNTHETIC = 9
+
+
+def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
+    """High and low 32 bits of a·m for a < 2³² held in int64, by 16-bit halves so that nothing overflows."""
+    high = (a >> 16) * m
+    low = (a & 0xFFFF) * m
+    middle = (high & 0xFFFF) + (low >> 16)
+    return ((high >> 16) + (middle >> 16)) & MASK, ((middle << 16) | (low & 0xFFFF)) & MASK
+
+
+def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int) -> Int[Tensor, "B W"]:
+    """`words` independent uniform 32-bit integers a sample, as int64 in [0, 2³²).
+
+    The Philox key is the seed's low and high 32 bits; the counter is (word // 4, purpose, position low, position high).
+    """
+    lanes = -(-words // 4)
+    c0 = torch.arange(lanes, device=position.device).expand(len(position), lanes)
+    c1 = torch.full_like(c0, purpose)
+    c2 = (position & MASK).unsqueeze(1).expand_as(c0)
+    c3 = ((position >> 32) & MASK).unsqueeze(1).expand_as(c0)
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    for _ in range(10):
+        high0, low0 = multiply(c0, MULTIPLIERS[0])
+        high1, low1 = multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :words]
+
+
+def counter_uniform(seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1) -> Float[Tensor, "B W"]:
+    """Uniform fp32 numbers in (0, 1): the upper 23 bits, moved by half a step away from both ends."""
+    bits = counter_bits(seed, purpose, position, words) >> 9
+    return (bits.float() + 0.5) * 2.0**-23
+
+
+def counter_normal(
+    seed: int, purpose: int, position: Int[Tensor, "B"], shape: Sequence[int] = ()
+) -> Float[Tensor, "B ..."]:
+    """Standard normal fp32 numbers of shape (B, *shape), by Box–Muller; |value| ≤ 5.8."""
+    count = math.prod(shape)
+    half = -(-count // 2)
+    u = counter_uniform(seed, purpose, position, 2 * half)
+    radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
+    angle = 2.0 * math.pi * u[:, half:]
+    normal = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)
+    return normal[:, :count].reshape(len(position), *shape)

@@ -1,0 +1,47 @@
+"""The ledger: for each technique what was requested, what is active, and the evidence."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict, dataclass
+
+COLUMNS = ("technique", "requested", "active", "evidence")
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    key: str
+    requested: bool | str
+    active: bool | str
+    evidence: str
+
+    @property
+    def missing(self) -> bool:
+        """Asked for and not on."""
+        return self.requested is not False and self.active != self.requested
+
+
+def shown(value: bool | str) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+class Ledger(list[LedgerRow]):
+    """Rows in the order in which the techniques were applied."""
+
+    def as_dict(self) -> dict[str, dict[str, bool | str]]:
+        """key -> {requested, active, evidence}, ready for JSON."""
+        return {row.key: {k: v for k, v in asdict(row).items() if k != "key"} for row in self}
+
+    def table(self, width: int = 118) -> str:
+        """A table for the terminal; a row that was asked for and is not on starts with an exclamation mark."""
+        cells = [COLUMNS] + [
+            (("! " if r.missing else "  ") + r.key, shown(r.requested), shown(r.active), r.evidence) for r in self
+        ]
+        widths = [max(len(row[i]) for row in cells) for i in range(3)]
+        indent = sum(widths) + 6
+        lines = []
+        for row in cells:
+            head = "  ".join(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True))
+            body = textwrap.wrap(row[3], max(width - indent, 30)) or [""]
+            lines += [f"{head}  {body[0]}"] + [" " * indent + line for line in body[1:]]
+        return "\n".join(line.rstrip() for line in lines)

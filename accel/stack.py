@@ -1,0 +1,121 @@
+"""The stack: every technique, in the order in which they are applied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.compile_blocks import CompileBlocks
+from accel.cudnn_benchmark import CudnnBenchmark
+from accel.evidence import observe_step
+from accel.fused_adamw import FusedAdamW
+from accel.gradient_checkpointing import CheckpointBlocks
+from accel.ledger import Ledger, LedgerRow
+from accel.precision import Precision
+from accel.residual_in_fp32 import ResidualInFp32
+from accel.technique import Step, Technique
+from accel.tf32 import Tf32
+
+# Process flags, module changes, checkpointing, compile, optimizer, autocast. Checkpointing comes before compile, so
+# that a compiled block contains its own recomputation.
+TECHNIQUES: tuple[type[Technique], ...] = (
+    Tf32,
+    CudnnBenchmark,
+    ResidualInFp32,
+    CheckpointBlocks,
+    CompileBlocks,
+    FusedAdamW,
+    Precision,
+)
+
+
+class AccelerationStack:
+    """Applies the techniques that were asked for and tells which of them are really on.
+
+    `values` maps each technique's key to its requested value. A technique that cannot be had is either switched off
+    and named in the ledger (`on_unavailable="degrade"`) or, with all the others that cannot be had, a ValueError
+    (`"error"`). `only` restricts the stack to some keys, for work that has no training step.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        device: torch.device,
+        *,
+        on_unavailable: str = "degrade",
+        deterministic: bool = False,
+        only: Collection[str] | None = None,
+    ) -> None:
+        self.requested: dict[str, bool | str] = {}
+        self.reasons: dict[str, str] = {}
+        self.techniques: list[Technique] = []
+        self.strict = on_unavailable == "error"
+        refused = []
+        for kind in TECHNIQUES:
+            if only is not None and kind.key not in only:
+                continue
+            technique = kind(values[kind.key], device)
+            self.requested[kind.key] = technique.value
+            if technique.enabled:
+                if reason := technique.unavailable():
+                    refused.append(f"runtime.{kind.key}={technique.value}: {reason}")
+                elif deterministic and kind.nondeterministic:
+                    reason = "switched off by deterministic=true"
+                if reason:
+                    self.reasons[kind.key] = reason
+                    technique.value = kind.off
+            self.techniques.append(technique)
+        if refused and self.strict:
+            raise ValueError(
+                "runtime.on_unavailable=error, and these techniques cannot be had on this machine:\n  "
+                + "\n  ".join(refused)
+                + "\nSwitch them off, or set runtime.on_unavailable=degrade."
+            )
+
+    def on_process(self) -> None:
+        for technique in self.techniques:
+            technique.on_process()
+
+    def on_model(self, model: nn.Module) -> nn.Module:
+        for technique in self.techniques:
+            model = technique.on_model(model)
+        return model
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        return {key: value for technique in self.techniques for key, value in technique.optimizer_kwargs().items()}
+
+    def on_step(self, step: Step) -> Step:
+        for technique in self.techniques:
+            step = technique.on_step(step)
+        return step
+
+    def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
+        """Calls `run` (a whole step, or an encoding) until it is warm, observes it once more, and fills the ledger.
+
+        A failure that a technique recognises as its own doing is undone and named, or raised under
+        `on_unavailable="error"`. The caller restores whatever `run` changed.
+        """
+        while True:
+            try:
+                run()
+                break
+            except Exception as error:
+                sentence = next(filter(None, (t.recover(error) for t in reversed(self.techniques))), None)
+                if sentence is None or self.strict:
+                    raise
+                warnings.warn(sentence, stacklevel=2)
+        evidence = observe_step(run, blocks)
+        ledger = Ledger()
+        for technique in self.techniques:
+            active, note = technique.observe(evidence)
+            if reason := self.reasons.get(technique.key):
+                note = f"{reason.rstrip('.')}; {note}"
+            ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
+        missing = [f"runtime.{row.key}: {row.evidence}" for row in ledger if row.missing and row.key not in self.reasons]
+        if missing and self.strict:
+            raise ValueError("runtime.on_unavailable=error, and one step shows these to be off:\n  " + "\n  ".join(missing))
+        return ledger

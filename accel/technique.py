@@ -1,0 +1,84 @@
+"""The contract that every acceleration implements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accel.evidence import Evidence
+
+
+class Observation(NamedTuple):
+    """What a technique found to be really on, and how it knows."""
+
+    active: bool | str
+    evidence: str
+
+
+class Step(Protocol):
+    """What a technique may wrap: `forward` is the forward pass, calling the step does everything else too.
+
+    In training `forward` is the denoiser, in encoding the encoder.
+    """
+
+    forward: Callable[..., Any]
+
+    def __call__(self, *inputs: Any) -> Any: ...
+
+
+class Technique(ABC):
+    """The same training step, cheaper.
+
+    A technique is built for every run, switched on or not: an `off` value is applied just as an `on` value is
+    (TF32 off means off in matmuls *and* in cuDNN), and the ledger has a row for it either way. One that does more
+    than set a process flag acts only where `enabled`.
+    """
+
+    key: ClassVar[str]
+    """The runtime key it answers to."""
+    off: ClassVar[bool | str] = False
+    """The value of `key` under which it does nothing."""
+    loss_rtol: ClassVar[float]
+    """How far the loss of one step may move when it is switched on; 0 means bit for bit (in eager mode)."""
+    nondeterministic: ClassVar[bool] = False
+    """True where `deterministic=true` has to switch it off."""
+
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        self.value = value
+        self.device = device
+
+    @property
+    def enabled(self) -> bool:
+        return self.value != self.off
+
+    def unavailable(self) -> str | None:
+        """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where `enabled`."""
+        return None
+
+    def on_process(self) -> None:
+        """Sets process-wide flags, both ways."""
+
+    def on_model(self, model: nn.Module) -> nn.Module:
+        """Changes the model through its `.blocks`; state-dict keys stay as they are."""
+        return model
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """Arguments for the optimizer's constructor."""
+        return {}
+
+    def on_step(self, step: Step) -> Step:
+        """Wraps the step, or its `forward`."""
+        return step
+
+    def recover(self, error: BaseException) -> str | None:
+        """Undoes itself if `error`, raised in warm-up, is its own doing, and says so; None if it is not."""
+        return None
+
+    @abstractmethod
+    def observe(self, evidence: Evidence) -> Observation:
+        """Reads from one profiled step what is really on."""

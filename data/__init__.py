@@ -1,0 +1,1 @@
+"""Latent sets: manifest, shards, and loaders behind one protocol."""

@@ -1,0 +1,135 @@
+"""Images on disk: finding them, decoding them, cropping them.
+
+Letters: S side of the square output in pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+from torch.utils.data import Dataset
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+RESIZE = "box-halving, bicubic, center crop"
+
+
+@dataclass(frozen=True)
+class ImageEntry:
+    """One image: a whole file, or `size` bytes at `offset` of a tar."""
+
+    key: str
+    label: int
+    file: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ImageList:
+    """The images of a source in a fixed order."""
+
+    entries: list[ImageEntry]
+    class_names: list[str]
+
+    def sha256(self) -> str:
+        """Hash of names, labels and sizes, in order."""
+        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def list_images(source: str | Path) -> ImageList:
+    """Lists a folder with one subfolder a class, a folder of WebDataset tars, or one tar; sorted by name.
+
+    ValueError if there is no such source, no image in it, or a tar member without a label.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ValueError(f"source={source} does not exist; give a folder with one subfolder a class, or WebDataset tars.")
+    tars = [path] if path.suffix == ".tar" else sorted(path.glob("*.tar"))
+    images = list_tars(tars) if tars else list_class_folder(path)
+    if not images.entries:
+        raise ValueError(f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no .tar files.")
+    return images
+
+
+def list_class_folder(path: Path) -> ImageList:
+    classes = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+    entries = [
+        ImageEntry(str(file.relative_to(path)), label, str(file), 0, file.stat().st_size)
+        for label, name in enumerate(classes)
+        for file in sorted((path / name).rglob("*"))
+        if file.suffix.lower() in EXTENSIONS
+    ]
+    return ImageList(entries, classes)
+
+
+def list_tars(tars: list[Path]) -> ImageList:
+    """Images of WebDataset tars: members of one key up to the first dot; the label is the integer in `<key>.cls`."""
+    entries, labels_seen = [], set()
+    for file in tars:
+        with tarfile.open(file) as tar:
+            members: dict[str, dict[str, tarfile.TarInfo]] = {}
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                members.setdefault(f"{folder}/{stem}", {})[f".{extension.lower()}"] = member
+            for key, parts in members.items():
+                image = next((m for extension, m in parts.items() if extension in EXTENSIONS), None)
+                if image is None:
+                    continue
+                if ".cls" not in parts:
+                    raise ValueError(f"{file}: {image.name} has no label; a member named {key.lstrip('/')}.cls must hold it.")
+                text = tar.extractfile(parts[".cls"]).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
+                if not text.isdecimal():
+                    raise ValueError(f"{file}: {parts['.cls'].name} must hold a class index, not {text!r}.")
+                labels_seen.add(int(text))
+                entries.append(ImageEntry(f"{file.name}:{image.name}", int(text), str(file), image.offset_data, image.size))
+    return ImageList(entries, [str(i) for i in range(max(labels_seen, default=-1) + 1)])
+
+
+def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
+    """Decodes, turns upright by EXIF, resizes the shorter side to `side` and crops the centre.
+
+    Halving by box filter while the image is twice too large, then bicubic: the crop of ADM
+    (Dhariwal & Nichol 2021), which the latents of DiT and its successors were made with.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(content)) as opened:
+        image = ImageOps.exif_transpose(opened).convert("RGB")
+    while min(image.size) >= 2 * side:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = side / min(image.size)
+    size = (max(side, round(image.width * scale)), max(side, round(image.height * scale)))
+    pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+    top, left = (size[1] - side) // 2, (size[0] - side) // 2
+    return torch.from_numpy(pixels[top : top + side, left : left + side].copy()).permute(2, 0, 1)
+
+
+class DecodedImages(Dataset):
+    """Items `(entry, pixels)`; `(entry, the reason)` for an image that cannot be decoded."""
+
+    def __init__(self, entries: list[ImageEntry], side: int) -> None:
+        self.entries, self.side = entries, side
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> tuple[ImageEntry, Any]:
+        entry = self.entries[index]
+        try:
+            with open(entry.file, "rb") as stream:
+                stream.seek(entry.offset)
+                content = stream.read(entry.size)
+            return entry, decode_image(content, self.side)
+        except Exception as error:  # whatever a damaged file makes Pillow raise; the caller lists it
+            return entry, f"{type(error).__name__}: {error}"

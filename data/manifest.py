@@ -1,0 +1,120 @@
+"""The manifest: what a latent set is, so that nothing about it has to be remembered or guessed.
+
+`manifest.json` lies beside the shards. Latents are stored raw; the manifest says how they were made, how to normalise
+them, and what every shard holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file. `blocks` are (byte offset of the safetensors payload, its size, samples) in file order."""
+
+    file: str
+    split: Literal["train", "held_out"]
+    count: int
+    bytes: int
+    sha256: str
+    blocks: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    channels: int
+    height: int
+    width: int
+    class_names: list[str]
+    kind: Literal["mean_std", "sample"]
+    """"mean_std": the posterior's mean (and its std, where the encoder is variational); "sample": one seeded draw."""
+    dtype: Literal["float16", "bfloat16", "float32"]
+    flips: bool
+    """True if the latents of the mirrored images are stored too."""
+    mean: list[float]
+    """Per channel, over the stored training latents; fp64."""
+    std: list[float]
+    encoder: dict[str, Any]
+    """`_target_` and arguments of the autoencoder."""
+    encoder_class: str | None
+    encoder_sha256: str | None
+    scaling_factor: float | None
+    """What the autoencoder's config says; used only with `data.normalisation=scale_shift`."""
+    shift_factor: float | None
+    input_range: list[float]
+    resize: str
+    resolution: int
+    psnr_db: float
+    """Reconstruction of the first images of the set."""
+    count: int
+    held_out: int
+    skipped: list[str]
+    """Images that could not be decoded, with the reason."""
+    source: str
+    source_sha256: str
+    """Hash of the list of images, in order."""
+    seed: int
+    versions: dict[str, str]
+    shards: list[Shard]
+    format: int = FORMAT
+
+    def fingerprint(self) -> str:
+        """Hash of all that determines the latents: same fingerprint, same training data."""
+        parts = [shard.sha256 for shard in self.shards] + [json.dumps(self.class_names), json.dumps(self.encoder)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Reads and checks `folder/manifest.json`; ValueError names the file and the field that does not fit."""
+    file = Path(folder) / NAME
+    if not file.is_file():
+        raise ValueError(
+            f"{file} does not exist: data.path={folder} must name a folder that precompute_latents.py has finished. "
+            f"Run `python precompute_latents.py source=<images> out={folder}` (the same command again continues)."
+        )
+    try:
+        raw = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); run precompute_latents.py again to rebuild it.") from error
+    if raw.get("format") != FORMAT:
+        raise ValueError(f"{file} has format {raw.get('format')}, this version reads {FORMAT}; run precompute_latents.py again.")
+    expected = {f.name for f in fields(Manifest)}
+    if missing := sorted(expected - raw.keys()):
+        raise ValueError(f"{file} lacks {', '.join(missing)}; run precompute_latents.py again to rebuild it.")
+    manifest = Manifest(**{k: v for k, v in raw.items() if k in expected and k != "shards"}, shards=[Shard(**s) for s in raw["shards"]])
+    for shard in manifest.shards:
+        if Path(shard.file).name != shard.file:
+            raise ValueError(f"{file} names a shard outside its folder: {shard.file}.")
+    return manifest
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Writes beside the file, flushes to disk, renames over it."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

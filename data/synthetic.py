@@ -1,0 +1,59 @@
+"""Noise of any size, for timing and for tests of shapes. There is nothing to learn in it but its classes' means."""
+
+from __future__ import annotations
+
+import torch
+
+from accel.kernels.counter_noise import Purpose, counter_normal
+from data.in_memory import InMemoryLatents, LatentTensors
+from data.loader import LatentSpec
+
+
+class SyntheticLatents(InMemoryLatents):
+    """`count` standard normal latents (bf16) with labels 0, 1, …, num_classes - 1, 0, …; a tenth more is held out."""
+
+    def __init__(
+        self,
+        *,
+        channels: int = 4,
+        height: int = 32,
+        width: int = 32,
+        num_classes: int = 1000,
+        count: int = 1024,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        for key, value in {"channels": channels, "height": height, "width": width, "count": count}.items():
+            if value < 1:
+                raise ValueError(f"data.{key}={value} must be at least 1.")
+        total = count + max(1, count // 10)
+        position = torch.arange(total)
+        latents = torch.cat(
+            [counter_normal(seed, Purpose.SYNTHETIC, part, (channels, height, width)).bfloat16() for part in position.split(256)]
+        )
+        labels = position % num_classes
+        spec = LatentSpec(
+            channels=channels,
+            height=height,
+            width=width,
+            num_classes=num_classes,
+            count=count,
+            class_names=[str(label) for label in range(num_classes)],
+            mean=[0.0] * channels,
+            std=[1.0] * channels,
+            encoder={"_target_": "models.autoencoders.PixelAutoencoder"},
+            fingerprint=f"synthetic-{channels}x{height}x{width}-{num_classes}-{count}-{seed}",
+        )
+        super().__init__(
+            spec,
+            LatentTensors(latents[:count], labels[:count]),
+            LatentTensors(latents[count:], labels[count:]),
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            rank=rank,
+            world_size=world_size,
+        )

@@ -1,0 +1,142 @@
+"""Frozen autoencoders behind one interface: images in [-1, 1] to raw latents (mean and std) and back.
+
+"Raw" means as the encoder gives them: scaling, shifting and normalising are data of the latent set's manifest.
+Letters: B samples, C latent channels, h w latent size, H W image size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+class PixelAutoencoder(nn.Module):
+    """The identity: pixels are the latents. For data small enough to be modelled directly, and for synthetic data.
+
+    Decoding keeps one or three channels as they are and shows the first of any other number as grey.
+    """
+
+    scaling_factor: float | None = None
+    shift_factor: float | None = None
+    weights_sha256: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def encode(self, images: Float[Tensor, "B C H W"]) -> tuple[Float[Tensor, "B C H W"], None]:
+        return images, None
+
+    def decode(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
+        return latents if latents.shape[1] in (1, 3) else latents[:, :1]
+
+
+class DiffusersAutoencoder(nn.Module):
+    """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny or AutoencoderDC.
+
+    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. Only safetensors are read, no code is,
+    and the weights must fit exactly: a tensor that is missing, left over or of another shape is a ValueError.
+    """
+
+    def __init__(self, path: str, subfolder: str | None = None, revision: str | None = None) -> None:
+        super().__init__()
+        folder = local_folder(path, subfolder, revision)
+        weights = folder / WEIGHTS
+        config_file = folder / "config.json"
+        for file in (config_file, weights):
+            if not file.is_file():
+                raise ValueError(f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder has it.")
+        config = json.loads(config_file.read_text())
+        self.kind = config.get("_class_name")
+        if self.kind not in CLASSES:
+            raise ValueError(f"encoder.path={path}: class {self.kind} is not supported; use one of {', '.join(CLASSES)}.")
+        self.vae = load_strictly(self.kind, folder, config).float().eval().requires_grad_(False)
+        self.scaling_factor: float | None = config.get("scaling_factor")
+        self.shift_factor: float | None = config.get("shift_factor")
+        self.weights_sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """What `runtime.compile` compiles, in place."""
+        return nn.ModuleList([self.vae.get_submodule("encoder")])
+
+    @torch.no_grad()
+    def encode(self, images: Float[Tensor, "B 3 H W"]) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
+        """Mean of the posterior in fp32, and its std where the autoencoder is variational."""
+        encoded = self.vae.encode(images)  # pyright: ignore[reportCallIssue]
+        if self.kind == "AutoencoderKL":
+            return encoded.latent_dist.mean.float(), encoded.latent_dist.std.float()
+        return (encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent).float(), None
+
+    @torch.no_grad()
+    def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:
+        return self.vae.decode(latents).sample.float()  # pyright: ignore[reportCallIssue]
+
+
+def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path:
+    """The folder itself, or a download of the hub repository's config and safetensors (nothing else)."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if path.count("/") != 1 or path.startswith((".", "/", "~")):
+            raise ValueError(f"encoder.path={path} is neither an existing folder nor a hub id such as 'owner/name'.")
+        from huggingface_hub import snapshot_download
+
+        prefix = f"{subfolder}/" if subfolder else ""
+        patterns = [f"{prefix}config.json", f"{prefix}{WEIGHTS}"]
+        try:
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+        except Exception as error:
+            raise ValueError(
+                f"encoder.path={path} is no local folder and could not be downloaded from the hub "
+                f"({type(error).__name__}); check the id, the network, or give a local folder."
+            ) from error
+    return folder / subfolder if subfolder else folder
+
+
+def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
+    """Builds the diffusers class and loads its weights; ValueError if a single tensor does not fit."""
+    import diffusers
+    from safetensors.torch import load_file
+
+    cls = getattr(diffusers, kind)
+    tensors = load_file(folder / WEIGHTS)
+    pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key}) if kind == "AutoencoderTiny" else []
+    if not pools:
+        # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
+        model, info = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True, output_loading_info=True)
+        problems = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]}
+        if problems:
+            raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
+        return model
+    known = {k: v for k, v in config.items() if k not in ("block_out_channels", "mid_block_global_branch")}
+    model = cls.from_config(known)
+    for name in pools:
+        add_global_branch(model.get_submodule(name), tensors[f"{name}.pool.0.weight"].shape[:2])
+    try:
+        model.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: {error}") from error
+    return model
+
+
+def add_global_branch(block: nn.Module, shape: torch.Size) -> None:
+    """The branch of TAEF2's middle blocks that diffusers' AutoencoderTiny lacks: `block(x + pool(x))`.
+
+    As published in https://github.com/madebyollin/taesd: 1×1 convolution, GroupNorm of 4 groups, ReLU, 1×1 convolution.
+    """
+    hidden, channels = shape
+    block.pool = nn.Sequential(
+        nn.Conv2d(channels, hidden, 1, bias=False),
+        nn.GroupNorm(4, hidden),
+        nn.ReLU(),
+        nn.Conv2d(hidden, channels, 1, bias=False),
+    )
+    forward = block.forward
+    block.forward = lambda x: forward(x + block.pool(x))

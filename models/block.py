@@ -1,0 +1,69 @@
+"""The block: one or two branches on a residual stream that stays in fp32.
+
+Letters: B samples, L tokens, D width, M = 3 modulations a branch.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from accel.kernels.add_norm import add_norm
+
+
+class SwiGLU(nn.Module):
+    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one product."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w13 = nn.Linear(dim, 2 * hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+
+    def init_weights(self) -> None:
+        nn.init.xavier_uniform_(self.w13.weight)
+        nn.init.xavier_uniform_(self.w2.weight)
+
+    def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        gate, value = self.w13(h).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * value)
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        return 2 * tokens * (self.w13.weight.numel() + self.w2.weight.numel())
+
+
+class Block(nn.Module):
+    """`(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract that every block keeps.
+
+    The stream is `residual + gate·branch`. A block adds the *previous* branch inside the pass that also normalises, and
+    returns its own last branch with its gate, unadded. It never returns a normalised residual: with gate 0 a block
+    leaves the stream as it was.
+    """
+
+    def __init__(self, layers: list[nn.Module], eps: float = 1e-6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.eps = eps
+        self.residual_in_fp32 = True
+
+    def forward(
+        self,
+        branch: Float[Tensor, "B L D"],
+        gate: Float[Tensor, "B D"],
+        residual: Float[Tensor, "B L D"],
+        cond: Float[Tensor, "B M D"],
+    ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B D"], Float[Tensor, "B L D"]]:
+        for i, layer in enumerate(self.layers):
+            scale, shift, next_gate = cond[:, 3 * i : 3 * i + 3].unbind(1)
+            h, residual = add_norm(branch, gate, residual, scale, shift, self.eps, self.residual_in_fp32)
+            branch, gate = layer(h), next_gate
+        return branch, gate, residual
+
+    def init_weights(self) -> None:
+        for layer in self.layers:
+            layer.init_weights()  # pyright: ignore[reportCallIssue]
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        return sum(layer.flops(tokens) for layer in self.layers)  # pyright: ignore[reportCallIssue]

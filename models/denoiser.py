@@ -1,0 +1,148 @@
+"""The denoiser: patches of a latent through a stack of blocks to a velocity.
+
+Letters: B samples, C channels, H W latent height and width, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from accel.kernels.add_norm import add_norm
+from models.block import Block, SwiGLU
+from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positions
+
+
+class Denoiser(nn.Module):
+    """A velocity model `v(x, t, y)` for latents of any size, with any mixer.
+
+    channels, height, width, num_classes describe the data; `dim`, `depth`, `head_dim`, `patch_size`, `drop_path` the
+    model. `mixer(dim=, head_dim=, grid=)` builds one token mixer. `mlp_ratio` 0 gives blocks of the mixer alone (the
+    Mamba recipe), otherwise a SwiGLU of that hidden width follows the mixer (the transformer recipe).
+
+    Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is the null label.
+    """
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        height: int,
+        width: int,
+        num_classes: int,
+        dim: int,
+        depth: int,
+        head_dim: int,
+        patch_size: int,
+        mixer: Callable[..., nn.Module],
+        mlp_ratio: float = 0.0,
+        drop_path: float = 0.0,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        if height % patch_size or width % patch_size:
+            raise ValueError(
+                f"model.patch_size={patch_size} does not divide the latent size {height}×{width}; "
+                f"choose a common divisor of both."
+            )
+        if not 0.0 <= drop_path < 1.0:
+            raise ValueError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
+        self.channels, self.num_classes, self.patch_size = channels, num_classes, patch_size
+        self.grid = (height // patch_size, width // patch_size)
+        self.tokens = self.grid[0] * self.grid[1]
+        self.depth, self.dim, self.drop_path, self.eps = depth, dim, drop_path, eps
+        self.patch_embed = nn.Linear(channels * patch_size**2, dim)
+        self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
+        self.time_embed = TimestepEmbedding(dim)
+        self.label_embed = LabelEmbedding(dim, num_classes)
+        hidden = 32 * round(mlp_ratio * dim / 32)
+        self.blocks = nn.ModuleList(
+            Block([mixer(dim=dim, head_dim=head_dim, grid=self.grid)] + ([SwiGLU(dim, hidden)] if hidden else []), eps)
+            for _ in range(depth)
+        )
+        self.modulations = 6 if hidden else 3
+        self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)  # all blocks, and the last norm's two
+        self.head = nn.Linear(dim, channels * patch_size**2)
+
+    def init_weights(self) -> None:
+        """Initialises every parameter and buffer, also after `to_empty()` from the meta device.
+
+        Modulations start at zero, so each block starts as the identity, and so does the head: v = 0.
+        """
+        nn.init.xavier_uniform_(self.patch_embed.weight)
+        nn.init.zeros_(self.patch_embed.bias)
+        with torch.no_grad():
+            self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
+        self.time_embed.init_weights()
+        self.label_embed.init_weights()
+        for block in self.blocks:
+            block.init_weights()  # pyright: ignore[reportCallIssue]
+        for layer in (self.modulation, self.head):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B C H W"],
+        t: Float[Tensor, "B"],
+        y: Int[Tensor, "B"],
+        drop_uniforms: Float[Tensor, "B depth"] | None = None,
+    ) -> Float[Tensor, "B C H W"]:
+        """Velocity at (x, t) for labels y. `drop_uniforms` in (0, 1) decide which blocks are dropped (stochastic depth)."""
+        cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
+        cond, last = cond.unflatten(1, (-1, self.dim)).split((self.depth * self.modulations, 2), dim=1)
+        cond = cond.unflatten(1, (self.depth, self.modulations))
+        if drop_uniforms is not None:
+            cond = self.drop_blocks(cond, drop_uniforms)
+        branch = self.patch_embed(self.patchify(x))
+        gate = torch.ones_like(branch[:, 0])
+        # The stream starts as the position embedding and the first "branch" is the tokens, so the fp32 sum begins here.
+        residual = self.pos_embed.expand_as(branch).contiguous()
+        for i, block in enumerate(self.blocks):
+            branch, gate, residual = block(branch, gate, residual, cond[:, i])
+        h, _ = add_norm(branch, gate, residual, last[:, 0], last[:, 1], self.eps)
+        return self.unpatchify(self.head(h))
+
+    def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
+        """Zeroes the gates of dropped blocks and scales the others up: stochastic depth at no cost.
+
+        Huang et al. 2016, https://arxiv.org/abs/1603.09382. Rates grow linearly with depth up to `drop_path`.
+        """
+        rate = torch.linspace(0.0, self.drop_path, self.depth, device=cond.device)
+        keep = ((uniforms >= rate) / (1.0 - rate))[:, :, None, None]
+        shape = torch.arange(self.modulations, device=cond.device) % 3 == 2  # every third modulation is a gate
+        return torch.where(shape[:, None], cond * keep.to(cond.dtype), cond)
+
+    def patchify(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L E"]:
+        p = self.patch_size
+        patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, C, rows, p, columns, p)
+        return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+    def unpatchify(self, tokens: Float[Tensor, "B L E"]) -> Float[Tensor, "B C H W"]:
+        p = self.patch_size
+        patches = tokens.unflatten(2, (self.channels, p, p)).unflatten(1, self.grid)
+        return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that weight decay must leave alone: vectors, embeddings, and the scan's A and dt."""
+        exempt = ("A_log", "dt_bias", "D", "norm_weight", "pos_embed", "conv_weight")
+        return {
+            name
+            for name, p in self.named_parameters()
+            if p.ndim < 2 or name.rsplit(".", 1)[-1] in exempt or name.startswith("label_embed")
+        }
+
+    def flops_per_sample(self) -> int:
+        """FLOPs of one forward pass of one sample, in closed form: products, scan or attention, convolution, adaLN.
+
+        A training step costs three times as much (the backward pass has two products for each of the forward's).
+        Elementwise work is left out, recomputation is never counted.
+        """
+        linears = (self.patch_embed, self.head)
+        per_token = sum(layer.weight.numel() for layer in linears)
+        per_sample = sum(m.weight.numel() for m in (self.time_embed.fc1, self.time_embed.fc2, self.modulation))
+        blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
+        return blocks + 2 * (self.tokens * per_token + per_sample)

@@ -1,0 +1,85 @@
+"""Encodes images into latent shards with a manifest, once per data set. The same command again continues.
+
+    python precompute_latents.py source=photos out=latents/photos encoder=sd
+    python precompute_latents.py source=photos out=latents/photos encoder=local encoder.path=models/my-vae
+"""
+
+import os
+import time
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from training.config import Composed, composed_by_hydra, one_sentence, run_app
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help nobody
+
+TECHNIQUES = ("tf32", "cudnn_benchmark", "precision", "compile")
+"""The runtime keys that matter where nothing is trained."""
+
+
+def precompute(composed: Composed) -> Path:
+    """Encodes what `composed` describes and returns the path of the manifest."""
+    from accel.stack import AccelerationStack  # torch comes in here, so that --help stays quick
+    from data.images import list_images
+    from training.build import build
+    from training.precompute import (
+        EncodeStep,
+        Encoder,
+        claim,
+        first_images,
+        job_description,
+        measure_psnr,
+        plan_shards,
+        write_manifest,
+    )
+    from training.run import pick_device
+    from training.setup import spine
+
+    # 1. What is encoded, with what, and where to.
+    cfg = composed.cfg
+    device = pick_device(cfg.runtime.device.value)
+    out = Path(cfg.out).expanduser()
+    images = list_images(cfg.source)
+    plan = plan_shards(images, cfg)
+    autoencoder = build(cfg.encoder, "encoder").to(device)
+    print(f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode")
+
+    # 2. What makes it fast, seen in one encoding.
+    stack = AccelerationStack(spine(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES)
+    stack.on_process()
+    autoencoder = stack.on_model(autoencoder)
+    step = stack.on_step(EncodeStep(autoencoder))
+    first = first_images(images, cfg, device)
+    ledger = stack.warm_up(lambda: step(first))
+    print(f"\nledger ({device})\n{ledger.table()}\n")
+
+    # 3. Does the encoder do what it should?
+    quality = measure_psnr(step, autoencoder, first, cfg.min_psnr)
+    shape = tuple(step(first)[0].shape[1:])
+    print(f"reconstruction of the first {len(first)} images: {quality:.2f} dB; latents {shape}", flush=True)
+
+    # 4. All images, shard by shard.
+    claim(out, job_description(images, cfg, autoencoder.weights_sha256))
+    began = time.perf_counter()
+    sidecars = Encoder(step, cfg, out, device).run(plan)
+    manifest = write_manifest(out, sidecars, images, cfg, autoencoder, shape, quality)
+
+    # 5. What came of it.
+    seconds = time.perf_counter() - began
+    print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, {seconds:.0f} s")
+    if manifest.skipped:
+        print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
+    print(f"next: python train.py data=resident data.path={out} experiment=fastrun", flush=True)
+    return out / "manifest.json"
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="precompute_latents")
+def main(cfg: DictConfig) -> None:
+    with one_sentence():
+        precompute(composed_by_hydra(cfg))
+
+
+if __name__ == "__main__":
+    run_app(main)

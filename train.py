@@ -1,0 +1,120 @@
+"""Trains a latent generative model. This file is a run, read top to bottom.
+
+    python train.py                              handwritten digits, about a minute on a laptop
+    python train.py experiment=fastrun ...       minutes: does everything work, how fast is it?
+    python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the same command again resumes
+"""
+
+import os
+import time
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from training.config import Composed, composed_by_hydra, one_sentence, run_app
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is ours; its messages help nobody
+
+
+def train(composed: Composed) -> dict[str, Any]:
+    """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
+    from accel.stack import AccelerationStack  # torch comes in here, so that --help stays quick
+    from training.build import build
+    from training.checkpoint import Checkpoints
+    from training.ema import EMA
+    from training.evaluate import evaluate, sample_grid
+    from training.loggers import SafeLogger
+    from training.metrics import Meter
+    from training.peak_flops import peak_flops
+    from training.progress import Progress
+    from training.report import log_line, summary_table
+    from training.run import Run
+    from training.schedule import Schedule
+    from training.setup import build_autoencoder, build_loader, build_model, build_optimizer, identity, restore, spine
+    from training.state import TrainState
+    from training.step import TrainStep
+
+    # 1. Where we run.
+    cfg = composed.cfg
+    run = Run(composed)
+    run.show_rehearsal()
+
+    # 2. What we train, and on what.
+    loader = build_loader(cfg, run.device)
+    objective = build(cfg.objective, "objective")
+    logger = SafeLogger(build(cfg.logger, "logger"))
+    autoencoder = build_autoencoder(loader.spec, run.device) if cfg.sample_every else None
+    model = build_model(cfg.model, loader.spec, run.device)
+
+    # 3. What makes it fast, then the optimizer, and one step observed to see what is really on.
+    strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
+    stack = AccelerationStack(spine(cfg.runtime), run.device, **strictness)
+    stack.on_process()
+    model = stack.on_model(model)
+    optimizer = build_optimizer(cfg.optim, model, stack)
+    ema = EMA(model, **spine(cfg.ema))
+    schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
+    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak_flops(run.device, cfg.runtime.precision))
+    state = TrainState(model, optimizer, ema, loader, meter)
+    rates = {"seed": cfg.seed, "batch_size": cfg.batch_size, "max_grad_norm": cfg.max_grad_norm}
+    step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, **rates))
+    began = time.perf_counter()
+    with state.preserved():
+        step.schedule(0)
+        ledger = stack.warm_up(lambda: step([next(loader) for _ in range(cfg.accumulation_steps)]), model.blocks)
+    warm_up_seconds = time.perf_counter() - began
+    run.record_ledger(ledger, logger)
+
+    # 4. Where we left off.
+    checkpoints = Checkpoints(run.folder / "checkpoints", cfg.keep_checkpoints)
+    described = identity(composed, loader.spec, ledger)
+    if sentence := restore(cfg, state, checkpoints, described):
+        print(sentence, flush=True)
+    run.keep_metrics_before(state.step)
+
+    # 5. The loop.
+    progress = Progress(cfg.total_samples, "samples", initial=state.samples)
+    meter.start()
+    while state.samples < cfg.total_samples:
+        with meter.waiting():
+            batches = [next(loader) for _ in range(cfg.accumulation_steps)]
+        step.schedule(state.samples)
+        meter.update(step(batches))
+        state.advance(cfg.batch_size)
+        progress.advance(cfg.batch_size)
+        last = state.samples >= cfg.total_samples
+
+        if last or state.due(cfg.log_every) or state.due(cfg.eval_every):
+            metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
+            state.skipped_steps += metrics["skipped"]
+            with meter.paused():
+                if cfg.eval_every and (last or state.due(cfg.eval_every)):
+                    metrics |= evaluate(step, state)
+                run.append_metrics(metrics)
+                logger.log(metrics, state.samples)
+                progress.say(log_line(metrics))
+        with meter.paused():
+            if cfg.sample_every and (last or state.due(cfg.sample_every)):
+                file = run.folder / "samples" / f"step-{state.step}.png"
+                sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file)
+                logger.image("samples", file, state.samples)
+            if cfg.save_every and (last or state.due(cfg.save_every)):
+                checkpoints.save(state, described)
+    progress.close()
+
+    # 6. What came of it.
+    summary = run.summarise(state, ledger, warm_up_seconds)
+    logger.finish(summary)
+    print(f"\nsummary\n{summary_table(summary)}", flush=True)
+    return summary
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> None:
+    with one_sentence():
+        train(composed_by_hydra(cfg))
+
+
+if __name__ == "__main__":
+    run_app(main)

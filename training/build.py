@@ -1,0 +1,123 @@
+"""From config nodes to objects: the one place where a `_target_` becomes code, and what may."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+PACKAGES = ("accel", "data", "models", "training")
+OUTSIDERS = (
+    "torch.optim.Adam",
+    "torch.optim.AdamW",
+    "torch.optim.SGD",
+)
+"""What a `_target_` may name outside our packages, in full."""
+
+
+def resolve_target(target: str, key: str) -> type:
+    """The class that `target` names; ValueError unless it is a class defined in that very module of ours, or an outsider.
+
+    The object itself is judged, not its path: `models.denoiser.torch.load` starts like one of ours and is not.
+    """
+    refusal = (
+        f"{key}._target_={target} is not allowed: it must be a class defined in one of {', '.join(PACKAGES)}, "
+        f"or one of {', '.join(OUTSIDERS)}."
+    )
+    module_name, _, name = target.rpartition(".")
+    if target not in OUTSIDERS and module_name.split(".")[0] not in PACKAGES:
+        raise ValueError(refusal)
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise ValueError(refusal) from None
+        raise ValueError(f"{key}._target_={target} needs the package {error.name}; install it.") from error
+    ours = inspect.isclass(found) and found.__module__ == module_name and found.__qualname__ == name
+    if not (ours or target in OUTSIDERS):
+        raise ValueError(refusal)
+    return typing.cast(type, found)
+
+
+def build(node: Mapping[str, Any], key: str, /, *args: Any, **runtime: Any) -> Any:
+    """Builds what `node` describes: `_target_` called with the node's other keys and with `runtime`.
+
+    Before the call the keys are checked against the target's signature: unknown, missing and mistyped ones are a
+    ValueError that names `key`, the value and the fix. Nested nodes are built first; `_partial_: true` gives a partial.
+    Runtime arguments that the signature lacks are an error of ours, not of the user.
+    """
+    if "_target_" not in node:
+        raise ValueError(f"{key} has no _target_; choose one of the group's files, for example {key}=<name>.")
+    target = resolve_target(node["_target_"], key)
+    given = {k: v for k, v in node.items() if k not in ("_target_", "_partial_")}
+    checked = check_arguments(target, given, key, partially=bool(node.get("_partial_")), supplied=set(runtime), skip=len(args))
+    built = {
+        name: build(value, f"{key}.{name}") if isinstance(value, Mapping) and "_target_" in value else value
+        for name, value in checked.items()
+    }
+    if node.get("_partial_"):
+        return partial(target, **built)
+    return target(*args, **built, **runtime)
+
+
+def check_arguments(
+    target: type, given: dict[str, Any], key: str, *, partially: bool, supplied: set[str], skip: int
+) -> dict[str, Any]:
+    """`given` with its types settled by the target's signature."""
+    parameters = dict(list(inspect.signature(target).parameters.items())[skip:])
+    for name, value in given.items():
+        if name in supplied or name not in parameters:
+            names = [n for n in parameters if n not in supplied]
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {key}.{close[0]}?" if close else f"it takes {', '.join(names) or 'no arguments'}."
+            raise ValueError(f"{key}.{name}={value}: {target.__name__} has no argument {name}; {hint}")
+    required = [n for n, p in parameters.items() if p.default is p.empty]
+    missing = [n for n in required if n not in given and n not in supplied]
+    if missing and not partially:
+        raise ValueError(f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set {key}.{missing[0]}=<value>.")
+    hints = typing.get_type_hints(target.__init__)
+    return {name: check_type(value, hints.get(name, Any), f"{key}.{name}") for name, value in given.items()}
+
+
+def check_type(value: Any, annotation: Any, key: str) -> Any:
+    """`value` as the annotated type (whole numbers become floats, lists tuples where asked); ValueError otherwise."""
+    try:
+        return converted(value, annotation)
+    except TypeError:
+        choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+        expected = f"one of {', '.join(map(str, choices))}" if choices else f"of type {type_name(annotation)}"
+        raise ValueError(f"{key}={value} is not {expected}; give a value that is.") from None
+
+
+def converted(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation`; TypeError if it does not fit. Types that YAML cannot hold accept nested nodes only."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any or (isinstance(value, Mapping) and "_target_" in value):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for member in sorted(arguments, key=lambda member: member is float):  # an int for `float | int` stays an int
+            try:
+                return converted(value, member)
+            except TypeError:
+                continue
+    elif origin is Literal:
+        if value in arguments:
+            return value
+    elif origin in (tuple, list) and isinstance(value, list | tuple):
+        members = [arguments[0]] * len(value) if origin is list or arguments[1:] == (...,) else list(arguments)
+        if len(members) == len(value):
+            return origin(converted(v, a) for v, a in zip(value, members, strict=True))
+    elif annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif inspect.isclass(annotation) and isinstance(value, annotation) and isinstance(value, bool) == (annotation is bool):
+        return value
+    raise TypeError
+
+
+def type_name(annotation: Any) -> str:
+    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")

@@ -1,0 +1,154 @@
+"""Checkpoints: written whole or not at all, verified before they are loaded.
+
+`checkpoints/step-N/` holds `model.safetensors`, `ema.safetensors`, `training.pt` (optimizer and generators, read with
+`weights_only=True`), `state.json` (counters, and what is needed to rebuild the model) and `manifest.json` (sizes and
+sha256 of the others). Written as `step-N.tmp`, synced, renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.manifest import sync_folder, write_atomically
+from data.shards import file_sha256
+from training.state import TrainState
+
+FORMAT = 1
+
+
+class Checkpoints:
+    """The checkpoints of one run, `folder/step-N` for N = the number of steps done."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def found(self) -> list[Path]:
+        """Complete checkpoints, oldest first. A kill in mid-write leaves a `.tmp` folder, which does not count."""
+        steps = [p for p in self.folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()]
+        return sorted(steps, key=lambda p: int(p.name.removeprefix("step-")))
+
+    def save(self, state: TrainState, identity: dict[str, Any]) -> Path:
+        """Writes one checkpoint, removes those beyond `keep`, and returns its folder.
+
+        `identity` describes the run (model and its arguments, latent spec, ledger); it is stored in `state.json`.
+        """
+        final = self.folder / f"step-{state.step}"
+        temporary = self.folder / f"step-{state.step}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        content = state.state_dict()
+        save_file({k: v.contiguous() for k, v in content["model"].items()}, temporary / "model.safetensors")
+        save_file(content["ema"], temporary / "ema.safetensors")
+        torch.save({"optimizer": content["optimizer"], "rng": content["rng"]}, temporary / "training.pt")
+        described = {"format": FORMAT, "counters": content["counters"], "loader": content["loader"], "window": content["window"]}
+        (temporary / "state.json").write_text(json.dumps(described | identity, indent=1) + "\n")
+        files = {}
+        for file in sorted(temporary.iterdir()):
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        write_atomically(temporary / "manifest.json", json.dumps(files, indent=1) + "\n")
+        if final.exists():  # only a resumed run that saved this step again and was killed before it went on
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync_folder(self.folder)
+        for old in self.found()[: -self.keep]:
+            shutil.rmtree(old)
+        return final
+
+    def load_latest(self, state: TrainState, identity: dict[str, Any]) -> Path | None:
+        """Loads the newest checkpoint that verifies and returns its folder; None if there is none.
+
+        One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried.
+        """
+        for folder in reversed(self.found()):
+            if problem := damage(folder):
+                quarantine = folder.with_name(folder.name + ".corrupt")
+                shutil.rmtree(quarantine, ignore_errors=True)
+                folder.rename(quarantine)
+                warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=2)
+                continue
+            load(folder, state, identity)
+            return folder
+        return None
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if every file has the size and hash that its manifest says."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text())
+        for name, expected in files.items():
+            file = folder / name
+            if file.stat().st_size != expected["bytes"] or file_sha256(file) != expected["sha256"]:
+                return f"{name} does not match its sha256"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest cannot be read ({error})"
+    return None
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint, after the whole checkpoint was verified; ValueError otherwise."""
+    if problem := damage(folder):
+        raise ValueError(f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run.")
+    return json.loads((folder / "state.json").read_text())
+
+
+def load(folder: Path, state: TrainState, identity: dict[str, Any]) -> None:
+    """Loads a checkpoint; ValueError if it is damaged or belongs to another model or data set."""
+    described = read_description(folder)
+    for name in ("model", "data"):
+        if described[name] != json.loads(json.dumps(identity[name])):
+            raise ValueError(
+                f"{folder} was made with another {name}: {difference(described[name], identity[name])}. "
+                f"Use a new run_dir, or init_from={folder} to start from its weights."
+            )
+    training = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+    state.load_state_dict(
+        {
+            "model": load_file(folder / "model.safetensors"),
+            "ema": load_file(folder / "ema.safetensors"),
+            "optimizer": training["optimizer"],
+            "rng": training["rng"],
+            "loader": described["loader"],
+            "window": described["window"],
+            "counters": described["counters"],
+        }
+    )
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The keys in which two flat descriptions differ, with both values."""
+    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    return ", ".join(f"{k} was {old.get(k)}, is {new.get(k)}" for k in keys)
+
+
+def resolve_weights(path: str) -> Path:
+    """The safetensors file that `init_from` means: the file itself, or the EMA of a checkpoint or of a run's latest."""
+    given = Path(path).expanduser()
+    if given.suffix == ".safetensors" and given.is_file():
+        return given
+    folders = Checkpoints(given / "checkpoints", keep=1).found() or [given]
+    file = folders[-1] / "ema.safetensors"
+    if not file.is_file():
+        raise ValueError(f"init_from={path} is neither a .safetensors file nor a checkpoint or run folder that holds one.")
+    return file
+
+
+def fingerprint(state: TrainState) -> str:
+    """sha256 over all parameters, averages and optimizer tensors: equal states have equal fingerprints."""
+    digest = hashlib.sha256()
+    content = state.state_dict()
+    tensors = list(content["model"].values()) + list(content["ema"].values())
+    tensors += [t for moments in content["optimizer"].values() for t in moments.values()]
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,376 @@
+"""The typed spine of the configuration, and one clear sentence for every way to get it wrong.
+
+Components (model, data, objective, optim, logger, encoder) are plain yaml with a `_target_`, checked by
+`training/build.py` against the target's own signature. Everything else is a field below.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class PrecisionName(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class OnUnavailable(str, Enum):
+    degrade = "degrade"
+    error = "error"
+
+
+class ScheduleKind(str, Enum):
+    constant = "constant"
+    cosine = "cosine"
+
+
+class Solver(str, Enum):
+    euler = "euler"
+    heun = "heun"
+
+
+class LatentKind(str, Enum):
+    mean_std = "mean_std"
+    sample = "sample"
+
+
+class LatentDtype(str, Enum):
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How a run is executed; each key is one technique (see `python train.py --help`)."""
+
+    device: Device = Device.auto
+    tf32: bool = False
+    cudnn_benchmark: bool = False
+    precision: PrecisionName = PrecisionName.fp32
+    residual_in_fp32: bool = True
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    fused_adamw: bool = False
+    on_unavailable: OnUnavailable = OnUnavailable.degrade
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    kind: ScheduleKind = ScheduleKind.constant
+    warmup_samples: int = 0
+    final: float = 0.0
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    half_life_samples: float = 10_000.0
+    ramp: float = 0.05
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How sample grids are made."""
+
+    solver: Solver = Solver.heun
+    steps: int = 25
+    guidance: float = 1.0
+    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    shift: float = 1.0
+    per_class: int = 10
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    seed: int = 0
+    run_dir: str | None = None
+    resume: str = "auto"
+    init_from: str | None = None
+    rehearsal: str | None = None
+    total_samples: int = 1
+    batch_size: int = 1
+    accumulation_steps: int = 1
+    max_grad_norm: float = 1.0
+    log_every: int = 0
+    save_every: int = 0
+    sample_every: int = 0
+    eval_every: int = 0
+    keep_checkpoints: int = 2
+    deterministic: bool = False
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    model: Any = None
+    data: Any = None
+    objective: Any = None
+    optim: Any = None
+    logger: Any = None
+
+    def check(self) -> None:
+        """ValueError for a value that no run can have."""
+        at_least(1, self, "total_samples", "batch_size", "accumulation_steps", "keep_checkpoints")
+        at_least(0, self, "seed", "max_grad_norm", "log_every", "save_every", "sample_every", "eval_every")
+        at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
+        at_least(1, self.sampling, "steps", "per_class", prefix="sampling.")
+        if self.batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"batch_size={self.batch_size} (global) is not a multiple of accumulation_steps={self.accumulation_steps}; "
+                f"change one of them."
+            )
+        interval = self.sampling.guidance_interval
+        if len(interval) != 2 or interval[0] > interval[1]:
+            raise ValueError(f"sampling.guidance_interval={interval} must be two increasing times, such as [0.1,0.9].")
+
+
+@dataclass(frozen=True)
+class PrecomputeConfig:
+    source: str | None = None
+    out: str | None = None
+    resolution: int = 256
+    kind: LatentKind = LatentKind.mean_std
+    dtype: LatentDtype = LatentDtype.float16
+    flips: bool = False
+    held_out: float = 0.02
+    limit: int | None = None
+    seed: int = 0
+    batch_size: int = 32
+    num_workers: int = 2
+    shard_size: int = 2048
+    block_size: int = 256
+    min_psnr: float = 20.0
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    encoder: Any = None
+
+    def check(self) -> None:
+        """ValueError for a value that no job can have."""
+        for key, what in (("source", "a folder of images or tars"), ("out", "the folder for the latents")):
+            if getattr(self, key) is None:
+                raise ValueError(f"{key} is not set; say which: {key}=<{what}>.")
+        at_least(1, self, "resolution", "batch_size", "shard_size", "block_size")
+        at_least(0, self, "seed", "num_workers")
+        if self.limit is not None:
+            at_least(1, self, "limit")
+        if not 0.0 <= self.held_out < 1.0:
+            raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1: the share of images kept out of training.")
+
+
+def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:
+    for key in keys:
+        if getattr(node, key) < minimum:
+            raise ValueError(f"{prefix}{key}={getattr(node, key)} must be at least {minimum}.")
+
+
+FOREIGN = {
+    "training.loader": "data=resident (or digits, synthetic): the data group chooses the loader",
+    "data.use_latent": "data=resident data.path=<folder>: latents are made once by precompute_latents.py",
+    "gradient_accumulation_steps": "accumulation_steps=<n>",
+    "grad_accum_steps": "accumulation_steps=<n>",
+    "training.gradient_accumulation_steps": "accumulation_steps=<n>",
+    "use_amp": "runtime.precision=bf16",
+    "amp": "runtime.precision=bf16",
+    "mixed_precision": "runtime.precision=bf16",
+    "precision": "runtime.precision=bf16",
+    "training.mixed_precision": "runtime.precision=bf16",
+    "compile": "runtime.compile=true",
+    "use_compile": "runtime.compile=true",
+    "torch_compile": "runtime.compile=true",
+    "gradient_checkpointing": "runtime.gradient_checkpointing=true",
+    "use_checkpoint": "runtime.gradient_checkpointing=true",
+    "allow_tf32": "runtime.tf32=true",
+    "tf32": "runtime.tf32=true",
+    "device": "runtime.device=cuda",
+    "epochs": "total_samples=<epochs times samples in the set>",
+    "num_epochs": "total_samples=<epochs times samples in the set>",
+    "steps": "total_samples=<steps times batch_size>",
+    "max_steps": "total_samples=<steps times batch_size>",
+    "max_train_steps": "total_samples=<steps times batch_size>",
+    "lr": "optim.lr=<rate>",
+    "learning_rate": "optim.lr=<rate>",
+    "weight_decay": "optim.weight_decay=<rate>",
+    "global_batch_size": "batch_size=<n> (it is the global one)",
+    "train_batch_size": "batch_size=<n> (it is the global one)",
+    "ema_decay": "ema.half_life_samples=<n>",
+    "ckpt_every": "save_every=<steps>",
+    "output_dir": "run_dir=<folder>",
+    "results_dir": "run_dir=<folder>",
+    "use_wandb": "logger=wandb",
+    "report_to": "logger=wandb",
+}
+"""Keys that people know from guides and other trainers -> our spelling."""
+
+
+def unlocked(kind: type) -> DictConfig:
+    """The schema of a frozen dataclass, open for merging; `OmegaConf.to_object` gives the frozen object."""
+
+    def unlock(node: DictConfig, schema: type) -> None:
+        OmegaConf.set_readonly(node, False)
+        for f in fields(schema):
+            if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):
+                unlock(node[f.name], f.default_factory)
+
+    schema = OmegaConf.structured(kind)
+    unlock(schema, kind)
+    return schema
+
+
+def register() -> None:
+    """Makes the schemas known to Hydra; the primary yaml files start from them."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=unlocked(TrainConfig))
+    store.store(name="precompute_schema", node=unlocked(PrecomputeConfig))
+
+
+register()
+
+Config = TypeVar("Config", TrainConfig, PrecomputeConfig)
+
+
+class Composed(NamedTuple):
+    """A checked configuration and where it came from."""
+
+    cfg: Any
+    """`TrainConfig` or `PrecomputeConfig`; resolved and frozen."""
+    choices: dict[str, str]
+    """Group -> chosen file."""
+    overrides: list[str]
+    source: DictConfig
+    """As composed, with interpolations unresolved, so that no secret is in it."""
+
+
+def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
+    """Composes and checks a configuration as the command line would; for scripts and tests."""
+    overrides = list(overrides or [])
+    refuse_foreign(overrides)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        full = hydra_compose(config_name, overrides=overrides, return_hydra_config=True)
+    choices = full.hydra.runtime.choices
+    with_hydra = OmegaConf.to_container(full, resolve=False)
+    assert isinstance(with_hydra, dict)
+    source = OmegaConf.create({k: v for k, v in with_hydra.items() if k != "hydra"})
+    return settle(source, choices, overrides)
+
+
+def composed_by_hydra(source: DictConfig) -> Composed:
+    """The same for a function that `hydra.main` called."""
+    hydra_config = HydraConfig.get()
+    return settle(source, hydra_config.runtime.choices, list(hydra_config.overrides.task))
+
+
+def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> Composed:
+    """Refuses unknown keys, resolves, types, freezes and checks."""
+    kind = TrainConfig if "model" in source else PrecomputeConfig
+    refuse_unknown(source, kind)
+    cfg = OmegaConf.to_object(OmegaConf.merge(unlocked(kind), source))
+    assert isinstance(cfg, TrainConfig | PrecomputeConfig)
+    cfg.check()
+    chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}
+    return Composed(cfg, chosen, overrides, source)
+
+
+def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
+    """ValueError for a key that the schema lacks: `+junk=1` gets past Hydra, not past this."""
+    known = {f.name: f for f in fields(schema)}
+    for name in node:
+        if name not in known:
+            raise ValueError(f"{prefix}{name}={node[name]}: there is no such key{suggestion(str(name), list(known), prefix)}.")
+        nested = known[str(name)].default_factory
+        if isinstance(nested, type) and is_dataclass(nested):
+            refuse_unknown(node[name], nested, f"{prefix}{name}.")
+
+
+def suggestion(name: str, known: list[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def refuse_foreign(overrides: list[str]) -> None:
+    for override in overrides:
+        key, equals, value = override.lstrip("+~").partition("=")
+        if equals and key in FOREIGN:
+            raise ValueError(f"{key}={value} is not spelled so here; use {FOREIGN[key]}.")
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turns a mistake in the configuration or the input into one message and exit code 1.
+
+    What we raise on purpose is a ValueError from a line of our own; any other exception keeps its traceback.
+    FASTLATENT_TRACEBACK=1 keeps all of them.
+    """
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        deliberate = not isinstance(error, ValueError) or Path(frames[-1].filename).is_relative_to(ROOT)
+        library = isinstance(error, HydraException | OmegaConfBaseException)
+        if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
+            raise
+        print(f"error: {explain(error) if library else error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def explain(error: Exception) -> str:
+    """Hydra's and OmegaConf's messages as key, value and fix."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    text = str(error).strip().splitlines()[0]
+    detail = str(cause).strip().splitlines()[0]
+    full_key = getattr(cause, "full_key", None) or ""
+    override = next((o for o in sys.argv[1:] if full_key and o.lstrip("+~").partition("=")[0] == full_key), None)
+    if found := re.match(r"Could not override '([^']+)'", text):
+        key = found[1]
+        override = next((o for o in sys.argv[1:] if o.lstrip("+~").partition("=")[0] == key), key)
+        return f"{override}: there is no such key{suggestion(key, known_keys())}."
+    if found := re.search(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", detail):
+        return f"{full_key or found[1]}: there is no such key{suggestion(full_key or found[1], known_keys())}. {text}"
+    if isinstance(cause, OmegaConfBaseException):
+        return f"{override or full_key or text}: {detail}."
+    return str(error).strip()
+
+
+def known_keys() -> list[str]:
+    """All keys of the default configuration, dotted."""
+
+    def walk(node: Any, prefix: str) -> Iterator[str]:
+        for name, value in node.items():
+            yield f"{prefix}{name}"
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+
+    name = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
+    return list(walk(OmegaConf.to_container(compose([], name).source, resolve=False), ""))
+
+
+def run_app(app: Callable[[], None]) -> None:
+    """Runs a `hydra.main` function as a command: mistakes become one sentence and exit code 1."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
+    with one_sentence():
+        refuse_foreign(sys.argv[1:])
+        app()

@@ -1,0 +1,61 @@
+"""Exponential moving average of the parameters, in fp32, with its length in samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class EMA:
+    """ema ← ema + w·(parameter - ema), with w = 1 - 0.5^(batch / half_life).
+
+    The half-life is `half_life_samples`, and early in training at most `ramp` times the samples seen, so that the
+    average is not dominated by initialisation (Karras et al. 2024, EDM2).
+    """
+
+    def __init__(self, model: nn.Module, half_life_samples: float, ramp: float = 0.05) -> None:
+        if half_life_samples <= 0.0 or ramp <= 0.0:
+            raise ValueError(f"ema.half_life_samples={half_life_samples} and ema.ramp={ramp} must be above 0.")
+        self.half_life_samples, self.ramp = half_life_samples, ramp
+        self.names = [name for name, _ in model.named_parameters()]
+        self.parameters = [p for _, p in model.named_parameters()]
+        self.averages = [p.detach().float().clone() for p in self.parameters]
+
+    def weight(self, samples: int, batch_size: int) -> float:
+        """w for the step that ends at `samples` samples."""
+        half_life = min(self.half_life_samples, self.ramp * samples)
+        return 1.0 - 0.5 ** (batch_size / max(half_life, 1e-8))
+
+    @torch.no_grad()
+    def update(self, weight: Tensor) -> None:
+        """`weight` is a device scalar; 0 leaves the averages bit for bit as they are."""
+        torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], weight)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model holds the averages inside and its own parameters again after, bit for bit."""
+        self.exchange()
+        try:
+            yield
+        finally:
+            self.exchange()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        for parameter, average in zip(self.parameters, self.averages, strict=True):
+            copy = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(copy)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Averages by parameter name: a state dict that the model itself can load."""
+        return dict(zip(self.names, self.averages, strict=True))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if state.keys() != set(self.names):
+            raise ValueError(f"the averages do not fit the model; they differ in {sorted(state.keys() ^ set(self.names))[:5]}.")
+        for name, average in zip(self.names, self.averages, strict=True):
+            average.copy_(state[name])

@@ -1,0 +1,64 @@
+"""Looking at a model in training: held-out loss and sample grids, both with the averaged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from accel.kernels.counter_noise import Purpose, counter_normal
+from data.loader import LatentSpec
+from models.images import to_uint8, write_grid
+from models.sampler import guided_velocity, sample
+from training.config import SamplingConfig
+from training.state import TrainState
+from training.step import TrainStep
+
+MAX_CLASSES = 10
+"""Classes in a grid made during training."""
+BUCKETS = 4
+
+
+@torch.no_grad()
+def evaluate(step: TrainStep, state: TrainState) -> dict[str, float]:
+    """`eval_loss` of the averages over the held-out split, with fixed noise and t, and the same by quarters of t.
+
+    Uncompiled: its last batch has another size, which would recompile. Empty if nothing is held out.
+    """
+    losses, times = [], []
+    with state.ema.applied(), torch.compiler.set_stance("force_eager"):
+        for batch in state.loader.held_out(step.batch_size):
+            loss, t = step.losses(batch, held_out=True)
+            losses.append(loss.double())
+            times.append(t)
+    if not losses:
+        return {}
+    loss, t = torch.cat(losses), torch.cat(times)
+    result = {"eval_loss": loss.mean().item()}
+    for i in range(BUCKETS):
+        inside = loss[(t * BUCKETS).long().clamp(max=BUCKETS - 1) == i]
+        if len(inside):
+            result[f"eval_loss_t{i / BUCKETS:.2f}_{(i + 1) / BUCKETS:.2f}"] = inside.mean().item()
+    return result
+
+
+def sample_grid(
+    step: TrainStep, state: TrainState, spec: LatentSpec, autoencoder: torch.nn.Module, sampling: SamplingConfig, file: Path
+) -> Path:
+    """Writes a grid with one row a class (the first ten) and `sampling.per_class` columns; returns `file`.
+
+    The noise depends on the seed and the place in the grid only, so grids of one run show the same samples maturing.
+    """
+    device = step.ema_weight.device
+    classes = min(spec.num_classes, MAX_CLASSES)
+    labels = torch.arange(classes, device=device).repeat_interleave(sampling.per_class)
+    noise = counter_normal(
+        step.seed, Purpose.SAMPLE, torch.arange(len(labels), device=device), (spec.channels, spec.height, spec.width)
+    )
+    low, high = sampling.guidance_interval
+    velocity = guided_velocity(step.forward, labels, spec.num_classes, sampling.guidance, (low, high))
+    with state.ema.applied(), torch.compiler.set_stance("force_eager"):
+        latents = sample(velocity, noise, sampling.steps, sampling.solver.value, sampling.shift)
+    images = [autoencoder.decode(part) for part in spec.denormalise(latents).split(16)]  # pyright: ignore[reportCallIssue]
+    write_grid(file, to_uint8(torch.cat(images)), columns=sampling.per_class)
+    return file

@@ -1,0 +1,128 @@
+"""Optional loggers. The run folder has everything without them; none of them can stop a run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+
+class Logger(Protocol):
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None: ...
+    def log(self, metrics: Mapping[str, Any], samples: int) -> None: ...
+    def image(self, name: str, file: Path, samples: int) -> None: ...
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class NoLogger:
+    """Logs nothing."""
+
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
+        pass
+
+    def image(self, name: str, file: Path, samples: int) -> None:
+        pass
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+
+class WandbLogger:
+    """Weights & Biases, with samples seen as the axis, so that a resumed run shows its rewind instead of losing points."""
+
+    def __init__(self, project: str = "fastlatent", entity: str | None = None, mode: Literal["online", "offline"] = "online") -> None:
+        self.project, self.entity, self.mode = project, entity, mode
+        self.run: Any = None
+
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        arguments: dict[str, Any] = dict(
+            project=self.project,
+            entity=self.entity,
+            dir=str(folder),
+            name=folder.name,
+            config=dict(config),
+            settings=wandb.Settings(init_timeout=30, console="off"),
+        )
+        try:
+            self.run = wandb.init(mode=self.mode, **arguments)
+        except Exception as error:  # no key, no network: whatever it is, an offline run keeps the data
+            warnings.warn(f"W&B cannot be reached ({first_line(error)}); logging offline into {folder}.", stacklevel=2)
+            self.run = wandb.init(mode="offline", **arguments)
+        self.run.define_metric("samples")
+        self.run.define_metric("*", step_metric="samples")
+
+    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
+        self.run.log({**metrics, "samples": samples})
+
+    def image(self, name: str, file: Path, samples: int) -> None:
+        import wandb
+
+        self.run.log({name: wandb.Image(str(file)), "samples": samples})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.run.summary.update(dict(summary))
+        self.run.finish()
+
+
+class TensorBoardLogger:
+    """TensorBoard event files in `<run folder>/tensorboard`."""
+
+    def __init__(self) -> None:
+        self.writer: Any = None
+
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+
+    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, samples)
+
+    def image(self, name: str, file: Path, samples: int) -> None:
+        import numpy as np
+        from PIL import Image
+
+        self.writer.add_image(name, np.asarray(Image.open(file)), samples, dataformats="HWC")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.writer.close()
+
+
+class SafeLogger:
+    """A logger that is switched off, with one warning, at its first exception."""
+
+    def __init__(self, logger: Logger) -> None:
+        self.logger: Logger = logger
+
+    def guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # a logger may fail in any way and must not cost a run
+            name = type(self.logger).__name__
+            warnings.warn(f"{name} failed ({first_line(error)}) and is off; the run folder has all metrics.", stacklevel=3)
+            self.logger = NoLogger()
+
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.guarded(lambda: self.logger.start(folder, config))
+
+    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
+        self.guarded(lambda: self.logger.log(metrics, samples))
+
+    def image(self, name: str, file: Path, samples: int) -> None:
+        self.guarded(lambda: self.logger.image(name, file, samples))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.guarded(lambda: self.logger.finish(summary))
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,99 @@
+"""What a run measures about itself. Nothing here waits for the device except `report`, at log steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.step import StepOutput
+
+
+class Meter:
+    """Sums over a log window, kept on the device, and the clock of the window.
+
+    Time spent inside `paused()` (evaluation, sampling, saving) counts as maintenance, not as training;
+    `waiting()` wraps the calls that wait for data.
+    """
+
+    def __init__(self, batch_size: int, tokens: int, flops_per_sample: int, peak_flops: float | None) -> None:
+        self.batch_size, self.tokens = batch_size, tokens
+        self.train_flops, self.peak = 3 * flops_per_sample, peak_flops
+        self.loss: Tensor | float = 0.0
+        self.skipped: Tensor | float = 0.0
+        self.train_seconds = self.maintenance_seconds = 0.0
+        self.trained_samples = 0
+        self.restart()
+
+    def start(self) -> None:
+        """Starts the clock, after set-up and warm-up."""
+        self.since = time.perf_counter()
+
+    def restart(self) -> None:
+        self.loss = self.skipped = 0.0
+        self.steps = self.carried = 0
+        self.wait = 0.0
+        self.since = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.wait += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.since += seconds
+        self.maintenance_seconds += seconds
+
+    def update(self, output: StepOutput) -> None:
+        """Adds one step; device scalars stay on the device."""
+        self.grad_norm = output.grad_norm
+        self.loss = output.loss + self.loss
+        self.skipped = output.skipped + self.skipped
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The sums of the window; reading them waits for the device."""
+        return {"loss": float(self.loss), "skipped": float(self.skipped), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
+        self.restart()
+        self.loss, self.skipped, self.steps = state["loss"], state["skipped"], int(state["steps"])
+        self.carried = self.steps
+
+    def report(self, lr: float) -> dict[str, Any]:
+        """Figures of the window since the last report (the one wait for the device), and starts the next window."""
+        loss, skipped = float(self.loss) / self.steps, int(float(self.skipped))
+        seconds = time.perf_counter() - self.since
+        samples = (self.steps - self.carried) * self.batch_size
+        self.train_seconds += seconds
+        self.trained_samples += samples
+        rate = samples / seconds
+        report = {
+            "loss": loss,
+            "grad_norm": float(self.grad_norm),
+            "lr": lr,
+            "skipped": skipped,
+            "samples_per_s": rate,
+            "tokens_per_s": rate * self.tokens,
+            "model_tflops": rate * self.train_flops / 1e12,
+            "mfu": rate * self.train_flops / self.peak if self.peak else None,
+            "data_wait": self.wait / seconds,
+            "memory_reserved_peak": memory_reserved_peak(),
+        }
+        self.restart()
+        return report
+
+
+def memory_reserved_peak() -> int | None:
+    """Bytes that PyTorch's caching allocator held at most; None without a GPU."""
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else None

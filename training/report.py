@@ -1,0 +1,26 @@
+"""What a run says: a line at each log step, a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+def log_line(metrics: Mapping[str, Any]) -> str:
+    """One line of the figures that matter while a run goes on."""
+    parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
+    if "eval_loss" in metrics:
+        parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
+    parts += [f"lr {metrics['lr']:.2e}", f"{metrics['samples_per_s']:.1f} samples/s"]
+    if metrics.get("mfu") is not None:
+        parts.append(f"mfu {metrics['mfu']:.1%}")
+    parts.append(f"data wait {metrics['data_wait']:.1%}")
+    if metrics.get("skipped"):
+        parts.append(f"{metrics['skipped']} steps skipped: their gradients were not finite")
+    return "  ".join(parts)
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+    """The summary as aligned lines, the ledger left out (it was printed at the start)."""
+    shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
+    width = max(len(k) for k in shown)
+    return "\n".join(f"  {k.ljust(width)}  {v:.6g}" if isinstance(v, float) else f"  {k.ljust(width)}  {v}" for k, v in shown.items())

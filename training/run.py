@@ -1,0 +1,183 @@
+"""A run: its device, its folder, and what it writes there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from accel.ledger import Ledger
+from data.manifest import write_atomically
+from training.checkpoint import Checkpoints
+from training.config import ROOT, Composed
+from training.loggers import SafeLogger
+from training.state import TrainState
+
+PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
+SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
+
+
+class Run:
+    """One run folder.
+
+    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, metrics.jsonl, samples/,
+    checkpoints/ and summary.json.
+    """
+
+    def __init__(self, composed: Composed) -> None:
+        cfg = composed.cfg
+        self.cfg, self.choices = cfg, composed.choices
+        self.device = pick_device(cfg.runtime.device.value)
+        self.started = time.perf_counter()
+        self.folder = Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
+        self.resumed = any((self.folder / "checkpoints").glob("step-*"))
+        if self.resumed and cfg.resume == "never":
+            raise ValueError(f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.environment = describe_environment(self.device) | {"choices": composed.choices, "overrides": composed.overrides}
+        self.config = redacted(OmegaConf.to_container(composed.source, resolve=False))
+        (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.config)))
+        self.write_json("environment.json", self.environment)
+        torch.manual_seed(cfg.seed)
+        if cfg.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(cfg.deterministic)
+
+    def write_json(self, name: str, content: Any) -> None:
+        write_atomically(self.folder / name, json.dumps(content, indent=1) + "\n")
+
+    def record_ledger(self, ledger: Ledger, logger: SafeLogger) -> None:
+        """Prints the ledger, stores it and starts the logger with it."""
+        print(f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.table()}\n", flush=True)
+        self.write_json("ledger.json", ledger.as_dict())
+        facts = {f"ledger.{key}": f"{row['requested']} -> {row['active']}" for key, row in ledger.as_dict().items()}
+        versions = self.environment["versions"]
+        logger.start(self.folder, {"config": self.config, "choices": self.choices, "versions": versions, **facts})
+
+    def keep_metrics_before(self, step: int) -> None:
+        """Drops logged steps after `step`, which a killed run had reached and this one will do again."""
+        file = self.folder / "metrics.jsonl"
+        if file.is_file():
+            lines = [line for line in file.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            write_atomically(file, "".join(f"{line}\n" for line in lines))
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        with (self.folder / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps(dict(metrics)) + "\n")
+
+    def summarise(self, state: TrainState, ledger: Ledger, warm_up_seconds: float) -> dict[str, Any]:
+        """Writes and returns the summary: the latest value of each metric, what was made, and how long it took."""
+        file = self.folder / "metrics.jsonl"
+        latest: dict[str, Any] = {}
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            latest |= json.loads(line)
+        meter = state.meter
+        checkpoints = Checkpoints(self.folder / "checkpoints", keep=1).found()
+        grids = sorted((self.folder / "samples").glob("step-*.png"), key=lambda file: file.stat().st_mtime)
+        rate = meter.trained_samples / meter.train_seconds if meter.train_seconds else latest.get("samples_per_s")
+        summary = {
+            "loss": latest.get("loss"),
+            "eval_loss": latest.get("eval_loss"),
+            "steps": state.step,
+            "samples": state.samples,
+            "samples_per_s": rate,
+            "mfu": latest.get("mfu"),
+            "memory_reserved_peak": latest.get("memory_reserved_peak"),
+            "skipped_steps": state.skipped_steps,
+            "seconds": time.perf_counter() - self.started,
+            "train_seconds": meter.train_seconds,
+            "warm_up_seconds": warm_up_seconds,
+            "maintenance_seconds": meter.maintenance_seconds,
+            "ledger": ledger.as_dict(),
+            "checkpoint": str(checkpoints[-1]) if checkpoints else None,
+            "sample_grid": str(grids[-1]) if grids else None,
+            "run_dir": str(self.folder),
+        }
+        self.write_json("summary.json", summary)
+        return summary
+
+    def show_rehearsal(self) -> None:
+        """Prints ledger and speed of the latest run of experiment `rehearsal`, or warns that there is none."""
+        wanted = self.cfg.rehearsal
+        if wanted is None:
+            return
+        for folder in runs_newest_first(self.folder.parent):
+            summary, environment = (read_json(folder / name) for name in ("summary.json", "environment.json"))
+            then = environment.get("choices", {})
+            same = all(then.get(group) == self.choices.get(group) for group in ("model", "runtime"))
+            if then.get("experiment") == wanted and same and environment["versions"] == self.environment["versions"]:
+                rows = [f"    {k}: {row['requested']} -> {row['active']}" for k, row in summary["ledger"].items()]
+                print(f"latest {wanted} of this model and runtime: {folder}, {summary['samples_per_s']:.1f} samples/s")
+                print("\n".join(rows), flush=True)
+                return
+        print(
+            f"warning: no {wanted} of model={self.choices.get('model')} runtime={self.choices.get('runtime')} with these "
+            f"versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
+            flush=True,
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def runs_newest_first(parent: Path) -> Iterator[Path]:
+    """Folders of finished runs below `parent`."""
+    summaries = sorted(parent.glob("*/summary.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return (file.parent for file in summaries)
+
+
+def default_folder(choices: Mapping[str, str]) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{stamp}-{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
+
+
+def pick_device(name: str) -> torch.device:
+    """ValueError if a GPU was asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware and the state of the code."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return {"versions": versions, "hardware": hardware, "git": git_state(), "argv": redact_words(sys.argv)}
+
+
+def git_state() -> dict[str, Any] | None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def redacted(node: Any) -> Any:
+    """The same tree with values of keys that look like secrets removed."""
+    if isinstance(node, dict):
+        return {k: "<redacted>" if SECRET.search(str(k)) and v is not None else redacted(v) for k, v in node.items()}
+    return [redacted(v) for v in node] if isinstance(node, list) else node
+
+
+def redact_words(words: list[str]) -> list[str]:
+    return [f"{w.partition('=')[0]}=<redacted>" if SECRET.search(w.partition("=")[0]) and "=" in w else w for w in words]

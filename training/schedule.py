@@ -1,0 +1,29 @@
+"""Learning-rate schedules in samples, so that they do not move with the batch size."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+
+class Schedule:
+    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine to `final` of it."""
+
+    def __init__(
+        self, kind: Literal["constant", "cosine"], total_samples: int, warmup_samples: int = 0, final: float = 0.0
+    ) -> None:
+        if warmup_samples > total_samples:
+            raise ValueError(
+                f"schedule.warmup_samples={warmup_samples} exceeds total_samples={total_samples}; shorten the warm-up."
+            )
+        self.kind, self.total_samples = kind, total_samples
+        self.warmup_samples, self.final = warmup_samples, final
+
+    def __call__(self, samples: int) -> float:
+        """Factor for the step that ends at `samples` samples."""
+        if samples < self.warmup_samples:
+            return samples / self.warmup_samples
+        if self.kind == "constant":
+            return 1.0
+        progress = (samples - self.warmup_samples) / max(1, self.total_samples - self.warmup_samples)
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

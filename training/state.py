@@ -1,0 +1,89 @@
+"""All that changes while a run goes on, in one object."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loader import LatentLoader
+from training.ema import EMA
+from training.metrics import Meter
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer, averages, loader, the sums of the current log window, and counters.
+
+    Noise, t, flips and label drops are functions of the stream position, so `samples` stands for their state; torch's
+    generators are kept as well for models that use them.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: EMA
+    loader: LatentLoader
+    meter: Meter
+    step: int = 0
+    samples: int = 0
+    skipped_steps: int = 0
+
+    def advance(self, samples: int) -> None:
+        self.step += 1
+        self.samples += samples
+
+    def due(self, every: int) -> bool:
+        """True each `every` steps; never for 0."""
+        return every > 0 and self.step % every == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """References, not copies: save or copy it before the next step."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "loader": self.loader.state_dict(),
+            "window": self.meter.state_dict(),
+            "counters": {"step": self.step, "samples": self.samples, "skipped_steps": self.skipped_steps},
+            "rng": rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads everything; ValueError if the tensors do not fit the model. Hyper-parameters stay the config's."""
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"the checkpoint does not fit this model: {error}") from error
+        self.ema.load_state_dict(state["ema"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        self.loader.load_state_dict(state["loader"])
+        self.meter.load_state_dict(state["window"])
+        for name, value in state["counters"].items():
+            setattr(self, name, value)
+        load_rng_state(state["rng"])
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Whatever happens inside leaves no trace."""
+        before = copy.deepcopy(self.state_dict())
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+def rng_state() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def load_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,107 @@
+"""One optimizer step, from micro-batches to updated parameters and averages, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from accel.fused_adamw import is_fused
+from data.loader import Batch
+from training.ema import EMA
+from training.objective import FlowMatching
+from training.schedule import Schedule
+
+
+@dataclass
+class StepOutput:
+    """Device scalars."""
+
+    loss: Tensor
+    """Mean over all samples of the step."""
+    grad_norm: Tensor
+    """Before clipping."""
+    skipped: Tensor
+    """1.0 if the norm was not finite and parameters, moments and averages were left alone."""
+
+
+class TrainStep:
+    """Forward, backward, clipping, optimizer and EMA.
+
+    `forward` is the network's forward pass, which techniques wrap; evaluation and sampling use the same one.
+    `schedule(samples)` moves learning rate and EMA weight to the device before the step; calling the step then takes
+    only what is already there. The optimizer decides on device: a fused one gets the clipping factor as `grad_scale`
+    and a non-finite norm as `found_inf`. An unfused one cannot, so there the host reads one flag a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: FlowMatching,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        ema: EMA,
+        *,
+        seed: int,
+        batch_size: int,
+        max_grad_norm: float,
+    ) -> None:
+        self.forward: Callable[..., Tensor] = model
+        self.objective, self.optimizer = objective, optimizer
+        self.lr_schedule, self.ema = schedule, ema
+        self.seed, self.batch_size, self.max_grad_norm = seed, batch_size, max_grad_norm
+        self.null_label: int = model.num_classes  # pyright: ignore[reportAttributeAccessIssue]
+        self.drop_path_depth: int = model.depth if model.drop_path else 0  # pyright: ignore[reportAttributeAccessIssue]
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        device = self.parameters[0].device
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        if is_fused(optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        self.ema_weight = torch.zeros((), device=device)
+        self.lr = self.base_lrs[0]
+
+    def schedule(self, samples: int) -> None:
+        """Sets the rates for the step that starts at `samples` samples."""
+        end = samples + self.batch_size
+        factor = self.lr_schedule(end)
+        self.lr = self.base_lrs[0] * factor
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+        self.ema_weight.fill_(self.ema.weight(end, self.batch_size))
+
+    def losses(self, batch: Batch, held_out: bool = False) -> tuple[Tensor, Tensor]:
+        """Loss and t of each sample, both (B,)."""
+        return self.objective.losses(
+            self.forward,
+            batch,
+            seed=self.seed,
+            null_label=self.null_label,
+            drop_path_depth=self.drop_path_depth,
+            held_out=held_out,
+        )
+
+    def __call__(self, batches: Sequence[Batch]) -> StepOutput:
+        total = torch.zeros((), device=self.ema_weight.device)
+        for batch in batches:
+            loss = self.losses(batch)[0].mean() / len(batches)
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        finite = torch.isfinite(norm)
+        clip = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm > 0 else torch.ones_like(norm)
+        if is_fused(self.optimizer):
+            self.optimizer.grad_scale = clip  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.step()
+        elif bool(finite):
+            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], clip)
+            self.optimizer.step()
+        self.ema.update(torch.where(finite, self.ema_weight, 0.0))
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutput(total, norm, (~finite).float())
