@@ -1,7 +1,7 @@
 """Encodes images into latent shards with a manifest, once per data set. The same command again continues.
 
-    python precompute_latents.py source=photos out=latents/photos encoder=sd
-    python precompute_latents.py source=photos out=latents/photos encoder=local encoder.path=models/my-vae
+python precompute_latents.py source=photos out=latents/photos encoder=sd
+python precompute_latents.py source=photos out=latents/photos encoder=local encoder.path=models/my-vae
 """
 
 import os
@@ -25,8 +25,8 @@ def precompute(composed: Composed) -> Path:
     from data.images import list_images
     from training.build import build
     from training.precompute import (
-        EncodeStep,
         Encoder,
+        EncodeStep,
         claim,
         first_images,
         job_description,
@@ -47,7 +47,9 @@ def precompute(composed: Composed) -> Path:
     print(f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode")
 
     # 2. What makes it fast, seen in one encoding.
-    stack = AccelerationStack(spine(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES)
+    stack = AccelerationStack(
+        spine(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES
+    )
     stack.on_process()
     autoencoder = stack.on_model(autoencoder)
     step = stack.on_step(EncodeStep(autoencoder))

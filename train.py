@@ -1,8 +1,8 @@
 """Trains a latent generative model. This file is a run, read top to bottom.
 
-    python train.py                              handwritten digits, about a minute on a laptop
-    python train.py experiment=fastrun ...       minutes: does everything work, how fast is it?
-    python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the same command again resumes
+python train.py                              handwritten digits, about a minute on a laptop
+python train.py experiment=fastrun ...       minutes: does everything work, how fast is it?
+python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the same command again resumes
 """
 
 import os
@@ -64,7 +64,7 @@ def train(composed: Composed) -> dict[str, Any]:
         step.schedule(0)
         ledger = stack.warm_up(lambda: step([next(loader) for _ in range(cfg.accumulation_steps)]), model.blocks)
     warm_up_seconds = time.perf_counter() - began
-    run.record_ledger(ledger, logger)
+    run.open(ledger, logger)
 
     # 4. Where we left off.
     checkpoints = Checkpoints(run.folder / "checkpoints", cfg.keep_checkpoints)
@@ -95,7 +95,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 logger.log(metrics, state.samples)
                 progress.say(log_line(metrics))
         with meter.paused():
-            if cfg.sample_every and (last or state.due(cfg.sample_every)):
+            if autoencoder and (last or state.due(cfg.sample_every)):
                 file = run.folder / "samples" / f"step-{state.step}.png"
                 sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file)
                 logger.image("samples", file, state.samples)

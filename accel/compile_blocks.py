@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.evidence import Evidence
-from accel.technique import Observation, Technique
+from accel.technique import Model, Observation, Technique, blocks_of
 
 
 class CompileBlocks(Technique):
@@ -23,11 +23,11 @@ class CompileBlocks(Technique):
         self.blocks: list[nn.Module] = []
         self.failure: str | None = None
 
-    def on_model(self, model: nn.Module) -> nn.Module:
+    def on_model(self, model: Model) -> Model:
         if self.enabled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            self.blocks = list(model.blocks)  # pyright: ignore[reportArgumentType]
+            self.blocks = list(blocks_of(model))
             for block in self.blocks:
                 block.compile(fullgraph=True, backend=self.backend)
         return model

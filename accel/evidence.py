@@ -1,4 +1,4 @@
-"""What one real training step shows: the ops that ran, their dtypes, graphs, and what the last block kept for backward."""
+"""What one real step shows: the ops that ran, their dtypes, graphs, and what the last block kept for backward."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None) -> Evi
     finally:
         if blocks and last is not None:
             blocks[-1] = last
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     for event in profiler.profiler.kineto_results.events():
         evidence.ops[event.name()] += 1
         dtypes = event.dtypes()

@@ -7,11 +7,10 @@ Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174
 
 from collections.abc import Callable
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accel.evidence import Evidence
-from accel.technique import Observation, Technique
+from accel.technique import Model, Observation, Technique, blocks_of
 
 
 def recomputed(forward: Callable) -> Callable:
@@ -26,9 +25,9 @@ class CheckpointBlocks(Technique):
     key = "gradient_checkpointing"
     loss_rtol = 0.0
 
-    def on_model(self, model: nn.Module) -> nn.Module:
+    def on_model(self, model: Model) -> Model:
         if self.enabled:
-            for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+            for block in blocks_of(model):
                 block.forward = recomputed(block.forward)
         return model
 
@@ -36,5 +35,7 @@ class CheckpointBlocks(Technique):
         saved, inputs = evidence.block_saved_bytes, evidence.block_input_bytes
         if saved is None or inputs is None:
             return Observation(False, "no block ran")
-        note = f"the last block kept {saved / 2**20:.2f} MiB for backward; its inputs alone are {inputs / 2**20:.2f} MiB"
+        note = (
+            f"the last block kept {saved / 2**20:.2f} MiB for backward; its inputs alone are {inputs / 2**20:.2f} MiB"
+        )
         return Observation(saved <= inputs, note)

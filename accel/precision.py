@@ -10,7 +10,7 @@ import functools
 import torch
 
 from accel.evidence import Evidence
-from accel.technique import Observation, Step, Technique
+from accel.technique import AnyStep, Observation, Technique
 
 DTYPES = {"bf16": torch.bfloat16}
 NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
@@ -33,7 +33,7 @@ class Precision(Technique):
         """The context in which the forward pass runs."""
         return torch.amp.autocast(self.device.type, DTYPES.get(str(self.value)), enabled=self.enabled)
 
-    def on_step(self, step: Step) -> Step:
+    def on_step(self, step: AnyStep) -> AnyStep:
         if self.enabled:
             forward = step.forward
 

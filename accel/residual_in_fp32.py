@@ -5,19 +5,18 @@ blocks are not rounded away. With fp32 compute it changes nothing.
 """
 
 import torch
-from torch import nn
 
 from accel.evidence import Evidence
-from accel.technique import Observation, Technique
+from accel.technique import Model, Observation, Technique, blocks_of
 
 
 class ResidualInFp32(Technique):
     key = "residual_in_fp32"
     loss_rtol = 1e-2  # only the 16-bit stream without it moves the loss; with fp32 compute both are equal
 
-    def on_model(self, model: nn.Module) -> nn.Module:
-        for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
-            block.residual_in_fp32 = self.enabled
+    def on_model(self, model: Model) -> Model:
+        for block in blocks_of(model):
+            setattr(block, self.key, self.enabled)
         return model
 
     def observe(self, evidence: Evidence) -> Observation:

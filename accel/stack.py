@@ -17,7 +17,7 @@ from accel.gradient_checkpointing import CheckpointBlocks
 from accel.ledger import Ledger, LedgerRow
 from accel.precision import Precision
 from accel.residual_in_fp32 import ResidualInFp32
-from accel.technique import Step, Technique
+from accel.technique import AnyStep, Model, Technique
 from accel.tf32 import Tf32
 
 # Process flags, module changes, checkpointing, compile, optimizer, autocast. Checkpointing comes before compile, so
@@ -80,7 +80,7 @@ class AccelerationStack:
         for technique in self.techniques:
             technique.on_process()
 
-    def on_model(self, model: nn.Module) -> nn.Module:
+    def on_model(self, model: Model) -> Model:
         for technique in self.techniques:
             model = technique.on_model(model)
         return model
@@ -88,7 +88,7 @@ class AccelerationStack:
     def optimizer_kwargs(self) -> dict[str, Any]:
         return {key: value for technique in self.techniques for key, value in technique.optimizer_kwargs().items()}
 
-    def on_step(self, step: Step) -> Step:
+    def on_step(self, step: AnyStep) -> AnyStep:
         for technique in self.techniques:
             step = technique.on_step(step)
         return step
@@ -115,7 +115,11 @@ class AccelerationStack:
             if reason := self.reasons.get(technique.key):
                 note = f"{reason.rstrip('.')}; {note}"
             ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
-        missing = [f"runtime.{row.key}: {row.evidence}" for row in ledger if row.missing and row.key not in self.reasons]
+        missing = [
+            f"runtime.{row.key}: {row.evidence}" for row in ledger if row.missing and row.key not in self.reasons
+        ]
         if missing and self.strict:
-            raise ValueError("runtime.on_unavailable=error, and one step shows these to be off:\n  " + "\n  ".join(missing))
+            raise ValueError(
+                "runtime.on_unavailable=error, and one step shows these to be off:\n  " + "\n  ".join(missing)
+            )
         return ledger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +21,18 @@ class Observation(NamedTuple):
 
 
 class Step(Protocol):
-    """What a technique may wrap: `forward` is the forward pass, calling the step does everything else too.
-
-    In training `forward` is the denoiser, in encoding the encoder.
-    """
+    """What a technique may wrap: `forward` is the denoiser's forward pass, or the encoder's where latents are made."""
 
     forward: Callable[..., Any]
 
-    def __call__(self, *inputs: Any) -> Any: ...
+
+Model = TypeVar("Model", bound="nn.Module")
+AnyStep = TypeVar("AnyStep", bound=Step)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The blocks of a model: all that a technique may touch of it."""
+    return cast("nn.ModuleList", model.blocks)
 
 
 class Technique(ABC):
@@ -60,10 +64,10 @@ class Technique(ABC):
         """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where `enabled`."""
         return None
 
-    def on_process(self) -> None:
+    def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
         """Sets process-wide flags, both ways."""
 
-    def on_model(self, model: nn.Module) -> nn.Module:
+    def on_model(self, model: Model) -> Model:
         """Changes the model through its `.blocks`; state-dict keys stay as they are."""
         return model
 
@@ -71,8 +75,8 @@ class Technique(ABC):
         """Arguments for the optimizer's constructor."""
         return {}
 
-    def on_step(self, step: Step) -> Step:
-        """Wraps the step, or its `forward`."""
+    def on_step(self, step: AnyStep) -> AnyStep:
+        """Wraps `step.forward`, or the step."""
         return step
 
     def recover(self, error: BaseException) -> str | None:

@@ -16,14 +16,12 @@ HELD_OUT = 180
 class DigitLatents(InMemoryLatents):
     """Pixels in [-1, 1] as latents of shape (1, 8, 8); 180 of the 1,797 images are held out."""
 
-    def __init__(
-        self, *, batch_size: int, seed: int, device: torch.device, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, *, batch_size: int, seed: int, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
         from sklearn.datasets import load_digits
 
-        digits = load_digits()
-        pixels = torch.from_numpy(digits.images).float().unsqueeze(1) / 8.0 - 1.0
-        labels = torch.from_numpy(digits.target).long()
+        values, targets = load_digits(return_X_y=True)  # 0 … 16
+        pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
+        labels = torch.from_numpy(targets).long()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # the same split for every seed
         held_out, train = order[:HELD_OUT], order[HELD_OUT:]
         spec = LatentSpec(

@@ -52,11 +52,15 @@ def list_images(source: str | Path) -> ImageList:
     """
     path = Path(source).expanduser()
     if not path.exists():
-        raise ValueError(f"source={source} does not exist; give a folder with one subfolder a class, or WebDataset tars.")
+        raise ValueError(
+            f"source={source} does not exist; give a folder with one subfolder a class, or WebDataset tars."
+        )
     tars = [path] if path.suffix == ".tar" else sorted(path.glob("*.tar"))
     images = list_tars(tars) if tars else list_class_folder(path)
     if not images.entries:
-        raise ValueError(f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no .tar files.")
+        raise ValueError(
+            f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no .tar files."
+        )
     return images
 
 
@@ -86,12 +90,16 @@ def list_tars(tars: list[Path]) -> ImageList:
                 if image is None:
                     continue
                 if ".cls" not in parts:
-                    raise ValueError(f"{file}: {image.name} has no label; a member named {key.lstrip('/')}.cls must hold it.")
+                    raise ValueError(
+                        f"{file}: {image.name} has no label; a member named {key.lstrip('/')}.cls must hold it."
+                    )
                 text = tar.extractfile(parts[".cls"]).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
                 if not text.isdecimal():
                     raise ValueError(f"{file}: {parts['.cls'].name} must hold a class index, not {text!r}.")
                 labels_seen.add(int(text))
-                entries.append(ImageEntry(f"{file.name}:{image.name}", int(text), str(file), image.offset_data, image.size))
+                entries.append(
+                    ImageEntry(f"{file.name}:{image.name}", int(text), str(file), image.offset_data, image.size)
+                )
     return ImageList(entries, [str(i) for i in range(max(labels_seen, default=-1) + 1)])
 
 

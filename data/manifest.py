@@ -87,13 +87,19 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         raw = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); run precompute_latents.py again to rebuild it.") from error
+        raise ValueError(
+            f"{file} is not valid JSON ({error}); run precompute_latents.py again to rebuild it."
+        ) from error
     if raw.get("format") != FORMAT:
-        raise ValueError(f"{file} has format {raw.get('format')}, this version reads {FORMAT}; run precompute_latents.py again.")
+        raise ValueError(
+            f"{file} has format {raw.get('format')}, this version reads {FORMAT}; run precompute_latents.py again."
+        )
     expected = {f.name for f in fields(Manifest)}
     if missing := sorted(expected - raw.keys()):
         raise ValueError(f"{file} lacks {', '.join(missing)}; run precompute_latents.py again to rebuild it.")
-    manifest = Manifest(**{k: v for k, v in raw.items() if k in expected and k != "shards"}, shards=[Shard(**s) for s in raw["shards"]])
+    manifest = Manifest(
+        **{k: v for k, v in raw.items() if k in expected and k != "shards"}, shards=[Shard(**s) for s in raw["shards"]]
+    )
     for shard in manifest.shards:
         if Path(shard.file).name != shard.file:
             raise ValueError(f"{file} names a shard outside its folder: {shard.file}.")

@@ -60,7 +60,8 @@ def check_expectations(manifest: Manifest, folder: Path, encoder: str | None, la
         raise ValueError(f"data.encoder={encoder}, but {folder} was encoded with {made_with}; change one of them.")
     if latent_scale is not None and latent_scale != manifest.scaling_factor:
         raise ValueError(
-            f"data.latent_scale={latent_scale}, but the encoder of {folder} has {manifest.scaling_factor}; change one of them."
+            f"data.latent_scale={latent_scale}, but the encoder of {folder} has {manifest.scaling_factor}; "
+            f"change one of them."
         )
 
 
@@ -71,7 +72,9 @@ def spec_of(manifest: Manifest, folder: Path, normalisation: str) -> LatentSpec:
     mean, std = manifest.mean, manifest.std
     if normalisation == "scale_shift":
         if manifest.scaling_factor is None:
-            raise ValueError(f"data.normalisation=scale_shift, but the encoder of {folder} has no scaling factor; use channel.")
+            raise ValueError(
+                f"data.normalisation=scale_shift, but the encoder of {folder} has no scaling factor; use channel."
+            )
         mean = [manifest.shift_factor or 0.0] * manifest.channels
         std = [1.0 / manifest.scaling_factor] * manifest.channels
     return LatentSpec(

@@ -28,12 +28,12 @@ class ShardWriter:
     """
 
     def __init__(self, file: Path, split: str, block_size: int) -> None:
-        import webdataset
+        from webdataset.writer import TarWriter
 
         self.file, self.split, self.block_size = file, split, block_size
         self.temporary = file.with_name(f"{file.name}.tmp")
         self.stream = self.temporary.open("wb")
-        self.tar = webdataset.TarWriter(self.stream, encoder=False, mtime=0, user="fastlatent", group="fastlatent")
+        self.tar = TarWriter(self.stream, encoder=False, mtime=0, user="fastlatent", group="fastlatent")
         self.pending: list[dict[str, Tensor]] = []
         self.block_counts: list[int] = []
 

@@ -32,7 +32,10 @@ class SyntheticLatents(InMemoryLatents):
         total = count + max(1, count // 10)
         position = torch.arange(total)
         latents = torch.cat(
-            [counter_normal(seed, Purpose.SYNTHETIC, part, (channels, height, width)).bfloat16() for part in position.split(256)]
+            [
+                counter_normal(seed, Purpose.SYNTHETIC, part, (channels, height, width)).bfloat16()
+                for part in position.split(256)
+            ]
         )
         labels = position % num_classes
         spec = LatentSpec(

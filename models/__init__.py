@@ -1,1 +1,1 @@
-"""Denoisers and what surrounds them: blocks, mixers, conditioning, samplers, autoencoders. Plain nn.Modules, no Hydra."""
+"""Denoisers and what surrounds them: blocks, mixers, conditioning, samplers, autoencoders. No Hydra here."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -18,15 +19,33 @@ CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-class PixelAutoencoder(nn.Module):
+class Autoencoder(nn.Module, ABC):
+    """What precompute and sampling need of an autoencoder."""
+
+    kind: str
+    scaling_factor: float | None = None
+    """What the config of the weights recommends; None if it does not."""
+    shift_factor: float | None = None
+    weights_sha256: str | None = None
+
+    @abstractmethod
+    def encode(
+        self, images: Float[Tensor, "B c H W"]
+    ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
+        """Mean of the posterior in fp32, and its std where the autoencoder is variational."""
+
+    @abstractmethod
+    def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B c H W"]:
+        """Images, about in [-1, 1], from raw latents."""
+
+
+class PixelAutoencoder(Autoencoder):
     """The identity: pixels are the latents. For data small enough to be modelled directly, and for synthetic data.
 
     Decoding keeps one or three channels as they are and shows the first of any other number as grey.
     """
 
-    scaling_factor: float | None = None
-    shift_factor: float | None = None
-    weights_sha256: str | None = None
+    kind = "PixelAutoencoder"
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +57,7 @@ class PixelAutoencoder(nn.Module):
         return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
 
-class DiffusersAutoencoder(nn.Module):
+class DiffusersAutoencoder(Autoencoder):
     """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny or AutoencoderDC.
 
     `path` is a local folder or a hub id; `revision` pins a hub id to a commit. Only safetensors are read, no code is,
@@ -56,10 +75,12 @@ class DiffusersAutoencoder(nn.Module):
         config = json.loads(config_file.read_text())
         self.kind = config.get("_class_name")
         if self.kind not in CLASSES:
-            raise ValueError(f"encoder.path={path}: class {self.kind} is not supported; use one of {', '.join(CLASSES)}.")
+            raise ValueError(
+                f"encoder.path={path}: class {self.kind} is not supported; use one of {', '.join(CLASSES)}."
+            )
         self.vae = load_strictly(self.kind, folder, config).float().eval().requires_grad_(False)
-        self.scaling_factor: float | None = config.get("scaling_factor")
-        self.shift_factor: float | None = config.get("shift_factor")
+        self.scaling_factor = config.get("scaling_factor")
+        self.shift_factor = config.get("shift_factor")
         self.weights_sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
 
     @property
@@ -68,8 +89,9 @@ class DiffusersAutoencoder(nn.Module):
         return nn.ModuleList([self.vae.get_submodule("encoder")])
 
     @torch.no_grad()
-    def encode(self, images: Float[Tensor, "B 3 H W"]) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
-        """Mean of the posterior in fp32, and its std where the autoencoder is variational."""
+    def encode(
+        self, images: Float[Tensor, "B 3 H W"]
+    ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
         encoded = self.vae.encode(images)  # pyright: ignore[reportCallIssue]
         if self.kind == "AutoencoderKL":
             return encoded.latent_dist.mean.float(), encoded.latent_dist.std.float()
@@ -113,7 +135,9 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         model, info = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True, output_loading_info=True)
         problems = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]}
         if problems:
-            raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
+            raise ValueError(
+                f"{folder / WEIGHTS} does not fit {kind}: " + "; ".join(f"{k}: {v}" for k, v in problems.items())
+            )
         return model
     known = {k: v for k, v in config.items() if k not in ("block_out_channels", "mid_block_global_branch")}
     model = cls.from_config(known)
@@ -132,11 +156,12 @@ def add_global_branch(block: nn.Module, shape: torch.Size) -> None:
     As published in https://github.com/madebyollin/taesd: 1×1 convolution, GroupNorm of 4 groups, ReLU, 1×1 convolution.
     """
     hidden, channels = shape
-    block.pool = nn.Sequential(
+    pool = nn.Sequential(
         nn.Conv2d(channels, hidden, 1, bias=False),
         nn.GroupNorm(4, hidden),
         nn.ReLU(),
         nn.Conv2d(hidden, channels, 1, bias=False),
     )
+    block.add_module("pool", pool)
     forward = block.forward
-    block.forward = lambda x: forward(x + block.pool(x))
+    block.forward = lambda x: forward(x + pool(x))

@@ -91,7 +91,7 @@ class Denoiser(nn.Module):
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
     ) -> Float[Tensor, "B C H W"]:
-        """Velocity at (x, t) for labels y. `drop_uniforms` in (0, 1) decide which blocks are dropped (stochastic depth)."""
+        """Velocity at (x, t) for labels y; `drop_uniforms` in (0, 1) decide which blocks are dropped."""
         cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
         cond, last = cond.unflatten(1, (-1, self.dim)).split((self.depth * self.modulations, 2), dim=1)
         cond = cond.unflatten(1, (self.depth, self.modulations))

@@ -6,6 +6,7 @@ Letters: B samples, C channels, H W latent height and width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -64,7 +65,7 @@ def sample(
         raise ValueError(f"solver={solver} is unknown; choose euler or heun.")
     times = shifted(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
-    for t, t_next in zip(times[:-1], times[1:], strict=True):
+    for t, t_next in pairwise(times):
         v = velocity(x, t)
         x_next = x + (t_next - t) * v
         if solver == "heun" and t_next > 0.0:

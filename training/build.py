@@ -21,7 +21,7 @@ OUTSIDERS = (
 
 
 def resolve_target(target: str, key: str) -> type:
-    """The class that `target` names; ValueError unless it is a class defined in that very module of ours, or an outsider.
+    """The class that `target` names; ValueError unless that very module of ours defines it, or it is an outsider.
 
     The object itself is judged, not its path: `models.denoiser.torch.load` starts like one of ours and is not.
     """
@@ -55,7 +55,9 @@ def build(node: Mapping[str, Any], key: str, /, *args: Any, **runtime: Any) -> A
         raise ValueError(f"{key} has no _target_; choose one of the group's files, for example {key}=<name>.")
     target = resolve_target(node["_target_"], key)
     given = {k: v for k, v in node.items() if k not in ("_target_", "_partial_")}
-    checked = check_arguments(target, given, key, partially=bool(node.get("_partial_")), supplied=set(runtime), skip=len(args))
+    checked = check_arguments(
+        target, given, key, partially=bool(node.get("_partial_")), supplied=set(runtime), skip=len(args)
+    )
     built = {
         name: build(value, f"{key}.{name}") if isinstance(value, Mapping) and "_target_" in value else value
         for name, value in checked.items()
@@ -79,7 +81,9 @@ def check_arguments(
     required = [n for n, p in parameters.items() if p.default is p.empty]
     missing = [n for n in required if n not in given and n not in supplied]
     if missing and not partially:
-        raise ValueError(f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set {key}.{missing[0]}=<value>.")
+        raise ValueError(
+            f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set {key}.{missing[0]}=<value>."
+        )
     hints = typing.get_type_hints(target.__init__)
     return {name: check_type(value, hints.get(name, Any), f"{key}.{name}") for name, value in given.items()}
 
@@ -114,7 +118,11 @@ def converted(value: Any, annotation: Any) -> Any:
             return origin(converted(v, a) for v, a in zip(value, members, strict=True))
     elif annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    elif inspect.isclass(annotation) and isinstance(value, annotation) and isinstance(value, bool) == (annotation is bool):
+    elif (
+        inspect.isclass(annotation)
+        and isinstance(value, annotation)
+        and isinstance(value, bool) == (annotation is bool)
+    ):
         return value
     raise TypeError
 

@@ -49,7 +49,12 @@ class Checkpoints:
         save_file({k: v.contiguous() for k, v in content["model"].items()}, temporary / "model.safetensors")
         save_file(content["ema"], temporary / "ema.safetensors")
         torch.save({"optimizer": content["optimizer"], "rng": content["rng"]}, temporary / "training.pt")
-        described = {"format": FORMAT, "counters": content["counters"], "loader": content["loader"], "window": content["window"]}
+        described = {
+            "format": FORMAT,
+            "counters": content["counters"],
+            "loader": content["loader"],
+            "window": content["window"],
+        }
         (temporary / "state.json").write_text(json.dumps(described | identity, indent=1) + "\n")
         files = {}
         for file in sorted(temporary.iterdir()):
@@ -139,7 +144,9 @@ def resolve_weights(path: str) -> Path:
     folders = Checkpoints(given / "checkpoints", keep=1).found() or [given]
     file = folders[-1] / "ema.safetensors"
     if not file.is_file():
-        raise ValueError(f"init_from={path} is neither a .safetensors file nor a checkpoint or run folder that holds one.")
+        raise ValueError(
+            f"init_from={path} is neither a .safetensors file nor a checkpoint or run folder that holds one."
+        )
     return file
 
 

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)($|[._])", re.IGNORECASE)
 
 
 class Device(str, Enum):
@@ -142,8 +143,8 @@ class TrainConfig:
         at_least(1, self.sampling, "steps", "per_class", prefix="sampling.")
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
-                f"batch_size={self.batch_size} (global) is not a multiple of accumulation_steps={self.accumulation_steps}; "
-                f"change one of them."
+                f"batch_size={self.batch_size} (global) is not a multiple of "
+                f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
         interval = self.sampling.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
@@ -179,7 +180,9 @@ class PrecomputeConfig:
         if self.limit is not None:
             at_least(1, self, "limit")
         if not 0.0 <= self.held_out < 1.0:
-            raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1: the share of images kept out of training.")
+            raise ValueError(
+                f"held_out={self.held_out} must be at least 0 and below 1: the share of images kept out of training."
+            )
 
 
 def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:
@@ -261,8 +264,8 @@ class Composed(NamedTuple):
     choices: dict[str, str]
     """Group -> chosen file."""
     overrides: list[str]
-    source: DictConfig
-    """As composed, with interpolations unresolved, so that no secret is in it."""
+    source: dict[str, Any]
+    """As composed, with interpolations unresolved and secrets redacted: fit to be written down."""
 
 
 def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
@@ -292,7 +295,7 @@ def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str])
     assert isinstance(cfg, TrainConfig | PrecomputeConfig)
     cfg.check()
     chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}
-    return Composed(cfg, chosen, overrides, source)
+    return Composed(cfg, chosen, redact_words(overrides), redacted(OmegaConf.to_container(source, resolve=False)))
 
 
 def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
@@ -300,15 +303,12 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
     known = {f.name: f for f in fields(schema)}
     for name in node:
         if name not in known:
-            raise ValueError(f"{prefix}{name}={node[name]}: there is no such key{suggestion(str(name), list(known), prefix)}.")
+            raise ValueError(
+                f"{prefix}{name}={node[name]}: there is no such key; {nearest(str(name), list(known), prefix)}."
+            )
         nested = known[str(name)].default_factory
         if isinstance(nested, type) and is_dataclass(nested):
             refuse_unknown(node[name], nested, f"{prefix}{name}.")
-
-
-def suggestion(name: str, known: list[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def refuse_foreign(overrides: list[str]) -> None:
@@ -316,6 +316,26 @@ def refuse_foreign(overrides: list[str]) -> None:
         key, equals, value = override.lstrip("+~").partition("=")
         if equals and key in FOREIGN:
             raise ValueError(f"{key}={value} is not spelled so here; use {FOREIGN[key]}.")
+
+
+def redacted(node: Any) -> Any:
+    """The same tree with the values of keys that look like secrets removed."""
+    if isinstance(node, dict):
+        return {k: "<redacted>" if SECRET.search(str(k)) and v is not None else redacted(v) for k, v in node.items()}
+    return [redacted(v) for v in node] if isinstance(node, list) else node
+
+
+def redact_words(words: list[str]) -> list[str]:
+    """`key=value` words with the values of such keys removed."""
+    parts = [word.partition("=") for word in words]
+    return [
+        f"{key}=<redacted>" if equals and SECRET.search(key) else f"{key}{equals}{value}"
+        for key, equals, value in parts
+    ]
+
+
+def as_yaml(node: Any) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(node))
 
 
 @contextmanager
@@ -340,19 +360,31 @@ def one_sentence() -> Iterator[None]:
 def explain(error: Exception) -> str:
     """Hydra's and OmegaConf's messages as key, value and fix."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    text = str(error).strip().splitlines()[0]
-    detail = str(cause).strip().splitlines()[0]
-    full_key = getattr(cause, "full_key", None) or ""
-    override = next((o for o in sys.argv[1:] if full_key and o.lstrip("+~").partition("=")[0] == full_key), None)
+    text, detail = str(error).strip(), str(cause).strip().splitlines()[0]
+    key = getattr(cause, "full_key", None) or ""
+    if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        group, name = found.groups()
+        options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]
+        return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}."
     if found := re.match(r"Could not override '([^']+)'", text):
-        key = found[1]
-        override = next((o for o in sys.argv[1:] if o.lstrip("+~").partition("=")[0] == key), key)
-        return f"{override}: there is no such key{suggestion(key, known_keys())}."
-    if found := re.search(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", detail):
-        return f"{full_key or found[1]}: there is no such key{suggestion(full_key or found[1], known_keys())}. {text}"
+        return f"{as_given(found[1])}: there is no such key; {nearest(found[1], known_keys())}"
+    if found := re.search(r"Key '(\w+)' (?:is )?not in", detail):
+        where = f" ({text.splitlines()[0]})" if text.startswith("In ") else ""
+        return f"{as_given(key or found[1])}: there is no such key; {nearest(key or found[1], known_keys())}{where}."
     if isinstance(cause, OmegaConfBaseException):
-        return f"{override or full_key or text}: {detail}."
-    return str(error).strip()
+        return f"{as_given(key) or text.splitlines()[0]}: {detail.removesuffix('.')}."
+    return text
+
+
+def as_given(key: str) -> str:
+    """`key=value` as it was typed, or the key alone if it came from a file."""
+    return next((word for word in sys.argv[1:] if word.lstrip("+~").partition("=")[0] == key), key)
+
+
+def nearest(name: str, known: list[str], prefix: str = "") -> str:
+    """The fix for an unknown key: the one that was probably meant, or where to look."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else "`--help` lists all keys"
 
 
 def known_keys() -> list[str]:
@@ -365,7 +397,9 @@ def known_keys() -> list[str]:
                 yield from walk(value, f"{prefix}{name}.")
 
     name = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
-    return list(walk(OmegaConf.to_container(compose([], name).source, resolve=False), ""))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        default = OmegaConf.to_container(hydra_compose(name), resolve=False)
+    return list(walk(default, ""))
 
 
 def run_app(app: Callable[[], None]) -> None:

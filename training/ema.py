@@ -32,7 +32,8 @@ class EMA:
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
         """`weight` is a device scalar; 0 leaves the averages bit for bit as they are."""
-        torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], weight)
+        current = [p.detach() for p in self.parameters]
+        torch._foreach_lerp_(self.averages, current, weight)  # pyright: ignore
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -56,6 +57,8 @@ class EMA:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state.keys() != set(self.names):
-            raise ValueError(f"the averages do not fit the model; they differ in {sorted(state.keys() ^ set(self.names))[:5]}.")
+            raise ValueError(
+                f"the averages do not fit the model; they differ in {sorted(state.keys() ^ set(self.names))[:5]}."
+            )
         for name, average in zip(self.names, self.averages, strict=True):
             average.copy_(state[name])

@@ -8,6 +8,7 @@ import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.loader import LatentSpec
+from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
 from models.sampler import guided_velocity, sample
 from training.config import SamplingConfig
@@ -43,7 +44,12 @@ def evaluate(step: TrainStep, state: TrainState) -> dict[str, float]:
 
 
 def sample_grid(
-    step: TrainStep, state: TrainState, spec: LatentSpec, autoencoder: torch.nn.Module, sampling: SamplingConfig, file: Path
+    step: TrainStep,
+    state: TrainState,
+    spec: LatentSpec,
+    autoencoder: Autoencoder,
+    sampling: SamplingConfig,
+    file: Path,
 ) -> Path:
     """Writes a grid with one row a class (the first ten) and `sampling.per_class` columns; returns `file`.
 
@@ -59,6 +65,6 @@ def sample_grid(
     velocity = guided_velocity(step.forward, labels, spec.num_classes, sampling.guidance, (low, high))
     with state.ema.applied(), torch.compiler.set_stance("force_eager"):
         latents = sample(velocity, noise, sampling.steps, sampling.solver.value, sampling.shift)
-    images = [autoencoder.decode(part) for part in spec.denormalise(latents).split(16)]  # pyright: ignore[reportCallIssue]
+    images = [autoencoder.decode(part) for part in spec.denormalise(latents).split(16)]
     write_grid(file, to_uint8(torch.cat(images)), columns=sampling.per_class)
     return file

@@ -32,28 +32,34 @@ class NoLogger:
 
 
 class WandbLogger:
-    """Weights & Biases, with samples seen as the axis, so that a resumed run shows its rewind instead of losing points."""
+    """Weights & Biases; samples seen are the axis, so a resumed run shows its rewind instead of losing points."""
 
-    def __init__(self, project: str = "fastlatent", entity: str | None = None, mode: Literal["online", "offline"] = "online") -> None:
-        self.project, self.entity, self.mode = project, entity, mode
+    def __init__(
+        self, project: str = "fastlatent", entity: str | None = None, mode: Literal["online", "offline"] = "online"
+    ) -> None:
+        self.project, self.entity = project, entity
+        self.mode: Literal["online", "offline"] = mode
         self.run: Any = None
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        arguments: dict[str, Any] = dict(
-            project=self.project,
-            entity=self.entity,
-            dir=str(folder),
-            name=folder.name,
-            config=dict(config),
-            settings=wandb.Settings(init_timeout=30, console="off"),
-        )
+        def begin(mode: Literal["online", "offline"]) -> Any:
+            return wandb.init(
+                project=self.project,
+                entity=self.entity,
+                dir=str(folder),
+                name=folder.name,
+                config=dict(config),
+                mode=mode,
+                settings=wandb.Settings(init_timeout=30, console="off"),
+            )
+
         try:
-            self.run = wandb.init(mode=self.mode, **arguments)
+            self.run = begin(self.mode)
         except Exception as error:  # no key, no network: whatever it is, an offline run keeps the data
             warnings.warn(f"W&B cannot be reached ({first_line(error)}); logging offline into {folder}.", stacklevel=2)
-            self.run = wandb.init(mode="offline", **arguments)
+            self.run = begin("offline")
         self.run.define_metric("samples")
         self.run.define_metric("*", step_metric="samples")
 
@@ -108,7 +114,9 @@ class SafeLogger:
             call()
         except Exception as error:  # a logger may fail in any way and must not cost a run
             name = type(self.logger).__name__
-            warnings.warn(f"{name} failed ({first_line(error)}) and is off; the run folder has all metrics.", stacklevel=3)
+            warnings.warn(
+                f"{name} failed ({first_line(error)}) and is off; the run folder has all metrics.", stacklevel=3
+            )
             self.logger = NoLogger()
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ class FlowMatching:
     """Mean squared error of the velocity on straight paths from data to noise.
 
     x = (1-t)·z + t·ε and the target is v = ε - z (Lipman et al. 2023; Liu et al. 2023). t is logit-normal
-    (`logit_mean`, `logit_std`; Esser et al. 2024), then shifted by `timestep_shift`. A share `label_dropout` of labels is
-    replaced by the null label, so that classifier-free guidance can be used in sampling.
+    (`logit_mean`, `logit_std`; Esser et al. 2024), then shifted by `timestep_shift`. A share `label_dropout` of labels
+    is replaced by the null label, so that classifier-free guidance can be used in sampling.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class FlowMatching:
         label_dropout: float = 0.1,
     ) -> None:
         if logit_std <= 0.0 or timestep_shift <= 0.0:
-            raise ValueError(f"objective.logit_std={logit_std} and objective.timestep_shift={timestep_shift} must be above 0.")
+            raise ValueError(
+                f"objective.logit_std={logit_std} and objective.timestep_shift={timestep_shift} must be above 0."
+            )
         if not 0.0 <= label_dropout <= 1.0:
             raise ValueError(f"objective.label_dropout={label_dropout} must lie between 0 and 1.")
         self.logit_mean, self.logit_std = logit_mean, logit_std

@@ -21,6 +21,7 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from data.images import RESIZE, DecodedImages, ImageEntry, ImageList
 from data.manifest import Manifest, Shard, write_atomically
 from data.shards import ShardWriter, file_sha256
+from models.autoencoders import Autoencoder
 from models.images import psnr
 from training.config import PrecomputeConfig
 from training.progress import Progress
@@ -59,8 +60,8 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 class EncodeStep:
     """What the stack wraps: `forward` is the encoder's forward pass."""
 
-    def __init__(self, encoder: torch.nn.Module) -> None:
-        self.forward: Callable[..., Any] = encoder.encode  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self, encoder: Autoencoder) -> None:
+        self.forward: Callable[..., Any] = encoder.encode
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -88,10 +89,10 @@ def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device,
     return to_input(pixels, device)
 
 
-def measure_psnr(step: EncodeStep, autoencoder: torch.nn.Module, images: Tensor, floor: float) -> float:
+def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, floor: float) -> float:
     """dB of reconstructing `images`; ValueError below `floor`: a wrong scale, range or file shows here."""
     mean, _ = step(images)
-    quality = psnr(autoencoder.decode(mean), images)  # pyright: ignore[reportCallIssue]
+    quality = psnr(autoencoder.decode(mean), images)
     if not quality >= floor:
         raise ValueError(
             f"the encoder reconstructs the first {len(images)} images at {quality:.1f} dB, below min_psnr={floor}; "
@@ -119,7 +120,9 @@ def claim(out: Path, job: dict[str, Any]) -> None:
     if file.is_file():
         earlier = json.loads(file.read_text())
         if changed := [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]:
-            raise ValueError(f"out={out} holds latents of another job ({'; '.join(changed)}); choose another folder or delete it.")
+            raise ValueError(
+                f"out={out} holds latents of another job ({'; '.join(changed)}); choose another folder or delete it."
+            )
         return
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
@@ -184,7 +187,9 @@ class Encoder:
         for chunk, items in zip(chunks, loader, strict=True):
             yield [(entries[i][0], item) for i, item in zip(chunk, items, strict=True)]
 
-    def encode(self, indices: tuple[int, ...], entries: tuple[ImageEntry, ...], pixels: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def encode(
+        self, indices: tuple[int, ...], entries: tuple[ImageEntry, ...], pixels: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
         """The tensors of one batch, as they are stored."""
         images = to_input(list(pixels), self.device)
         tensors = self.latents(images, indices, entries, "latents", "std")
@@ -203,7 +208,9 @@ class Encoder:
         bad = ~stored.isfinite().flatten(1).all(1)
         if bad.any():
             key = entries[int(bad.nonzero()[0])].key
-            raise ValueError(f"{key}: its latents are not finite in dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32.")
+            raise ValueError(
+                f"{key}: its latents are not finite in dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32."
+            )
         tensors = {name: stored.cpu()}
         return tensors if std is None else tensors | {std_name: std.to(self.dtype).cpu()}
 
@@ -246,7 +253,7 @@ def write_manifest(
     sidecars: list[dict[str, Any]],
     images: ImageList,
     cfg: PrecomputeConfig,
-    autoencoder: Any,
+    autoencoder: Autoencoder,
     shape: tuple[int, ...],
     psnr_db: float,
 ) -> Manifest:
@@ -269,7 +276,7 @@ def write_manifest(
         mean=mean,
         std=std,
         encoder=encoder,
-        encoder_class=getattr(autoencoder, "kind", type(autoencoder).__name__),
+        encoder_class=autoencoder.kind,
         encoder_sha256=autoencoder.weights_sha256,
         scaling_factor=autoencoder.scaling_factor,
         shift_factor=autoencoder.shift_factor,

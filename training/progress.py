@@ -26,7 +26,9 @@ class Progress:
             self.shown = time.perf_counter()
             rate = (self.count - self.initial) / (self.shown - self.started)
             left = (self.total - self.count) / rate
-            print(f"{self.count}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, {left / 60:.1f} min left", flush=True)
+            print(
+                f"{self.count}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, {left / 60:.1f} min left", flush=True
+            )
 
     def say(self, line: str) -> None:
         """Prints a line without breaking the bar."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+
 def log_line(metrics: Mapping[str, Any]) -> str:
     """One line of the figures that matter while a run goes on."""
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
@@ -23,4 +24,6 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     """The summary as aligned lines, the ledger left out (it was printed at the start)."""
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
     width = max(len(k) for k in shown)
-    return "\n".join(f"  {k.ljust(width)}  {v:.6g}" if isinstance(v, float) else f"  {k.ljust(width)}  {v}" for k, v in shown.items())
+    return "\n".join(
+        f"  {k.ljust(width)}  {v:.6g}" if isinstance(v, float) else f"  {k.ljust(width)}  {v}" for k, v in shown.items()
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -15,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from accel.ledger import Ledger
 from data.manifest import write_atomically
 from training.checkpoint import Checkpoints
-from training.config import ROOT, Composed
+from training.config import ROOT, Composed, as_yaml, redact_words
 from training.loggers import SafeLogger
 from training.state import TrainState
 
 PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
-SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
 
 
 class Run:
@@ -43,12 +40,14 @@ class Run:
         self.folder = Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
         self.resumed = any((self.folder / "checkpoints").glob("step-*"))
         if self.resumed and cfg.resume == "never":
-            raise ValueError(f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto.")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.environment = describe_environment(self.device) | {"choices": composed.choices, "overrides": composed.overrides}
-        self.config = redacted(OmegaConf.to_container(composed.source, resolve=False))
-        (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.config)))
-        self.write_json("environment.json", self.environment)
+            raise ValueError(
+                f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
+            )
+        self.environment = describe_environment(self.device) | {
+            "choices": composed.choices,
+            "overrides": composed.overrides,
+        }
+        self.config = composed.source
         torch.manual_seed(cfg.seed)
         if cfg.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -57,8 +56,11 @@ class Run:
     def write_json(self, name: str, content: Any) -> None:
         write_atomically(self.folder / name, json.dumps(content, indent=1) + "\n")
 
-    def record_ledger(self, ledger: Ledger, logger: SafeLogger) -> None:
-        """Prints the ledger, stores it and starts the logger with it."""
+    def open(self, ledger: Ledger, logger: SafeLogger) -> None:
+        """Makes the folder, now that everything is known to work, and tells it, the terminal and the logger the ledger."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "config.yaml", as_yaml(self.config))
+        self.write_json("environment.json", self.environment)
         print(f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.table()}\n", flush=True)
         self.write_json("ledger.json", ledger.as_dict())
         facts = {f"ledger.{key}": f"{row['requested']} -> {row['active']}" for key, row in ledger.as_dict().items()}
@@ -69,7 +71,11 @@ class Run:
         """Drops logged steps after `step`, which a killed run had reached and this one will do again."""
         file = self.folder / "metrics.jsonl"
         if file.is_file():
-            lines = [line for line in file.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            lines = [
+                line
+                for line in file.read_text().splitlines()
+                if line.endswith("}") and json.loads(line)["step"] <= step
+            ]
             write_atomically(file, "".join(f"{line}\n" for line in lines))
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
@@ -122,8 +128,8 @@ class Run:
                 print("\n".join(rows), flush=True)
                 return
         print(
-            f"warning: no {wanted} of model={self.choices.get('model')} runtime={self.choices.get('runtime')} with these "
-            f"versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
+            f"warning: no {wanted} of model={self.choices.get('model')} runtime={self.choices.get('runtime')} with "
+            f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
             flush=True,
         )
 
@@ -164,20 +170,11 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def git_state() -> dict[str, Any] | None:
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def redacted(node: Any) -> Any:
-    """The same tree with values of keys that look like secrets removed."""
-    if isinstance(node, dict):
-        return {k: "<redacted>" if SECRET.search(str(k)) and v is not None else redacted(v) for k, v in node.items()}
-    return [redacted(v) for v in node] if isinstance(node, list) else node
-
-
-def redact_words(words: list[str]) -> list[str]:
-    return [f"{w.partition('=')[0]}=<redacted>" if SECRET.search(w.partition("=")[0]) and "=" in w else w for w in words]

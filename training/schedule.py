@@ -12,10 +12,6 @@ class Schedule:
     def __init__(
         self, kind: Literal["constant", "cosine"], total_samples: int, warmup_samples: int = 0, final: float = 0.0
     ) -> None:
-        if warmup_samples > total_samples:
-            raise ValueError(
-                f"schedule.warmup_samples={warmup_samples} exceeds total_samples={total_samples}; shorten the warm-up."
-            )
         self.kind, self.total_samples = kind, total_samples
         self.warmup_samples, self.final = warmup_samples, final
 

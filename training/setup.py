@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from accel.ledger import Ledger
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader, LatentSpec
+from models.autoencoders import Autoencoder
+from models.denoiser import Denoiser
 from training.build import build, resolve_target
 from training.checkpoint import Checkpoints, load, resolve_weights
 from training.config import Composed, TrainConfig
@@ -32,7 +33,7 @@ def build_loader(cfg: TrainConfig, device: torch.device) -> LatentLoader:
     return build(cfg.data, "data", batch_size=cfg.batch_size // cfg.accumulation_steps, seed=cfg.seed, device=device)
 
 
-def build_model(node: dict[str, Any], spec: LatentSpec, device: torch.device) -> nn.Module:
+def build_model(node: dict[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
     """The denoiser for `spec`, made without memory on the meta device, then initialised on `device`."""
     with torch.device("meta"):
         model = build(
@@ -43,14 +44,14 @@ def build_model(node: dict[str, Any], spec: LatentSpec, device: torch.device) ->
     return model
 
 
-def build_optimizer(node: dict[str, Any], model: nn.Module, stack: AccelerationStack) -> torch.optim.Optimizer:
+def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationStack) -> torch.optim.Optimizer:
     """The optimizer over the model's parameter groups, with the stack's arguments where its class takes them."""
     known = inspect.signature(resolve_target(node.get("_target_", ""), "optim")).parameters
     extra = {name: value for name, value in stack.optimizer_kwargs().items() if name in known}
     return build(node, "optim", parameter_groups(model, node.get("weight_decay", 0.0)), **extra)
 
 
-def build_autoencoder(spec: LatentSpec, device: torch.device) -> nn.Module:
+def build_autoencoder(spec: LatentSpec, device: torch.device) -> Autoencoder:
     """The autoencoder that the latents were made with; ValueError if its weights are others."""
     autoencoder = build(spec.encoder, "encoder").to(device)
     if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from data.loader import LatentLoader
+from models.denoiser import Denoiser
 from training.ema import EMA
 from training.metrics import Meter
 
@@ -24,7 +24,7 @@ class TrainState:
     generators are kept as well for models that use them.
     """
 
-    model: nn.Module
+    model: Denoiser
     optimizer: torch.optim.Optimizer
     ema: EMA
     loader: LatentLoader

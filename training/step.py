@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel.fused_adamw import is_fused
 from data.loader import Batch
+from models.denoiser import Denoiser
 from training.ema import EMA
 from training.objective import FlowMatching
 from training.schedule import Schedule
@@ -38,7 +39,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Denoiser,
         objective: FlowMatching,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
@@ -52,8 +53,8 @@ class TrainStep:
         self.objective, self.optimizer = objective, optimizer
         self.lr_schedule, self.ema = schedule, ema
         self.seed, self.batch_size, self.max_grad_norm = seed, batch_size, max_grad_norm
-        self.null_label: int = model.num_classes  # pyright: ignore[reportAttributeAccessIssue]
-        self.drop_path_depth: int = model.depth if model.drop_path else 0  # pyright: ignore[reportAttributeAccessIssue]
+        self.null_label = model.num_classes
+        self.drop_path_depth = model.depth if model.drop_path else 0
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         device = self.parameters[0].device
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -92,7 +93,8 @@ class TrainStep:
             loss = self.losses(batch)[0].mean() / len(batches)
             loss.backward()
             total += loss.detach()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
         finite = torch.isfinite(norm)
         clip = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm > 0 else torch.ones_like(norm)
         if is_fused(self.optimizer):
@@ -100,7 +102,7 @@ class TrainStep:
             self.optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         elif bool(finite):
-            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], clip)
+            torch._foreach_div_(grads, clip)  # pyright: ignore[reportPrivateImportUsage]
             self.optimizer.step()
         self.ema.update(torch.where(finite, self.ema_weight, 0.0))
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,9 +1,9 @@
 """Bidirectional state-space duality (SSD): a selective scan in both directions, written as one masked matrix product.
 
 The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp(a_i)·h_{i-1} + dt_i·B_i·x_i and
-y_i = C_i·h_i with a = dt·A, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … + a_i)·(C_i·B_j)·dt_j·x_j. Here the tokens
-before i and i itself come from a forward scan, the tokens after i from a backward scan with its own dt, A, B and C, so
-each pair (i, j) is counted once and nothing is doubled.
+y_i = C_i·h_i with a = dt·A, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … + a_i)·(C_i·B_j)·dt_j·x_j. Here the
+tokens before i and i itself come from a forward scan, the tokens after i from a backward scan with its own dt, A, B
+and C, so each pair (i, j) is counted once and nothing is doubled.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward.
 B and C are shared by all heads and called `B_in` and `C_out`.
@@ -37,10 +37,8 @@ def bidirectional_ssd(
     """
     length = x.shape[1]
     a = upcast(dt) * upcast(A)
-    if length <= MAX_QUADRATIC:
-        y = within(x, dt, a, B_in, C_out)
-    else:
-        y = chunked(x, dt, a, B_in, C_out)
+    mix = within if length <= MAX_QUADRATIC else chunked
+    y = mix(x, dt, a, B_in, C_out)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
 

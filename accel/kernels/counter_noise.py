@@ -23,7 +23,7 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw is for; different purposes give independent numbers for one position. Values are part of a run's identity."""
+    """What a draw is for: one position has independent numbers for each. The values are part of a run's identity."""
 
     NOISE = 0
     TIME = 1

@@ -42,9 +42,7 @@ class Attention(nn.Module):
 
     rotations: Tensor
 
-    def __init__(
-        self, dim: int, head_dim: int, grid: tuple[int, int], qk_norm: bool = True, eps: float = 1e-6
-    ) -> None:
+    def __init__(self, dim: int, head_dim: int, grid: tuple[int, int], qk_norm: bool = True, eps: float = 1e-6) -> None:
         super().__init__()
         self.heads = heads_of(dim, head_dim, what="dim")
         if head_dim % 4:

@@ -1,0 +1,1 @@
+"""Tools that are run as `python -m scripts.<name>`."""
