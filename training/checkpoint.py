@@ -130,6 +130,15 @@ def load(folder: Path, state: TrainState, identity: dict[str, Any]) -> None:
     )
 
 
+def latest_checkpoint(folder: str) -> Path:
+    """The newest checkpoint of a run folder, or the checkpoint itself; ValueError if there is none."""
+    given = Path(folder).expanduser()
+    found = Checkpoints(given / "checkpoints", keep=1).found() or ([given] if (given / "state.json").is_file() else [])
+    if not found:
+        raise ValueError(f"run_dir={folder} is neither a run folder with a checkpoint nor a checkpoint.")
+    return found[-1]
+
+
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """The keys in which two flat descriptions differ, with both values."""
     keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
@@ -141,13 +150,10 @@ def resolve_weights(path: str) -> Path:
     given = Path(path).expanduser()
     if given.suffix == ".safetensors" and given.is_file():
         return given
-    folders = Checkpoints(given / "checkpoints", keep=1).found() or [given]
-    file = folders[-1] / "ema.safetensors"
-    if not file.is_file():
-        raise ValueError(
-            f"init_from={path} is neither a .safetensors file nor a checkpoint or run folder that holds one."
-        )
-    return file
+    try:
+        return latest_checkpoint(path) / "ema.safetensors"
+    except ValueError:
+        raise ValueError(f"init_from={path} is neither a .safetensors file, a run folder nor a checkpoint.") from None
 
 
 def fingerprint(state: TrainState) -> str:

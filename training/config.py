@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -368,8 +368,8 @@ def explain(error: Exception) -> str:
         return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}."
     if found := re.match(r"Could not override '([^']+)'", text):
         return f"{as_given(found[1])}: there is no such key; {nearest(found[1], known_keys())}"
-    if found := re.search(r"Key '(\w+)' (?:is )?not in", detail):
-        where = f" ({text.splitlines()[0]})" if text.startswith("In ") else ""
+    if found := re.search(r"Key '(\w+)' (?:is )?not in", f"{detail}\n{text}"):
+        where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
         return f"{as_given(key or found[1])}: there is no such key; {nearest(key or found[1], known_keys())}{where}."
     if isinstance(cause, OmegaConfBaseException):
         return f"{as_given(key) or text.splitlines()[0]}: {detail.removesuffix('.')}."
@@ -400,6 +400,22 @@ def known_keys() -> list[str]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         default = OmegaConf.to_container(hydra_compose(name), resolve=False)
     return list(walk(default, ""))
+
+
+Words = TypeVar("Words")
+
+
+def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
+    """A frozen dataclass from `key=value` words, for commands that compose nothing. `--help` prints and exits."""
+    if any(word in ("-h", "--help") for word in words):
+        print(help_text.strip() + "\n\nKeys:\n" + as_yaml(OmegaConf.structured(schema)))
+        sys.exit(0)
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"{word} is not of the form key=value; `--help` lists the keys.")
+    given = OmegaConf.from_dotlist(words)
+    refuse_unknown(given, schema)
+    return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), given)))
 
 
 def run_app(app: Callable[[], None]) -> None:

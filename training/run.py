@@ -57,7 +57,7 @@ class Run:
         write_atomically(self.folder / name, json.dumps(content, indent=1) + "\n")
 
     def open(self, ledger: Ledger, logger: SafeLogger) -> None:
-        """Makes the folder, now that everything is known to work, and tells it, the terminal and the logger the ledger."""
+        """Makes the folder, now that all is known to work; the ledger goes there, to the terminal and to the logger."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)

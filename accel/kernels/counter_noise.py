@@ -45,6 +45,20 @@ def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Ten
     return ((high >> 16) + (middle >> 16)) & MASK, ((middle << 16) | (low & 0xFFFF)) & MASK
 
 
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32 on a counter of four words and a key of two, each below 2³²."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = multiply(c0, MULTIPLIERS[0])
+        high1, low1 = multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return c0, c1, c2, c3
+
+
 def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int) -> Int[Tensor, "B W"]:
     """`words` independent uniform 32-bit integers a sample, as int64 in [0, 2³²).
 
@@ -55,13 +69,7 @@ def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int
     c1 = torch.full_like(c0, purpose)
     c2 = (position & MASK).unsqueeze(1).expand_as(c0)
     c3 = ((position >> 32) & MASK).unsqueeze(1).expand_as(c0)
-    k0, k1 = seed & MASK, (seed >> 32) & MASK
-    for _ in range(10):
-        high0, low0 = multiply(c0, MULTIPLIERS[0])
-        high1, low1 = multiply(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :words]
+    return torch.stack(philox((c0, c1, c2, c3), (seed & MASK, (seed >> 32) & MASK)), dim=-1).flatten(1)[:, :words]
 
 
 def counter_uniform(seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1) -> Float[Tensor, "B W"]:

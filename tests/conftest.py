@@ -1,0 +1,60 @@
+"""What tests share: tiny runs, and the real assets where they are at hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from train import train
+from training.config import ROOT, compose
+
+TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
+"""Any model family, shrunk."""
+TINY_RUN = [
+    "total_samples=16",
+    "batch_size=8",
+    "log_every=1",
+    "eval_every=0",
+    "sample_every=0",
+    "save_every=0",
+    "runtime.on_unavailable=degrade",
+    *TINY_MODEL,
+]
+"""Two steps."""
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+
+@pytest.fixture(autouse=True)
+def clean_process():
+    """Process-wide flags that a run sets are as they were, for the next test."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`run("key=value", …)` trains in a temporary folder and returns the summary; two tiny steps unless overridden."""
+
+    def start(*overrides: str, folder: str = "run") -> dict[str, Any]:
+        return train(compose([*TINY_RUN, f"run_dir={tmp_path / folder}", *overrides]))
+
+    return start
+
+
+@pytest.fixture
+def assets() -> Path:
+    """Real photos and a real autoencoder: $FASTLATENT_ASSETS, or an `assets` folder in a neighbour of the checkout."""
+    places = [Path(os.environ["FASTLATENT_ASSETS"])] if "FASTLATENT_ASSETS" in os.environ else ROOT.parent.glob("*/assets")
+    for place in places:
+        if (place / "vae" / "taef2").is_dir() and (place / "images").is_dir():
+            return place
+    pytest.skip("no real photos and autoencoder at hand; set FASTLATENT_ASSETS to a folder with images/ and vae/taef2/")
