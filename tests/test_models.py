@@ -1,0 +1,223 @@
+"""Denoisers: contract, identity at the start, sizes, FLOPs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.conditioning import sincos_positions
+from models.denoiser import Denoiser
+from models.mixers.attention import Attention, axial_rotations, rotate
+from models.mixers.bidirectional_ssd import BidirectionalSSD
+from training.build import build
+from training.config import CONF, compose
+
+SPEC = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
+# Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and every comparison.
+PARAMETERS = {
+    "dit_xs": 509_520,
+    "dit_s": 32_917_264,
+    "dit_b": 130_418_704,
+    "dit_l": 457_081_872,
+    "dit_xl": 674_824_464,
+    "mamba_xs": 549_704,
+    "mamba_s": 35_761_840,
+    "mamba_b": 136_490_320,
+    "mamba_l": 474_805_776,
+    "mamba_xl": 697_553_520,
+    "ssd_mlp_xs": 507_822,
+    "ssd_mlp_s": 32_462_968,
+    "ssd_mlp_b": 126_052_576,
+    "ssd_mlp_l": 439_324_560,
+    "ssd_mlp_xl": 647_509_736,
+}
+MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+FAMILIES = {
+    "mamba": dict(mixer=partial(BidirectionalSSD, expand=2, state_dim=16)),
+    "ssd_mlp": dict(mixer=partial(BidirectionalSSD, expand=1, state_dim=16), mlp_ratio=8 / 3),
+    "dit": dict(mixer=Attention, mlp_ratio=8 / 3),
+    "dit_plain": dict(mixer=partial(Attention, qk_norm=False), mlp_ratio=8 / 3),
+}
+
+
+def tiny(family: str, **changes) -> Denoiser:
+    """A small denoiser of a family, initialised."""
+    torch.manual_seed(0)
+    arguments = dict(channels=4, height=8, width=8, num_classes=3, dim=64, depth=2, head_dim=32, patch_size=2)
+    model = Denoiser(**arguments | FAMILIES[family] | changes)
+    model.init_weights()
+    return model
+
+
+def woken(model: Denoiser) -> Denoiser:
+    """With modulations and head away from zero, so that every part matters."""
+    for layer in (model.modulation, model.head):
+        torch.nn.init.normal_(layer.weight, std=0.2)
+    return model
+
+
+def inputs(channels=4, height=8, width=8, batch=2):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, channels, height, width, generator=generator)
+    return x, torch.rand(batch, generator=generator), torch.arange(batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_counts_are_golden(name):
+    node = compose([f"model={name}"]).cfg.model
+    with torch.device("meta"):
+        model = build(node, "model", **SPEC)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == PARAMETERS[name]
+    family = name.rpartition("_")[0]
+    attention = PARAMETERS[name.replace(family, "dit")]
+    assert abs(count / attention - 1) < 0.09, "the families are compared at equal parameters"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("channels", [1, 4, 16, 32])
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (4, 12)])
+def test_any_channels_and_any_rectangle(family, channels, height, width):
+    model = woken(tiny(family, channels=channels, height=height, width=width))
+    x, t, y = inputs(channels, height, width)
+    assert model(x, t, y).shape == x.shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_block_starts_as_the_identity(family):
+    model = tiny(family)
+    branch, residual = torch.randn(2, 16, 64), torch.randn(2, 16, 64)
+    gate = torch.rand(2, 64)
+    stream = residual + gate[:, None] * branch
+    cond = model.modulation(torch.randn(2, 64)).unflatten(1, (-1, 64))[:, : model.modulations]
+    for block in model.blocks:
+        branch, gate, residual = block(branch, gate, residual, cond)
+        assert gate.eq(0).all()
+        torch.testing.assert_close(residual + gate[:, None] * branch, stream)
+    x, t, y = inputs()
+    assert model(x, t, y).eq(0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_returns_its_increment_not_its_norm(family):
+    """With zero gates the stream must not grow, however deep: two published Mamba models get this wrong."""
+    model = tiny(family, depth=6)
+    branch, gate, residual = torch.zeros(1, 16, 64), torch.ones(1, 64), torch.randn(1, 16, 64)
+    size = residual.norm()
+    for block in model.blocks:
+        branch, gate, residual = block(branch, gate, residual, torch.zeros(1, model.modulations, 64))
+    torch.testing.assert_close(residual.norm(), size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_time_label_and_every_parameter_matter(family):
+    model = woken(tiny(family))
+    x, t, y = inputs()
+    out = model(x, t, y)
+    assert not torch.allclose(out, model(x, t + 0.1, y))
+    assert not torch.allclose(out, model(x, t, y + 1))
+    out.square().sum().backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    assert dead == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_residual_stays_fp32_under_autocast(family):
+    model = woken(tiny(family))
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _m, _i, out: seen.append((out[0].dtype, out[2].dtype)))
+    with torch.amp.autocast("cpu", torch.bfloat16):
+        model(*inputs())
+    assert seen == [(torch.bfloat16, torch.float32)] * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_go_out_as_they_came_in(family):
+    model = tiny(family, height=4, width=12)
+    x = torch.randn(2, 4, 4, 12)
+    assert torch.equal(model.unpatchify(model.patchify(x)), x)
+
+
+def test_local_mixing_starts_as_the_identity():
+    mixer = BidirectionalSSD(64, 32, (2, 2))
+    mixer.init_weights()
+    kernel = mixer.conv_weight[:, 0]
+    assert kernel[:, 1, 1].eq(1).all()
+    assert kernel.sum() == len(kernel)
+
+
+def test_initial_time_steps_and_decays_lie_in_their_ranges():
+    mixer = BidirectionalSSD(64, 32, (2, 2))
+    mixer.init_weights()
+    dt = torch.nn.functional.softplus(mixer.dt_bias)
+    assert dt.min() >= 0.99e-3
+    assert dt.max() <= 1.01e-1
+    assert (mixer.A_log.exp() >= 1).all()
+    assert (mixer.A_log.exp() <= 16).all()
+
+
+def test_drop_path_zeroes_gates_and_keeps_the_mean():
+    model = woken(tiny("mamba", drop_path=0.5, depth=2))
+    cond = torch.randn(4000, 2, 3, 64)
+    uniforms = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0))
+    dropped = model.drop_blocks(cond, uniforms)
+    assert torch.equal(dropped[:, :, :2], cond[:, :, :2])  # scale and shift stay
+    assert torch.equal(dropped[:, 0], cond[:, 0])  # the rate grows from 0
+    ratio = dropped[:, 1, 2] / cond[:, 1, 2]
+    assert set(ratio.unique().tolist()) <= {0.0, 2.0}
+    assert abs(ratio.mean() - 1) < 0.1
+
+
+def test_weight_decay_leaves_vectors_embeddings_and_the_scan_alone():
+    model = tiny("ssd_mlp")
+    exempt = model.no_weight_decay()
+    decayed = {n for n, _ in model.named_parameters()} - exempt
+    kinds = ("proj", "w13", "w2", "patch_embed", "fc1", "fc2", "modulation", "head")
+    assert all(n.endswith(tuple(f"{kind}.weight" for kind in kinds)) for n in decayed)
+    scan = {f"blocks.0.layers.0.{name}" for name in ("A_log", "dt_bias", "D", "conv_weight")}
+    assert {"pos_embed", "label_embed.table.weight", *scan} <= exempt
+
+
+def test_rotary_positions_make_scores_depend_on_offsets_only():
+    rotations = axial_rotations((4, 4), 16)
+    q, k = torch.randn(16), torch.randn(16)
+    full = rotate(q.expand(1, 1, 16, 16), rotations) @ rotate(k.expand(1, 1, 16, 16), rotations).mT
+    scores = full[0, 0].view(4, 4, 4, 4)
+    torch.testing.assert_close(scores[0, 0, 1, 2], scores[2, 1, 3, 3])
+    assert not torch.allclose(scores[0, 0, 1, 2], scores[0, 0, 2, 1])
+
+
+def test_positions_are_all_different():
+    table = sincos_positions((4, 6), 30)[0]
+    distances = torch.cdist(table, table) + torch.eye(24)
+    assert table.shape == (24, 30)
+    assert distances.min() > 0.1
+
+
+@pytest.mark.parametrize(("key", "value"), [("patch_size", 3), ("head_dim", 48), ("drop_path", 1.0)])
+def test_impossible_sizes_are_refused(key, value):
+    with pytest.raises(ValueError, match=f"model.{key}={value}"):
+        tiny("mamba", **{key: value})
+
+
+def attention_flops(query, key, value, *_, **__):
+    return 4 * query[0] * query[1] * query[2] * key[2] * query[3]
+
+
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "dit"])
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_flops_agree_with_a_counter(family, size):
+    """PyTorch's counter, which counts what runs, against the closed form, which counts what is needed."""
+    model = tiny(family, height=size, width=size).requires_grad_(False)
+    x, t, y = inputs(height=size, width=size, batch=1)
+    sdpa = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=sdpa) as counter:
+        model(x, t, y)
+    counted = counter.get_total_flops()
+    # The reference scan computes scores of both directions for all pairs and then masks: N more products a pair.
+    extra = 2 * model.tokens**2 * 16 * model.depth if family != "dit" else 0
+    assert counted == model.flops_per_sample() + extra
