@@ -64,13 +64,12 @@ def train(composed: Composed) -> dict[str, Any]:
         step.schedule(0)
         ledger = stack.warm_up(lambda: step([next(loader) for _ in range(cfg.accumulation_steps)]), model.blocks)
     warm_up_seconds = time.perf_counter() - began
-    run.open(ledger, logger)
 
     # 4. Where we left off.
     checkpoints = Checkpoints(run.folder / "checkpoints", cfg.keep_checkpoints)
     described = identity(composed, loader.spec, ledger)
-    if sentence := restore(cfg, state, checkpoints, described):
-        print(sentence, flush=True)
+    where = restore(cfg, state, checkpoints, described)
+    run.open(ledger, logger, where)
     run.keep_metrics_before(state.step)
 
     # 5. The loop.

@@ -10,6 +10,8 @@ COLUMNS = ("technique", "requested", "active", "evidence")
 
 @dataclass(frozen=True)
 class LedgerRow:
+    """One technique: what the configuration asked for, what one step showed, and by what evidence."""
+
     key: str
     requested: bool | str
     active: bool | str

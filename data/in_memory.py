@@ -83,6 +83,8 @@ class InMemoryLatents:
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         split = self.held_out_split
+        if not len(split.labels):  # an empty tensor would split into one empty batch
+            return
         for ids in torch.arange(len(split.labels), device=self.device).split(batch_size):
             yield Batch(self.spec.normalise(split.latents[ids]), split.labels[ids], ids, ids)
 

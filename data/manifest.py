@@ -31,6 +31,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
+    """All that is known about a latent set. See `write_manifest` in training/precompute.py for where it comes from."""
+
     channels: int
     height: int
     width: int
@@ -102,7 +104,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     )
     for shard in manifest.shards:
         if Path(shard.file).name != shard.file:
-            raise ValueError(f"{file} names a shard outside its folder: {shard.file}.")
+            raise ValueError(
+                f"{file} names a shard outside its folder: {shard.file}; run precompute_latents.py again to rebuild it."
+            )
     return manifest
 
 

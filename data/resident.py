@@ -98,7 +98,10 @@ def read_split(manifest: Manifest, folder: Path, split: str) -> LatentTensors:
     expected = manifest.count if split == "train" else manifest.held_out
     found = sum(len(part["labels"]) for part in parts)
     if found != expected:
-        raise ValueError(f"{folder}: the {split} shards hold {found} samples, the manifest says {expected}.")
+        raise ValueError(
+            f"{folder}: the {split} shards hold {found} samples, the manifest says {expected}; "
+            f"run precompute_latents.py again to rebuild the manifest."
+        )
     if not parts:
         shape = (0, manifest.channels, manifest.height, manifest.width)
         return LatentTensors(torch.zeros(shape), torch.zeros(0, dtype=torch.long))

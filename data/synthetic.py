@@ -26,7 +26,8 @@ class SyntheticLatents(InMemoryLatents):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        for key, value in {"channels": channels, "height": height, "width": width, "count": count}.items():
+        sizes = {"channels": channels, "height": height, "width": width, "num_classes": num_classes, "count": count}
+        for key, value in sizes.items():
             if value < 1:
                 raise ValueError(f"data.{key}={value} must be at least 1.")
         total = count + max(1, count // 10)

@@ -72,7 +72,10 @@ class DiffusersAutoencoder(Autoencoder):
         for file in (config_file, weights):
             if not file.is_file():
                 raise ValueError(f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder has it.")
-        config = json.loads(config_file.read_text())
+        try:
+            config = json.loads(config_file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{config_file} is not valid JSON ({error}); download it again.") from error
         self.kind = config.get("_class_name")
         if self.kind not in CLASSES:
             raise ValueError(
@@ -125,14 +128,22 @@ def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     """Builds the diffusers class and loads its weights; ValueError if a single tensor does not fit."""
     import diffusers
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     cls = getattr(diffusers, kind)
-    tensors = load_file(folder / WEIGHTS)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is damaged ({error}); download it again.") from error
     pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key}) if kind == "AutoencoderTiny" else []
     if not pools:
         # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
-        model, info = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True, output_loading_info=True)
+        arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+        try:
+            model, info = cls.from_pretrained(folder, **arguments)
+        except RuntimeError as error:  # a shape
+            raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: {error}") from error
         problems = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]}
         if problems:
             raise ValueError(

@@ -19,6 +19,8 @@ from training.config import from_words, one_sentence
 
 @dataclass(frozen=True)
 class SampleConfig:
+    """What to sample from which run."""
+
     run_dir: str | None = None
     """A run folder, or one of its checkpoints; its averaged weights are used."""
     weights: str | None = None

@@ -52,8 +52,9 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def assets() -> Path:
-    """Real photos and a real autoencoder: $FASTLATENT_ASSETS, or an `assets` folder in a neighbour of the checkout."""
-    places = [Path(os.environ["FASTLATENT_ASSETS"])] if "FASTLATENT_ASSETS" in os.environ else ROOT.parent.glob("*/assets")
+    """Real photos and a real autoencoder: $FASTLATENT_ASSETS, or an `assets` folder in one beside the checkout."""
+    given = os.environ.get("FASTLATENT_ASSETS")
+    places = [Path(given)] if given else ROOT.parent.glob("*/assets")
     for place in places:
         if (place / "vae" / "taef2").is_dir() and (place / "images").is_dir():
             return place

@@ -16,11 +16,11 @@ from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
 from data.digits import DigitLatents
 from tests.test_models import FAMILIES, tiny, woken
-from training.config import RuntimeConfig
 from training.ema import EMA
 from training.objective import FlowMatching
 from training.optim import parameter_groups
 from training.schedule import Schedule
+from training.schema import RuntimeConfig
 from training.setup import spine
 from training.step import TrainStep
 

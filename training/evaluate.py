@@ -11,7 +11,7 @@ from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
 from models.sampler import guided_velocity, sample
-from training.config import SamplingConfig
+from training.schema import SamplingConfig
 from training.state import TrainState
 from training.step import TrainStep
 

@@ -23,9 +23,9 @@ from data.manifest import Manifest, Shard, write_atomically
 from data.shards import ShardWriter, file_sha256
 from models.autoencoders import Autoencoder
 from models.images import psnr
-from training.config import PrecomputeConfig
 from training.progress import Progress
 from training.run import describe_environment
+from training.schema import PrecomputeConfig
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -124,7 +124,9 @@ def claim(out: Path, job: dict[str, Any]) -> None:
                 f"out={out} holds latents of another job ({'; '.join(changed)}); choose another folder or delete it."
             )
         return
-    if out.is_dir() and any(out.iterdir()):
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out} is a file; choose a folder.")
+    if out.is_dir() and any(found.name != "job.json.tmp" for found in out.iterdir()):  # that one: killed while claiming
         raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(job, indent=1) + "\n")

@@ -56,12 +56,12 @@ class Run:
     def write_json(self, name: str, content: Any) -> None:
         write_atomically(self.folder / name, json.dumps(content, indent=1) + "\n")
 
-    def open(self, ledger: Ledger, logger: SafeLogger) -> None:
+    def open(self, ledger: Ledger, logger: SafeLogger, where: str) -> None:
         """Makes the folder, now that all is known to work; the ledger goes there, to the terminal and to the logger."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)
-        print(f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.table()}\n", flush=True)
+        print(f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.table()}\n\n{where}", flush=True)
         self.write_json("ledger.json", ledger.as_dict())
         facts = {f"ledger.{key}": f"{row['requested']} -> {row['active']}" for key, row in ledger.as_dict().items()}
         versions = self.environment["versions"]

@@ -18,8 +18,9 @@ from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from training.build import build, resolve_target
 from training.checkpoint import Checkpoints, load, resolve_weights
-from training.config import Composed, TrainConfig
+from training.config import Composed
 from training.optim import parameter_groups
+from training.schema import TrainConfig
 from training.state import TrainState
 
 
@@ -75,7 +76,7 @@ def identity(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, 
     }
 
 
-def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, identity: dict[str, Any]) -> str | None:
+def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, identity: dict[str, Any]) -> str:
     """Continues from `resume`, or else takes the weights of `init_from`; says in a sentence what it did."""
     if cfg.resume not in ("auto", "never"):
         load(Path(cfg.resume).expanduser(), state, identity)
@@ -90,5 +91,5 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, ident
         except RuntimeError as error:
             raise ValueError(f"init_from={cfg.init_from}: {file} does not fit this model: {error}") from error
         state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})
-        return f"weights from {file}"
-    return None
+        return f"starting with the weights of {file}"
+    return "starting from scratch"

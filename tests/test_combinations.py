@@ -1,0 +1,67 @@
+"""Every model, data set and runtime takes two steps with every other, and every experiment with each, pairwise."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from accel.compile_blocks import CompileBlocks
+from tests.conftest import TINY_MODEL
+from training.config import CONF
+
+
+def choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+FAMILIES = sorted({name.rpartition("_")[0] for name in choices("model")})
+DATA = {"digits": [], "synthetic": ["data.height=4", "data.width=8", "data.count=20", "data.num_classes=3"]}
+
+
+def pairs(row: tuple[str, ...]) -> set[tuple]:
+    return {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)}
+
+
+def pairwise(*axes: list[str]) -> list[tuple[str, ...]]:
+    """Few rows that hold every pair of values of any two axes, chosen greedily."""
+    rows = list(product(*axes))
+    wanted = set().union(*map(pairs, rows))
+    chosen = []
+    while wanted:
+        best = max(rows, key=lambda row, wanted=wanted: len(pairs(row) & wanted))
+        wanted = wanted - pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch):
+    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+
+
+@pytest.mark.parametrize(("model", "data", "runtime"), pairwise(FAMILIES, list(DATA), choices("runtime")))
+def test_two_steps(model, data, runtime, run):
+    words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", "eval_every=1", *DATA[data]]
+    summary = run(*words, *TINY_MODEL)
+    assert summary["steps"] == 2
+    assert 0 < summary["loss"] < 20
+    assert summary["ledger"]["compile"]["active"] is (runtime == "production")
+
+
+@pytest.mark.parametrize(("experiment", "model", "data"), pairwise(choices("experiment"), FAMILIES, list(DATA)))
+def test_every_experiment_works_with_every_model_and_data(experiment, model, data, run):
+    sizes = ["batch_size=8", "total_samples=16", "log_every=1", "sampling.steps=2", "sampling.per_class=1"]
+    every = ["save_every=1", "sample_every=1", "eval_every=1"]
+    words = [f"experiment={experiment}", f"model={model}_s", f"data={data}", "runtime=fast", *DATA[data]]
+    summary = run(*words, *sizes, *every, *TINY_MODEL)
+    assert summary["steps"] == 2
+    assert summary["sample_grid"]
+
+
+def test_pairwise_covers_all_pairs():
+    rows = pairwise(["a", "b"], ["x", "y", "z"], ["1", "2", "3"])
+    assert len(rows) <= 10
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        axes = (["a", "b"], ["x", "y", "z"], ["1", "2", "3"])
+        assert {(row[i], row[j]) for row in rows} == set(product(axes[i], axes[j]))

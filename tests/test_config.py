@@ -1,0 +1,267 @@
+"""The configuration: what composes, and what every mistake says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.build import build, resolve_target
+from training.config import CONF, FOREIGN, ROOT, compose, redacted
+from training.schema import PrecomputeConfig, TrainConfig
+
+
+def command(*words: str, program: str = "train.py", **environment: str) -> subprocess.CompletedProcess:
+    """Runs an entry point as a user would, from the checkout."""
+    start = ["-m", program] if program.startswith("scripts.") else [program]
+    return subprocess.run(
+        [sys.executable, *start, *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", ["model", "data", "objective", "optim", "runtime", "logger", "experiment"])
+def test_every_file_of_every_group_composes(group):
+    for name in choices(group):
+        assert compose([f"{group}={name}"]).choices[group] == name
+
+
+def test_every_encoder_composes():
+    for name in choices("encoder"):
+        composed = compose([f"encoder={name}", "source=x", "out=y"], "precompute_latents")
+        assert isinstance(composed.cfg, PrecomputeConfig)
+
+
+def test_every_yaml_says_what_it_is_and_when_to_use_it():
+    for file in CONF.rglob("*.yaml"):
+        lines = [line for line in file.read_text().splitlines() if "@package" not in line]
+        assert lines[0].startswith("# "), file
+
+
+def test_train_alone_means_fast_on_digits():
+    composed = compose()
+    assert (composed.choices["runtime"], composed.choices["data"]) == ("fast", "digits")
+    assert isinstance(composed.cfg, TrainConfig)
+
+
+def test_an_experiment_overrides_the_runtime_and_the_command_line_overrides_both():
+    assert compose(["experiment=fullrun"]).cfg.runtime.on_unavailable.value == "error"
+    cfg = compose(["experiment=fullrun", "runtime.on_unavailable=degrade", "batch_size=32", "runtime=eager"]).cfg
+    assert cfg.runtime.on_unavailable.value == "degrade"
+    assert cfg.batch_size == 32
+    assert not cfg.runtime.tf32
+
+
+def test_the_configuration_cannot_be_changed_after_it_was_composed():
+    cfg = compose().cfg
+    with pytest.raises(AttributeError):
+        cfg.seed = 1
+    with pytest.raises(AttributeError):
+        cfg.runtime.tf32 = False
+
+
+def test_help_is_quick_and_lists_groups_with_examples():
+    result = command("--help", PYTHONPROFILEIMPORTTIME="1")
+    assert result.returncode == 0
+    assert "model: dit_b" in result.stdout
+    assert "experiment=fastrun" in result.stdout
+    assert "| torch" not in result.stderr, "torch was imported"
+
+
+def test_the_configuration_prints_without_holes():
+    result = command("--cfg", "job", "--resolve")
+    assert result.returncode == 0
+    assert "???" not in result.stdout
+    assert "total_samples" in result.stdout
+
+
+MISTAKES = {
+    "batch_size=-4": ("batch_size=-4", "at least 1"),
+    "batch_size=10 accumulation_steps=4": ("batch_size=10", "accumulation_steps=4"),
+    "total_samples=abc": ("total_samples=abc", "Integer"),
+    "deterministic=perhaps": ("deterministic=perhaps", "bool"),
+    "runtime.precision=bf17": ("runtime.precision=bf17", "fp32, bf16"),
+    "model.dpeth=3": ("model.dpeth=3", "did you mean model.depth?"),
+    "optmi.lr=3": ("optmi.lr=3", "did you mean optim.lr?"),
+    "runtime=fasst": ("runtime=fasst", "eager, fast"),
+    "model=mambo": ("model=mambo", "mamba_xs"),
+    "experiment=fastrnu": ("experiment=fastrnu", "fastrun"),
+    "+junk=1": ("junk=1", "no such key"),
+    "+runtime.junk=1": ("runtime.junk=1", "no such key"),
+    "+schedule.warmup=1": ("schedule.warmup=1", "did you mean schedule.warmup_samples?"),
+    "+model.junk=1": ("model.junk=1", "it takes dim, depth"),
+    "+model.mixer.junk=1": ("model.mixer.junk=1", "BidirectionalSSD has no argument"),
+    "model.dim=abc": ("model.dim=abc", "type int"),
+    "model.head_dim=37": ("model.head_dim=37", "divisor"),
+    "optim.betas=[0.9]": ("optim.betas=[0.9]", "type"),
+    "optim.lr=fast": ("optim.lr=fast", "type float"),
+    "data=resident": ("data.path=<folder", "precompute_latents.py"),
+    "data=resident data.path=/nowhere": ("/nowhere/manifest.json", "precompute_latents.py"),
+    "objective.label_dropout=2": ("objective.label_dropout=2", "between 0 and 1"),
+    "sampling.guidance_interval=[1,0]": ("sampling.guidance_interval=[1.0, 0.0]", "increasing"),
+    "logger=wandb logger.mode=on": ("logger.mode=on", "online, offline"),
+    "init_from=/nowhere": ("init_from=/nowhere", "neither"),
+    "resume=/nowhere": ("/nowhere", "no usable checkpoint"),
+    "runtime.device=cuda": ("runtime.device=cuda", "no NVIDIA GPU"),
+    "experiment=fullrun runtime.tf32=true runtime.device=cpu": ("runtime.tf32=True", "on_unavailable=degrade"),
+    "model._target_=builtins.open": ("model._target_=builtins.open", "not allowed"),
+    "optim._target_=torch.load": ("optim._target_=torch.load", "not allowed"),
+    "model._target_=models.denoiser.torch.load": ("models.denoiser.torch.load", "not allowed"),
+    "model._target_=models.denoiser.nn.Linear": ("models.denoiser.nn.Linear", "not allowed"),
+    "model._target_=models.denoiser.nothing": ("models.denoiser.nothing", "not allowed"),
+}
+IN_THE_SHELL = ["batch_size=-4", "model.dpeth=3", "+junk=1", "+model.junk=1", "optim._target_=torch.load"]
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, capsys, monkeypatch):
+    import torch
+
+    from train import train
+    from training.config import one_sentence
+
+    if words == "runtime.device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+    folder = tmp_path / "run"
+    with pytest.raises(SystemExit) as stopped, one_sentence():
+        train(compose(["total_samples=64", f"run_dir={folder}", *words.split()]))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 1
+    assert said.startswith("error: ")
+    assert "Traceback" not in said
+    for part in MISTAKES[words]:
+        assert part in said
+    assert not folder.exists(), "a run that never started left a folder"
+
+
+@pytest.mark.parametrize("words", IN_THE_SHELL)
+def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
+    result = command(*words.split(), f"run_dir={tmp_path / 'run'}")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert MISTAKES[words][0] in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("modle:\n  depth: 2\n", "did you mean model?"),
+        ("optim:\n  lrr: 2\n", "did you mean optim.lr?"),
+        ("total_samples: x\n", "Integer"),
+    ],
+)
+def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monkeypatch):
+    from train import train
+    from training.config import one_sentence
+
+    file = CONF / "experiment" / "typo_for_a_test.yaml"
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    try:
+        file.write_text("# @package _global_\n# A typo.\n" + content)
+        with pytest.raises(SystemExit), one_sentence():
+            train(compose(["experiment=typo_for_a_test"]))
+    finally:
+        file.unlink()
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_foreign_spellings_get_ours(key):
+    with pytest.raises(ValueError, match=f"{key}=1 is not spelled so here; use"):
+        compose([f"{key}=1"])
+
+
+def test_our_spellings_in_that_table_are_real():
+    values = {
+        "run_dir": "x",
+        "runtime.precision": "bf16",
+        "runtime.device": "cpu",
+        "data": "resident",
+        "logger": "wandb",
+    }
+    for ours in FOREIGN.values():
+        key = ours.partition("=")[0]
+        value = values.get(key, "true" if key.startswith("runtime.") else "64")
+        compose([f"{key}={value}"])
+
+
+def test_a_component_may_be_any_class_of_ours_and_no_function():
+    assert resolve_target("models.denoiser.Denoiser", "model").__name__ == "Denoiser"
+    assert resolve_target("torch.optim.AdamW", "optim").__name__ == "AdamW"
+    for target in ("training.setup.build_model", "data.digits.torch", "models.block.F.linear", "accel", "os.system"):
+        with pytest.raises(ValueError, match="not allowed"):
+            resolve_target(target, "model")
+
+
+def test_nested_components_are_built_and_checked():
+    node = {
+        "_target_": "models.denoiser.Denoiser",
+        "dim": 64,
+        "depth": 1,
+        "head_dim": 32,
+        "patch_size": 2,
+        "mixer": {"_target_": "models.mixers.attention.Attention", "_partial_": True, "qk_norm": False},
+    }
+    model = build(node, "model", channels=1, height=8, width=8, num_classes=2)
+    assert model.blocks[0].layers[0].q_weight is None
+    with pytest.raises(ValueError, match="model lacks depth"):
+        build({k: v for k, v in node.items() if k != "depth"}, "model", channels=1, height=8, width=8, num_classes=2)
+
+
+def test_secrets_never_reach_what_is_written_down(monkeypatch):
+    monkeypatch.setenv("MY_SECRET_VALUE", "hunter2")
+    secret = "${oc.env:MY_SECRET_VALUE}"
+    composed = compose(["logger=wandb", f"logger.entity={secret}", f"run_dir={secret}"])
+    assert composed.cfg.run_dir == "hunter2"
+    assert "hunter2" not in str(composed.source)
+    assert redacted({"api_key": "x", "tokens": 3, "a": [{"password": "y"}]}) == {
+        "api_key": "<redacted>",
+        "tokens": 3,
+        "a": [{"password": "<redacted>"}],
+    }
+
+
+def test_precompute_says_what_it_lacks(tmp_path):
+    result = command("out=" + str(tmp_path / "out"), program="precompute_latents.py")
+    assert result.returncode == 1
+    assert "source is not set" in result.stderr
+    assert command("--help", program="precompute_latents.py").returncode == 0
+
+
+def test_sample_says_what_is_wrong():
+    for words, said in (
+        (["cuont=3"], "did you mean count?"),
+        ([], "run_dir is not set"),
+        (["run_dir=/nowhere"], "neither"),
+    ):
+        result = command(*words, program="scripts.sample")
+        assert result.returncode == 1
+        assert said in result.stderr
+    assert "guidance" in command("--help", program="scripts.sample").stdout
+
+
+def test_configuration_files_are_found_from_another_folder(tmp_path: Path):
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--cfg", "job"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,31 @@
+"""The default command, whole: it must learn to draw the digit that it is asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scripts.sample import SampleConfig, sample_run
+from train import train
+from training.config import compose
+
+
+def recognised(npz) -> float:
+    """Share of the samples that a classifier fitted on the real digits names as asked."""
+    from sklearn.datasets import load_digits
+    from sklearn.svm import SVC
+
+    pixels, labels = load_digits(return_X_y=True)
+    classifier = SVC(gamma=0.001).fit(pixels, labels)
+    samples = np.load(npz)
+    drawn = samples["arr_0"][..., 0].reshape(-1, 64) / 255.0 * 16.0
+    return float((classifier.predict(drawn) == samples["labels"]).mean())
+
+
+@pytest.mark.timeout(900)
+def test_the_default_run_draws_digits_that_a_classifier_recognises(tmp_path):
+    folder = tmp_path / "digits"
+    summary = train(compose([f"run_dir={folder}"]))
+    assert summary["eval_loss"] < 0.52
+    _, npz = sample_run(SampleConfig(run_dir=str(folder), count=200, seed=1, out=str(tmp_path / "samples")))
+    assert recognised(npz) >= 0.95

@@ -1,0 +1,79 @@
+"""The rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from training.config import ROOT
+
+PACKAGES = ("accel", "data", "models", "training", "scripts")
+CODE = [ROOT / "train.py", ROOT / "precompute_latents.py"]
+CODE += sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+NAMED = pytest.mark.parametrize("file", CODE, ids=[file.relative_to(ROOT).as_posix() for file in CODE])
+
+
+def text(file: Path) -> str:
+    return file.read_text()
+
+
+def test_train_is_short_and_names_no_technique_model_or_loader():
+    source = text(ROOT / "train.py")
+    assert len(source.splitlines()) <= 150
+    body = source.split('"""', 2)[2].lower()
+    for name in (
+        "mamba",
+        "attention",
+        "dit",
+        "digits",
+        "resident",
+        "bf16",
+        "tf32",
+        "fused",
+        "compile",
+        "checkpointing",
+    ):
+        assert name not in body, name
+
+
+def test_there_is_one_training_loop():
+    places = [file.relative_to(ROOT).as_posix() for file in CODE if re.search(r"\.backward\(", text(file))]
+    assert places == ["training/step.py"]
+
+
+@NAMED
+def test_files_and_functions_stay_readable(file):
+    assert len(text(file).splitlines()) <= 330
+    for node in ast.walk(ast.parse(text(file))):
+        if isinstance(node, ast.FunctionDef) and file.name not in ("train.py", "precompute_latents.py"):
+            assert node.end_lineno - node.lineno + 1 <= 65, f"{node.name} is too long"
+
+
+@NAMED
+def test_public_things_are_documented(file):
+    tree = ast.parse(text(file))
+    assert ast.get_docstring(tree), "the file says nothing about itself"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base) for base in node.bases}
+            exempt = bases & {
+                "Technique",
+                "Enum",
+            }  # the file's docstring is a technique's card; names say what enums are
+            assert exempt or ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+def test_nothing_is_unpickled():
+    for file in CODE:
+        for call in re.findall(r"torch\.load\([^)]*\)", text(file)):
+            assert "weights_only=True" in call, f"{file}: {call}"
+        assert "import pickle" not in text(file)
+
+
+def test_the_tree_in_the_readme_is_the_tree():
+    readme = text(ROOT / "README.md")
+    for name in (*PACKAGES, "train.py", "precompute_latents.py", "conf", "tests", "docs"):
+        assert re.search(rf"^{re.escape(name)}/?\s", readme, re.MULTILINE), name

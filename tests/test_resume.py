@@ -1,0 +1,165 @@
+"""Killed anywhere and started again by the same command, a run ends bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import TINY_RUN
+from train import train
+from training.checkpoint import Checkpoints, damage
+from training.config import ROOT, compose
+
+STEPS = 24
+WORDS = [
+    *TINY_RUN,
+    "deterministic=true",
+    "runtime=eager",
+    f"total_samples={8 * STEPS}",
+    "save_every=5",
+    "log_every=4",
+    "eval_every=8",
+    "model.drop_path=0.2",
+    "accumulation_steps=2",
+]
+
+
+def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """Logged losses and all final tensors of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = Checkpoints(folder / "checkpoints", 1).found()[-1]
+    tensors = {
+        f"{file}.{k}": v for file in ("model", "ema") for k, v in load_file(last / f"{file}.safetensors").items()
+    }
+    state = torch.load(last / "training.pt", weights_only=True)["optimizer"]
+    tensors |= {f"{i}.{name}": value for i, moments in state.items() for name, value in moments.items()}
+    timing = ("samples_per_s", "tokens_per_s", "model_tflops", "data_wait")
+    return [{k: v for k, v in line.items() if k not in timing} for line in lines], tensors
+
+
+def assert_same(one: Path, two: Path) -> None:
+    (lines, tensors), (other_lines, other) = outcome(one), outcome(two)
+    assert lines == other_lines
+    assert tensors.keys() == other.keys()
+    assert all(torch.equal(tensors[k], other[k]) for k in tensors)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resume") / "uninterrupted"
+    train(compose([*WORDS, f"run_dir={folder}"]))
+    return folder
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen:
+    command = [sys.executable, "train.py", *WORDS, f"run_dir={folder}", *words]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+
+
+def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted, tmp_path):
+    folder = tmp_path / "killed"
+    for logged in (2, 4):  # kill -9 once so many lines are in metrics.jsonl, wherever the run then is
+        process = start(folder)
+        metrics = folder / "metrics.jsonl"
+        deadline = time.time() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= logged):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.time() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert start(folder).wait() == 0
+    assert_same(uninterrupted, folder)
+
+
+@pytest.mark.parametrize("stop", [5, 10, 15, 20])
+def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, stop):
+    """As if killed at `stop`: only what a kill there would have left is kept."""
+    folder = tmp_path / "resumed"
+    train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
+    for checkpoint in Checkpoints(folder / "checkpoints", 9).found():
+        if int(checkpoint.name.removeprefix("step-")) > stop:
+            shutil.rmtree(checkpoint)
+    train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
+    assert_same(uninterrupted, folder)
+
+
+@pytest.mark.parametrize(
+    "words", [["data=synthetic", "data.height=8", "data.width=8"], ["runtime=fast", "model=dit_xs"]]
+)
+def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
+    common = [*WORDS, *words, "model.dim=64", "model.depth=2", "eval_every=0", "keep_checkpoints=9"]
+    common = [word for word in common if not (word == "runtime=eager" and "runtime=fast" in words)]
+    train(compose([*common, f"run_dir={tmp_path / 'one'}"]))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for step in (15, 20, 24):
+        shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{step}")
+    train(compose([*common, f"run_dir={tmp_path / 'two'}"]))
+    assert_same(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
+    folder = tmp_path / "again"
+    shutil.copytree(uninterrupted, folder)
+    summary = train(compose([*WORDS, f"run_dir={folder}"]))
+    assert summary["steps"] == STEPS
+    assert summary["loss"] == json.loads((uninterrupted / "summary.json").read_text())["loss"]
+    assert_same(uninterrupted, folder)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrupted, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(uninterrupted, folder)
+    newest = Checkpoints(folder / "checkpoints", 1).found()[-1]
+    content = bytearray((newest / "ema.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "ema.safetensors").write_bytes(content)
+    assert "ema.safetensors" in damage(newest)
+    with pytest.warns(UserWarning, match="ema.safetensors does not match its sha256"):
+        train(compose([*WORDS, f"run_dir={folder}"]))
+    assert (folder / "checkpoints" / f"{newest.name}.corrupt").is_dir()
+    assert_same(uninterrupted, folder)
+
+
+def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
+    folder = tmp_path / "half"
+    shutil.copytree(uninterrupted, folder)
+    newest = Checkpoints(folder / "checkpoints", 1).found()[-1]
+    newest.rename(newest.with_name(newest.name + ".tmp"))
+    train(compose([*WORDS, f"run_dir={folder}"]))
+    assert_same(uninterrupted, folder)
+
+
+def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(uninterrupted, folder)
+    with pytest.raises(ValueError, match=r"another model: depth was 2, is 3"):
+        train(compose([*WORDS, f"run_dir={folder}", "model.depth=3"]))
+    with pytest.raises(ValueError, match=r"another data: .*seed was 0, is 1"):
+        train(compose([*WORDS, f"run_dir={folder}", "seed=1"]))
+    with pytest.raises(ValueError, match="resume=never"):
+        train(compose([*WORDS, f"run_dir={folder}", "resume=never"]))
+    assert_same(uninterrupted, folder)
+
+
+def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path):
+    checkpoint = Checkpoints(uninterrupted / "checkpoints", 1).found()[-2]
+    folder = tmp_path / "branch"
+    train(compose([*WORDS, f"run_dir={folder}", f"resume={checkpoint}"]))
+    (_, expected), (_, tensors) = outcome(uninterrupted), outcome(folder)
+    assert all(torch.equal(expected[key], tensors[key]) for key in expected)
+
+
+def test_old_checkpoints_go_and_as_many_as_asked_for_stay(uninterrupted):
+    names = [p.name for p in Checkpoints(uninterrupted / "checkpoints", 1).found()]
+    assert names == ["step-20", "step-24"]

@@ -1,0 +1,318 @@
+"""Objective, schedule, averages, accumulation, evaluation, loggers, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from accel.kernels.counter_noise import Purpose, counter_normal
+from data.digits import DigitLatents
+from data.loader import Batch
+from models.sampler import guided_velocity, sample, shifted
+from scripts.sample import SampleConfig, sample_run
+from tests.test_accel import assemble
+from tests.test_models import tiny, woken
+from train import train
+from training.checkpoint import fingerprint
+from training.config import compose
+from training.ema import EMA
+from training.evaluate import evaluate
+from training.loggers import NoLogger, SafeLogger, WandbLogger
+from training.metrics import Meter
+from training.objective import FlowMatching
+from training.schedule import Schedule
+from training.state import TrainState
+
+CPU = torch.device("cpu")
+
+
+def batch_of(size=64, channels=1):
+    position = torch.arange(size)
+    latents = counter_normal(9, Purpose.SYNTHETIC, position, (channels, 4, 4))
+    return Batch(latents, position % 3, position, position)
+
+
+def test_a_perfect_model_has_no_loss():
+    """v = ε - z exactly: recovered here from x and t alone, because z = 0."""
+    batch = batch_of()
+    batch = batch._replace(latents=torch.zeros_like(batch.latents))
+    losses, t = FlowMatching().losses(lambda x, t, y, u: x / t.view(-1, 1, 1, 1), batch, seed=0, null_label=3)
+    assert losses.max() < 1e-10
+    assert ((t > 0) & (t < 1)).all()
+
+
+def test_time_is_logit_normal_and_shifted():
+    batch = batch_of(4000)
+    _, t = FlowMatching(logit_mean=0.5, logit_std=0.7).losses(lambda x, *_: x, batch, seed=0, null_label=3)
+    logit = torch.logit(t)
+    assert abs(logit.mean() - 0.5) < 0.05
+    assert abs(logit.std() - 0.7) < 0.05
+    _, moved = FlowMatching(logit_mean=0.5, logit_std=0.7, timestep_shift=3.0).losses(
+        lambda x, *_: x, batch, seed=0, null_label=3
+    )
+    torch.testing.assert_close(moved, shifted(t, 3.0))
+    assert (moved > t).all()
+
+
+def test_labels_are_dropped_at_their_rate_in_training_only():
+    seen = []
+
+    def model(x, t, y, u):
+        seen.append(y)
+        return x
+
+    batch = batch_of(4000)
+    FlowMatching(label_dropout=0.3).losses(model, batch, seed=0, null_label=3)
+    FlowMatching(label_dropout=0.3).losses(model, batch, seed=0, null_label=3, held_out=True)
+    assert abs((seen[0] == 3).float().mean() - 0.3) < 0.03
+    assert torch.equal(seen[1], batch.labels)
+
+
+def test_draws_follow_the_position_not_the_batch():
+    batch = batch_of(8)
+    model = woken(tiny("mamba", channels=1, height=4, width=4))
+    whole, _ = FlowMatching().losses(model, batch, seed=0, null_label=3)
+    part, _ = FlowMatching().losses(model, Batch(*(t[3:5] for t in batch)), seed=0, null_label=3)
+    torch.testing.assert_close(part, whole[3:5])
+
+
+def test_warm_up_and_cosine_in_samples():
+    schedule = Schedule("cosine", total_samples=1000, warmup_samples=100, final=0.1)
+    assert schedule(50) == 0.5
+    assert schedule(100) == 1.0
+    assert math.isclose(schedule(550), 0.55)
+    assert math.isclose(schedule(1000), 0.1)
+    assert Schedule("constant", 1000, 100)(999) == 1.0
+
+
+def test_the_average_has_its_half_life_and_ramp():
+    model = torch.nn.Linear(1, 1, bias=False)
+    ema = EMA(model, half_life_samples=100.0, ramp=0.05)
+    model.weight.data.fill_(0.0)
+    ema.averages[0].fill_(1.0)
+    for _ in range(10):
+        ema.update(torch.tensor(ema.weight(10**6, 10)))
+    assert math.isclose(ema.averages[0].item(), 0.5, rel_tol=1e-5)
+    assert math.isclose(ema.weight(200, 10), 0.5)  # half-life 0.05 · 200 = 10 samples
+
+
+def test_averages_do_not_depend_on_the_batch_size():
+    ema = EMA(torch.nn.Linear(1, 1), half_life_samples=100.0)
+    small = (1 - ema.weight(10**6, 10)) ** 4
+    assert math.isclose(small, 1 - ema.weight(10**6, 40))
+
+
+def test_the_averages_are_applied_and_taken_back_bit_for_bit():
+    model = woken(tiny("dit"))
+    ema = EMA(model, 100.0)
+    for average in ema.averages:
+        average.add_(1.0)
+    before, averages = [p.detach().clone() for p in model.parameters()], [a.clone() for a in ema.averages]
+    with ema.applied():
+        assert all(torch.equal(p, a) for p, a in zip(model.parameters(), averages, strict=True))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ema.averages, averages, strict=True))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulation_equals_one_large_batch(parts):
+    _, step, _, loader = assemble(fused_adamw=True)
+    whole = step([next(loader)])
+    _, accumulated, _, _ = assemble(fused_adamw=True)
+    pieces = DigitLatents(batch_size=8 // parts, seed=0, device=CPU)
+    output = accumulated([next(pieces) for _ in range(parts)])
+    torch.testing.assert_close(output.loss, whole.loss, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(output.grad_norm, whole.grad_norm, rtol=1e-5, atol=0.0)
+    moments = (optimizer.state.values() for optimizer in (step.optimizer, accumulated.optimizer))
+    for a, b in zip(*moments, strict=True):  # after one step the first moment is the gradient, times 0.1
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_warm_up_leaves_no_trace():
+    model, step, stack, loader = assemble(fused_adamw=True)
+    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None))
+    step([next(loader)])
+    before, seen, rng = fingerprint(state), loader.state_dict(), torch.get_rng_state()
+    with state.preserved():
+        stack.warm_up(lambda: (torch.rand(3), step([next(loader)])), model.blocks)
+        assert fingerprint(state) != before
+    assert fingerprint(state) == before
+    assert loader.state_dict() == seen
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_evaluation_is_fixed_and_uses_the_averages():
+    model, step, _, loader = assemble()
+    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None))
+    first = evaluate(step, state)
+    assert evaluate(step, state) == first
+    assert sum(key.startswith("eval_loss_t") for key in first) == 4
+    step.ema.averages[0].add_(0.1)
+    assert evaluate(step, state) != first
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
+def test_solvers_converge_with_their_order(solver, order):
+    """dx/dt = x from t = 1 to 0: x(0) = x(1) / e."""
+    noise = torch.ones(1, 1, 1, 1)
+    errors = [abs(sample(lambda x, t: x, noise, steps, solver).item() - math.exp(-1)) for steps in (8, 16)]
+    assert math.isclose(math.log2(errors[0] / errors[1]), order, abs_tol=0.2)
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_a_straight_path_is_exact_in_one_step(solver):
+    z, noise = torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4)
+    torch.testing.assert_close(sample(lambda x, t: noise - z, noise, 1, solver, shift=3.0), z, rtol=1e-4, atol=1e-5)
+
+
+def test_guidance_extrapolates_inside_its_interval_only():
+    calls = []
+
+    def model(x, t, y):
+        calls.append(len(x))
+        return y.view(-1, 1, 1, 1).float().expand_as(x)
+
+    velocity = guided_velocity(model, torch.tensor([1, 2]), null_label=5, guidance=3.0, guidance_interval=(0.2, 0.8))
+    x = torch.zeros(2, 1, 1, 1)
+    assert velocity(x, 0.5).flatten().tolist() == [5 + 3 * (1 - 5), 5 + 3 * (2 - 5)]
+    assert velocity(x, 0.9).flatten().tolist() == [1, 2]
+    assert calls == [4, 2]
+
+
+def test_sampling_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="steps=0"):
+        sample(lambda x, t: x, torch.zeros(1, 1, 1, 1), steps=0)
+    with pytest.raises(ValueError, match="solver=dpm"):
+        sample(lambda x, t: x, torch.zeros(1, 1, 1, 1), solver="dpm")
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_all_that_it_promises(run, tmp_path):
+    summary = run("sample_every=2", "save_every=1", "eval_every=1", "sampling.per_class=2", "sampling.steps=2")
+    folder = tmp_path / "run"
+    assert summary == json.loads((folder / "summary.json").read_text())
+    keys = {"loss", "eval_loss", "steps", "samples", "samples_per_s", "mfu", "memory_reserved_peak", "skipped_steps"}
+    assert keys | {"seconds", "ledger", "checkpoint", "sample_grid"} <= summary.keys()
+    assert (summary["steps"], summary["samples"]) == (2, 16)
+    assert [line["step"] for line in lines(folder)] == [1, 2]
+    assert all("loss" in line and "eval_loss" in line for line in lines(folder))
+    assert Path(summary["sample_grid"]).stat().st_size > 0
+    assert (Path(summary["checkpoint"]) / "ema.safetensors").is_file()
+    assert {"config.yaml", "environment.json", "ledger.json"} <= {file.name for file in folder.iterdir()}
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert "total_samples=16" in environment["overrides"]
+
+
+def test_the_loss_falls(run):
+    long = run("total_samples=1600", "batch_size=32", "log_every=10", "optim.lr=3e-3", "schedule.warmup_samples=160")
+    assert long["loss"] < 1.3  # 2 at the start: variance of noise plus variance of data
+
+
+def test_weights_of_another_run_start_a_new_one(run, tmp_path):
+    run("save_every=2")
+    folder = tmp_path / "run"
+    ema = load_file(folder / "checkpoints/step-2/ema.safetensors")
+    summary = run(f"init_from={folder}", "optim.lr=0", "save_every=2", folder="second")
+    again = load_file(Path(summary["checkpoint"]) / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in ema.items())
+    bad = tmp_path / "bad.safetensors"
+    save_file({"x": torch.zeros(1)}, bad)
+    with pytest.raises(ValueError, match="does not fit this model"):
+        run(f"init_from={bad}", folder="third")
+
+
+def test_samples_of_a_run_can_be_made_again(run, tmp_path):
+    run("save_every=2")
+    cfg = dict(run_dir=str(tmp_path / "run"), labels=[3, 7], count=6, steps=2, batch_size=4, device="cpu")
+    png, npz = sample_run(SampleConfig(**cfg, out=str(tmp_path / "a")))
+    _, again = sample_run(SampleConfig(**cfg | {"batch_size": 6}, out=str(tmp_path / "b")))
+    first, second = np.load(npz), np.load(again)
+    assert first["arr_0"].shape == (6, 8, 8, 3)
+    assert first["arr_0"].dtype == np.uint8
+    assert first["labels"].tolist() == [3, 3, 3, 7, 7, 7]
+    assert np.abs(first["arr_0"].astype(int) - second["arr_0"]).max() <= 1
+    assert png.is_file()
+    with pytest.raises(ValueError, match="11 is no class"):
+        sample_run(SampleConfig(**cfg | {"labels": [11]}))
+
+
+def test_a_logger_cannot_stop_a_run(capsys):
+    class Broken(NoLogger):
+        def log(self, metrics, samples):
+            raise ConnectionError("gone")
+
+    logger = SafeLogger(Broken())
+    with pytest.warns(UserWarning, match="gone"):
+        logger.log({}, 0)
+    logger.log({}, 1)
+    logger.finish({})
+
+
+def test_wandb_offline_and_unreachable(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run("logger=wandb", "logger.mode=offline")
+    assert list((tmp_path / "run").glob("wandb/offline-run-*"))
+
+    import wandb
+
+    monkeypatch.setattr(wandb, "init", lambda **_: (_ for _ in ()).throw(wandb.errors.CommError("no network")))
+    with pytest.warns(UserWarning, match="no network"):
+        summary = run("logger=wandb", folder="second")
+    assert summary["steps"] == 2
+    assert WandbLogger().mode == "online"
+
+
+def test_tensorboard(run, tmp_path):
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    run("logger=tensorboard")
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_a_missing_logger_package_costs_one_warning(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.warns(UserWarning, match="TensorBoardLogger failed"):
+        assert run("logger=tensorboard")["steps"] == 2
+
+
+def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
+    tiny_words = [
+        "model.dim=32",
+        "model.depth=1",
+        "model.head_dim=32",
+        "total_samples=8",
+        "batch_size=8",
+        "sample_every=0",
+    ]
+    words = [*tiny_words, "save_every=0", "eval_every=0", "runtime=eager", "schedule.warmup_samples=0"]
+    train(compose(["experiment=fullrun", *words, f"run_dir={tmp_path / 'one'}"]))
+    assert "warning: no fastrun" in capsys.readouterr().out
+    train(compose(["experiment=fastrun", *words, f"run_dir={tmp_path / 'two'}"]))
+    train(compose(["experiment=fullrun", *words, f"run_dir={tmp_path / 'three'}"]))
+    said = capsys.readouterr().out
+    assert f"latest fastrun of this model and runtime: {tmp_path / 'two'}" in said
+    assert "samples/s" in said
+    train(compose(["experiment=fullrun", *words, "model=dit_xs", f"run_dir={tmp_path / 'four'}"]))
+    assert "warning: no fastrun of model=dit_xs" in capsys.readouterr().out
+
+
+def test_a_step_that_is_not_finite_is_counted(run, monkeypatch):
+    original, calls = DigitLatents.__next__, []
+
+    def poisoned(self):
+        calls.append(1)
+        batch = original(self)
+        return batch._replace(latents=batch.latents * float("nan")) if len(calls) == 4 else batch
+
+    monkeypatch.setattr(DigitLatents, "__next__", poisoned)
+    assert run("total_samples=32")["skipped_steps"] == 1
