@@ -269,7 +269,7 @@ def test_only_a_lost_or_damaged_shard_is_rebuilt(job: Job, capsys: pytest.Captur
     assert [file for file, time in times.items() if file.stat().st_mtime_ns != time] == [lost]
 
 
-class Interrupted(Exception):
+class CrashError(Exception):
     """What the tests stop a job with."""
 
 
@@ -280,7 +280,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def counted(descriptor: int) -> None:
         if next(calls, None) == "crash":
-            raise Interrupted
+            raise CrashError
         fsync(descriptor)
 
     def set_crash(count: int) -> None:
@@ -297,7 +297,7 @@ def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(job: Job, cras
     writes = 2 + 2 * (2 + 2) + 2  # job.json, two shards with a sidecar each, the manifest: file and rename of each
     for count in range(1, writes + 1):
         crash_at(count)
-        with pytest.raises(Interrupted):
+        with pytest.raises(CrashError):
             job("held_out=0.5", "shard_size=10", out=f"crash{count}")
         gc.collect()
         assert contents(job("held_out=0.5", "shard_size=10", out=f"crash{count}")) == expected
@@ -314,12 +314,12 @@ def test_an_encoder_that_dies_within_a_shard_leaves_no_half_shard(
 
     def dies_in_the_second_shard(self: DiffusersAutoencoder, images: Tensor) -> Any:
         if (folder / "train-00001.tar.tmp").exists() and next(calls) == 2:
-            raise Interrupted
+            raise CrashError
         return encode(self, images)
 
     with monkeypatch.context() as patch:
         patch.setattr(DiffusersAutoencoder, "encode", dies_in_the_second_shard)
-        with pytest.raises(Interrupted):
+        with pytest.raises(CrashError):
             job("batch_size=2", out="again")
     gc.collect()
     assert [file.name for file in sorted(folder.glob("*.tar"))] == ["held_out-00000.tar", "train-00000.tar"]

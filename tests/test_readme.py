@@ -1,0 +1,82 @@
+"""The README's commands, run one after the other as a newcomer would, shrunk."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import numpy as np
+import pytest
+
+from precompute_latents import precompute
+from scripts.sample import SampleConfig, sample_run
+from tests.helpers import save_images, save_tiny_autoencoder
+from train import train
+from training.config import ROOT, compose, from_words
+
+SMALL_TRAINING = [
+    "batch_size=8",
+    "total_samples=16",
+    "model.dim=32",
+    "model.depth=1",
+    "model.head_dim=32",
+    "log_every=1",
+    "sampling.steps=2",
+    "sampling.per_class=1",
+    "runtime.on_unavailable=degrade",
+    "runtime.compile=false",
+]
+
+
+def blocks() -> list[list[str]]:
+    """The lines of each shell block of the README."""
+    found = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [[line.split("  #")[0].strip() for line in block.strip().splitlines()] for block in found]
+
+
+COMMANDS = [line for block in blocks() for line in block]
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = {line.split()[1] for line in COMMANDS if line.startswith("make ")}
+    assert made == {"train", "test"}
+    assert made <= targets
+
+
+def test_every_command_is_one_that_this_test_knows():
+    assert all(line.split()[0] in ("make", "python") for line in COMMANDS)
+    assert len(COMMANDS) >= 10
+
+
+def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_images(tmp_path / "photos", classes=("apple", "pear"), per_class=12)
+    encoder = save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
+    ran = 0
+    for line in COMMANDS:
+        words = shlex.split(line)[1:]
+        if "--help" in words or "--cfg" in words or words[0] in ("train", "test"):
+            continue  # tests/test_config.py and the Makefile's own users run these
+        program, words = words[0], words[1:]
+        if program == "precompute_latents.py":
+            local = ["encoder=local", f"encoder.path={encoder}", "resolution=32", "min_psnr=-100", "num_workers=0"]
+            precompute(compose([w for w in words if not w.startswith("encoder=")] + local, "precompute_latents"))
+        elif program == "train.py":
+            words = [w for w in words if not w.startswith("runtime.compile")]
+            small = ["data.height=8", "data.width=8", "data.count=16"] if "data=synthetic" in words else []
+            folder = [] if any(w.startswith("run_dir=") for w in words) else [f"run_dir=runs/{ran}"]
+            every = ["save_every=1", "eval_every=1", "sample_every=0"]
+            assert train(compose([*words, *folder, *SMALL_TRAINING, *every, *small]))["steps"] == 2
+        else:
+            assert (program, words[0]) == ("-m", "scripts.sample")
+            _, npz = sample_run(from_words(SampleConfig, [*words[1:], "steps=2"], ""))
+            assert np.load(npz)["arr_0"].shape == (16, 32, 32, 3)
+        ran += 1
+    assert ran >= 7
+    assert "latest fastrun of this model and runtime" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
