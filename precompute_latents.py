@@ -23,6 +23,7 @@ def precompute(composed: Composed) -> Path:
     """Encodes what `composed` describes and returns the path of the manifest."""
     from accel.stack import AccelerationStack  # torch comes in here, so that --help stays quick
     from data.images import list_images
+    from models.autoencoders import Autoencoder
     from training.build import build
     from training.precompute import (
         Encoder,
@@ -43,7 +44,7 @@ def precompute(composed: Composed) -> Path:
     out = Path(cfg.out).expanduser()
     images = list_images(cfg.source)
     plan = plan_shards(images, cfg)
-    autoencoder = build(cfg.encoder, "encoder").to(device)
+    autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
     print(f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode")
 
     # 2. What makes it fast, seen in one encoding.

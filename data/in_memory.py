@@ -53,6 +53,7 @@ class InMemoryLatents:
         self.spec, self.seed, self.device = spec, seed, device
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.train, self.held_out_split = train.to(device), held_out.to(device)
+        self.normalise = spec.normaliser(device)
         self.order = EpochOrder(len(train.labels), seed, device)
         self.samples_seen = 0
 
@@ -65,7 +66,7 @@ class InMemoryLatents:
         ids = self.order.ids(start, self.batch_size)
         position = torch.arange(start, start + self.batch_size, device=self.device)
         raw = self.gather(ids, position)
-        return Batch(self.spec.normalise(raw), self.train.labels[ids], ids, position)
+        return Batch(self.normalise(raw), self.train.labels[ids], ids, position)
 
     def gather(self, ids: Tensor, position: Tensor) -> Float[Tensor, "B C H W"]:
         """Raw latents of one batch, mirrored and sampled from their posterior where the set provides for it."""
@@ -86,7 +87,7 @@ class InMemoryLatents:
         if not len(split.labels):  # an empty tensor would split into one empty batch
             return
         for ids in torch.arange(len(split.labels), device=self.device).split(batch_size):
-            yield Batch(self.spec.normalise(split.latents[ids]), split.labels[ids], ids, ids)
+            yield Batch(self.normalise(split.latents[ids]), split.labels[ids], ids, ids)
 
     def state_dict(self) -> dict[str, int]:
         return {"samples_seen": self.samples_seen}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -44,11 +44,13 @@ class LatentSpec:
     fingerprint: str = ""
     """Identifies the data set, so that a run is not resumed on another one."""
 
-    def normalise(self, raw: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        mean, std = self.channel_statistics(raw.device)
-        return (raw.float() - mean) / std
+    def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call copies nothing."""
+        mean, std = self.channel_statistics(device)
+        return lambda raw: (raw.float() - mean) / std
 
     def denormalise(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
+        """Raw latents, as an autoencoder decodes them."""
         mean, std = self.channel_statistics(latents.device)
         return latents.float() * std + mean
 

@@ -120,6 +120,7 @@ MISTAKES = {
     "optim._target_=torch.load": ("optim._target_=torch.load", "not allowed"),
     "model._target_=models.denoiser.torch.load": ("models.denoiser.torch.load", "not allowed"),
     "model._target_=models.denoiser.nn.Linear": ("models.denoiser.nn.Linear", "not allowed"),
+    "optim._target_=data.digits.DigitLatents": ("optim._target_=data.digits.DigitLatents", "no Optimizer"),
     "model._target_=models.denoiser.nothing": ("models.denoiser.nothing", "not allowed"),
 }
 IN_THE_SHELL = ["batch_size=-4", "model.dpeth=3", "+junk=1", "+model.junk=1", "optim._target_=torch.load"]

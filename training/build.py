@@ -44,8 +44,8 @@ def resolve_target(target: str, key: str) -> type:
     return typing.cast(type, found)
 
 
-def build(node: Mapping[str, Any], key: str, /, *args: Any, **runtime: Any) -> Any:
-    """Builds what `node` describes: `_target_` called with the node's other keys and with `runtime`.
+def build(node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object, **runtime: Any) -> Any:
+    """Builds what `node` describes, a `kind`: `_target_` called with the node's other keys and with `runtime`.
 
     Before the call the keys are checked against the target's signature: unknown, missing and mistyped ones are a
     ValueError that names `key`, the value and the fix. Nested nodes are built first; `_partial_: true` gives a partial.
@@ -54,6 +54,8 @@ def build(node: Mapping[str, Any], key: str, /, *args: Any, **runtime: Any) -> A
     if "_target_" not in node:
         raise ValueError(f"{key} has no _target_; choose one of the group's files, for example {key}=<name>.")
     target = resolve_target(node["_target_"], key)
+    if not issubclass(target, kind):
+        raise ValueError(f"{key}._target_={node['_target_']} is no {kind.__name__}, which {key} must be.")
     given = {k: v for k, v in node.items() if k not in ("_target_", "_partial_")}
     checked = check_arguments(
         target, given, key, partially=bool(node.get("_partial_")), supplied=set(runtime), skip=len(args)

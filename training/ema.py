@@ -32,8 +32,10 @@ class EMA:
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
         """`weight` is a device scalar; 0 leaves the averages bit for bit as they are."""
-        current = [p.detach() for p in self.parameters]
-        torch._foreach_lerp_(self.averages, current, weight)  # pyright: ignore
+        # Not _foreach_lerp_: it takes one weight as a host number only, which would wait for the device.
+        moves = torch._foreach_sub([p.detach() for p in self.parameters], self.averages)
+        torch._foreach_mul_(moves, weight)
+        torch._foreach_add_(self.averages, moves)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

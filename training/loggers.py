@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,12 +47,18 @@ class WandbLogger:
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
+        remembered = folder / "wandb_id"  # a resumed run goes on in the same W&B run
+        if not remembered.is_file():
+            remembered.write_text(secrets.token_hex(4))
+
         def begin(mode: Literal["online", "offline"]) -> Any:
             return wandb.init(
                 project=self.project,
                 entity=self.entity,
                 dir=str(folder),
                 name=folder.name,
+                id=remembered.read_text(),
+                resume="allow",
                 config=dict(config),
                 mode=mode,
                 settings=wandb.Settings(init_timeout=30, console="off"),

@@ -49,12 +49,14 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
     """The optimizer over the model's parameter groups, with the stack's arguments where its class takes them."""
     known = inspect.signature(resolve_target(node.get("_target_", ""), "optim")).parameters
     extra = {name: value for name, value in stack.optimizer_kwargs().items() if name in known}
-    return build(node, "optim", parameter_groups(model, node.get("weight_decay", 0.0)), **extra)
+    return build(
+        node, "optim", parameter_groups(model, node.get("weight_decay", 0.0)), kind=torch.optim.Optimizer, **extra
+    )
 
 
 def build_autoencoder(spec: LatentSpec, device: torch.device) -> Autoencoder:
     """The autoencoder that the latents were made with; ValueError if its weights are others."""
-    autoencoder = build(spec.encoder, "encoder").to(device)
+    autoencoder = build(spec.encoder, "encoder", kind=Autoencoder).to(device)
     if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):
         raise ValueError(
             f"the encoder at {spec.encoder.get('path')} has other weights than the one that made the latents "

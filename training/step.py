@@ -102,7 +102,7 @@ class TrainStep:
             self.optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         elif bool(finite):
-            torch._foreach_div_(grads, clip)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_div_(grads, clip)
             self.optimizer.step()
         self.ema.update(torch.where(finite, self.ema_weight, 0.0))
         self.optimizer.zero_grad(set_to_none=True)
