@@ -8,6 +8,7 @@ import pytest
 
 from accel.compile_blocks import CompileBlocks
 from tests.conftest import TINY_MODEL
+from tests.helpers import random_samples, save_latent_set
 from training.config import CONF
 
 
@@ -16,7 +17,11 @@ def choices(group: str) -> list[str]:
 
 
 FAMILIES = sorted({name.rpartition("_")[0] for name in choices("model")})
-DATA = {"digits": [], "synthetic": ["data.height=4", "data.width=8", "data.count=20", "data.num_classes=3"]}
+DATA = {
+    "digits": [],
+    "synthetic": ["data.height=4", "data.width=8", "data.count=20", "data.num_classes=3"],
+    "resident": ["data.path=latents"],
+}
 
 
 def pairs(row: tuple[str, ...]) -> set[tuple]:
@@ -38,6 +43,19 @@ def pairwise(*axes: list[str]) -> list[tuple[str, ...]]:
 @pytest.fixture(autouse=True)
 def quick_compiler(monkeypatch):
     monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def latents(tmp_path, monkeypatch):
+    """A small latent set in the folder `latents`, with flips and posterior; its decoder is the identity."""
+    monkeypatch.chdir(tmp_path)
+    shards = [("train", random_samples(30, 0)), ("held_out", random_samples(5, 1))]
+    identity = {"_target_": "models.autoencoders.PixelAutoencoder"}
+    save_latent_set(tmp_path / "latents", shards, encoder=identity, encoder_sha256=None)
+
+
+def test_every_loader_is_here():
+    assert set(DATA) == set(choices("data"))
 
 
 @pytest.mark.parametrize(("model", "data", "runtime"), pairwise(FAMILIES, list(DATA), choices("runtime")))
