@@ -85,7 +85,7 @@ def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None) -> Evi
     try:
         if blocks and last is not None:
             blocks[-1] = BlockProbe(last, evidence)
-        with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

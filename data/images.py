@@ -113,7 +113,10 @@ def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(content)) as opened:
-        image = ImageOps.exif_transpose(opened).convert("RGB")
+        image = ImageOps.exif_transpose(opened)
+        if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255: nearly all of it white
+            image = image.point(lambda value: value / 256).convert("L")
+        image = image.convert("RGB")
     while min(image.size) >= 2 * side:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side / min(image.size)

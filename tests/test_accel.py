@@ -315,6 +315,13 @@ def test_on_a_gpu_every_technique_is_seen_to_be_on(key, run):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("model", ["mamba_xs", "ssd_mlp_xs", "dit_xs"])
+def test_on_a_gpu_deterministic_runs_are_equal(model, run):
+    words = ["deterministic=true", "runtime.device=cuda", f"model={model}", "total_samples=64"]
+    assert run(*words)["loss"] == run(*words, folder="again")["loss"]
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_the_step_never_waits_for_the_device():
     device = torch.device("cuda")
     loader = DigitLatents(batch_size=8, seed=0, device=device)

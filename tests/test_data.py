@@ -217,6 +217,11 @@ def test_images_are_turned_upright():
     assert pixels[:, :, :16].max() < 5
 
 
+def test_16_bit_grey_is_scaled_and_not_clipped():
+    pixels = decode_image(encoded(Image.new("I;16", (32, 32), 0x4000)), 32)
+    assert (pixels == 0x40).all()
+
+
 def test_class_folders_are_listed_by_name(tmp_path: Path):
     for name in ("b/2.png", "b/10.PNG", "a/deep/x.jpeg", "a/notes.txt", "c/readme", "top.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -114,6 +114,17 @@ def test_ssd_equals_the_recurrence_forward_and_backward(length, quadratic, monke
         torch.testing.assert_close(a, e, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("length", [1, 2, 7, 64])
+def test_sums_by_doubling_equal_cumsum(length):
+    a = torch.randn(2, length, 2, 3, dtype=torch.float64, requires_grad=True)
+    doubled = ssd.prefix_sums_by_doubling(a, dim=1)
+    torch.testing.assert_close(doubled, a.cumsum(1))
+    weight = torch.randn_like(doubled)
+    torch.testing.assert_close(
+        torch.autograd.grad((doubled * weight).sum(), a), torch.autograd.grad((a.cumsum(1) * weight).sum(), a)
+    )
+
+
 def test_ssd_survives_very_strong_decay_in_fp32():
     inputs = ssd_inputs(64, torch.float32, decay=500.0)
     y = ssd.bidirectional_ssd(*inputs)

@@ -42,11 +42,28 @@ def bidirectional_ssd(
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
 
+def prefix_sums(a: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
+    """Inclusive sums along `dim`; by doubling where PyTorch's cumsum raises: on CUDA under deterministic algorithms."""
+    if a.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return prefix_sums_by_doubling(a, dim)
+    return a.cumsum(dim)
+
+
+def prefix_sums_by_doubling(a: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
+    """Hillis & Steele 1986: log2(n) shifted additions."""
+    shift, length = 1, a.shape[dim]
+    while shift < length:
+        padding = (0, 0) * (a.ndim - 1 - dim) + (shift, 0)
+        a = a + torch.nn.functional.pad(a.narrow(dim, 0, length - shift), padding)
+        shift *= 2
+    return a
+
+
 def within(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Tensor:
     """The quadratic form: every token with every other token of the same sequence."""
     length = x.shape[1]
     lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-    total = a.cumsum(1)  # inclusive prefix sums, (B, L, 2, K)
+    total = prefix_sums(a, dim=1)  # (B, L, 2, K)
     forward, backward = total[:, :, 0].mT, (total - a)[:, :, 1].mT  # (B, K, L)
     # Forward decay from j to i is a_{j+1} + … + a_i; backward it is a_i + … + a_{j-1}. Each is ≤ 0 where it is used,
     # and clamped there, because rounding may leave a positive last bit that exp would blow up.
@@ -91,7 +108,7 @@ def carried(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Te
 
 
 def carried_in_fp32(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Tensor:
-    total = a.cumsum(2)  # (B, chunks, CHUNK, K)
+    total = prefix_sums(a, dim=2)  # (B, chunks, CHUNK, K)
     to_end = (total[:, :, -1:] - total).clamp(max=0.0).exp() * upcast(dt)
     arriving = torch.einsum("bctn,bctk,bctkp->bcknp", upcast(B_in), to_end, upcast(x))
     decay = total[:, :, -1].exp()
