@@ -65,12 +65,14 @@ def list_images(source: str | Path) -> ImageList:
 
 
 def list_class_folder(path: Path) -> ImageList:
-    classes = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+    """Every folder that holds images is a class; hidden ones are not looked into."""
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    found = {f.name: sorted(p for p in f.rglob("*") if p.suffix.lower() in EXTENSIONS) for f in folders}
+    classes = [name for name, files in found.items() if files]
     entries = [
         ImageEntry(str(file.relative_to(path)), label, str(file), 0, file.stat().st_size)
         for label, name in enumerate(classes)
-        for file in sorted((path / name).rglob("*"))
-        if file.suffix.lower() in EXTENSIONS
+        for file in found[name]
     ]
     return ImageList(entries, classes)
 

@@ -71,7 +71,7 @@ class Manifest:
 
     def fingerprint(self) -> str:
         """Hash of all that determines the latents: same fingerprint, same training data."""
-        parts = [shard.sha256 for shard in self.shards] + [json.dumps(self.class_names), json.dumps(self.encoder)]
+        parts = [shard.sha256 for shard in self.shards] + self.class_names + [str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
@@ -92,16 +92,17 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise ValueError(
             f"{file} is not valid JSON ({error}); run precompute_latents.py again to rebuild it."
         ) from error
-    if raw.get("format") != FORMAT:
-        raise ValueError(
-            f"{file} has format {raw.get('format')}, this version reads {FORMAT}; run precompute_latents.py again."
-        )
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        found = raw.get("format") if isinstance(raw, dict) else None
+        raise ValueError(f"{file} has format {found}, this version reads {FORMAT}; run precompute_latents.py again.")
     expected = {f.name for f in fields(Manifest)}
     if missing := sorted(expected - raw.keys()):
         raise ValueError(f"{file} lacks {', '.join(missing)}; run precompute_latents.py again to rebuild it.")
-    manifest = Manifest(
-        **{k: v for k, v in raw.items() if k in expected and k != "shards"}, shards=[Shard(**s) for s in raw["shards"]]
-    )
+    try:
+        shards = [Shard(**shard) for shard in raw["shards"]]
+    except TypeError as error:
+        raise ValueError(f"{file}: a shard's entry is broken ({error}); run precompute_latents.py again.") from error
+    manifest = Manifest(**{name: raw[name] for name in expected if name != "shards"}, shards=shards)
     for shard in manifest.shards:
         if Path(shard.file).name != shard.file:
             raise ValueError(

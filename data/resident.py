@@ -55,8 +55,8 @@ class ResidentLatents(InMemoryLatents):
 
 
 def check_expectations(manifest: Manifest, folder: Path, encoder: str | None, latent_scale: float | None) -> None:
-    made_with = manifest.encoder.get("path", manifest.encoder.get("_target_"))
-    if encoder is not None and encoder != made_with:
+    made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
+    if encoder is not None and made_with not in (encoder, str(Path(encoder).expanduser().resolve())):
         raise ValueError(f"data.encoder={encoder}, but {folder} was encoded with {made_with}; change one of them.")
     if latent_scale is not None and latent_scale != manifest.scaling_factor:
         raise ValueError(

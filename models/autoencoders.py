@@ -110,7 +110,10 @@ def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if path.count("/") != 1 or path.startswith((".", "/", "~")):
-            raise ValueError(f"encoder.path={path} is neither an existing folder nor a hub id such as 'owner/name'.")
+            raise ValueError(
+                f"encoder.path={path} is neither an existing folder nor a hub id such as 'owner/name'; "
+                f"if the folder was moved, correct the path where it is named (for latents: in their manifest.json)."
+            )
         from huggingface_hub import snapshot_download
 
         prefix = f"{subfolder}/" if subfolder else ""
@@ -139,7 +142,10 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key}) if kind == "AutoencoderTiny" else []
     if not pools:
         # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
+        if config.get("mid_block_global_branch"):
+            raise ValueError(f"{folder / WEIGHTS} lacks the global branches that its config.json promises.")
         arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+        arguments["low_cpu_mem_usage"] = False  # True needs accelerate, and is for models much larger than these
         try:
             model, info = cls.from_pretrained(folder, **arguments)
         except RuntimeError as error:  # a shape

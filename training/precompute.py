@@ -206,15 +206,16 @@ class Encoder:
         if self.cfg.kind.value == "sample" and std is not None:
             position = torch.tensor(indices, device=mean.device)
             mean, std = mean + std * counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]), None
-        stored = mean.to(self.dtype)
-        bad = ~stored.isfinite().flatten(1).all(1)
-        if bad.any():
-            key = entries[int(bad.nonzero()[0])].key
-            raise ValueError(
-                f"{key}: its latents are not finite in dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32."
-            )
-        tensors = {name: stored.cpu()}
-        return tensors if std is None else tensors | {std_name: std.to(self.dtype).cpu()}
+        tensors = {name: mean} if std is None else {name: mean, std_name: std}
+        tensors = {key: tensor.to(self.dtype).cpu() for key, tensor in tensors.items()}
+        for tensor in tensors.values():
+            bad = ~tensor.isfinite().flatten(1).all(1)
+            if bad.any():
+                raise ValueError(
+                    f"{entries[int(bad.nonzero()[0])].key}: its latents are not finite in "
+                    f"dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32, and another out."
+                )
+        return tensors
 
 
 class Sums:
