@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from training.build import build, resolve_target
@@ -266,3 +268,12 @@ def test_configuration_files_are_found_from_another_folder(tmp_path: Path):
     )
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_that_is_not_the_users_keeps_its_traceback():
+    from training.config import one_sentence
+
+    with pytest.raises(ValueError, match="negative dimension"), one_sentence():
+        np.zeros(-1)
+    with pytest.raises(ValueError, match="invalid literal"), one_sentence():
+        enum.IntEnum("Number", {"one": "not a number"})

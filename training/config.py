@@ -94,8 +94,6 @@ def register() -> None:
 
 register()
 
-Config = TypeVar("Config", TrainConfig, PrecomputeConfig)
-
 
 class Composed(NamedTuple):
     """A checked configuration and where it came from."""
@@ -183,14 +181,15 @@ def as_yaml(node: Any) -> str:
 def one_sentence() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.
 
-    What we raise on purpose is a ValueError from a line of our own; any other exception keeps its traceback.
-    FASTLATENT_TRACEBACK=1 keeps all of them.
+    What we tell users is a ValueError from a `raise` of our own; any other exception is ours to mend and keeps its
+    traceback. FASTLATENT_TRACEBACK=1 keeps all of them.
     """
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        deliberate = not isinstance(error, ValueError) or Path(frames[-1].filename).is_relative_to(ROOT)
+        origin = traceback.extract_tb(error.__traceback__)[-1]
+        ours = Path(origin.filename).is_relative_to(ROOT) and "site-packages" not in Path(origin.filename).parts
+        deliberate = ours and (origin.line or "").startswith("raise ")
         library = isinstance(error, HydraException | OmegaConfBaseException)
         if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
             raise
