@@ -26,6 +26,7 @@ def precompute(composed: Composed) -> Path:
     from models.autoencoders import Autoencoder
     from training.build import build
     from training.precompute import (
+        PSNR_IMAGES,
         Encoder,
         EncodeStep,
         claim,
@@ -55,19 +56,20 @@ def precompute(composed: Composed) -> Path:
     autoencoder = stack.on_model(autoencoder)
     step = stack.on_step(EncodeStep(autoencoder))
     first = first_images(images, cfg, device)
-    ledger = stack.warm_up(lambda: step(first))
+    ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
+    precision = str(ledger.as_dict()["precision"]["active"])
     print(f"\nledger ({device})\n{ledger.table()}\n")
 
     # 3. Does the encoder do what it should?
-    quality = measure_psnr(step, autoencoder, first, cfg.min_psnr)
-    shape = tuple(step(first)[0].shape[1:])
-    print(f"reconstruction of the first {len(first)} images: {quality:.2f} dB; latents {shape}", flush=True)
+    quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
+    shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
+    print(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}", flush=True)
 
     # 4. All images, shard by shard.
-    claim(out, job_description(images, cfg, autoencoder.weights_sha256))
+    claim(out, job_description(images, cfg, autoencoder.weights_sha256, precision))
     began = time.perf_counter()
     sidecars = Encoder(step, cfg, out, device).run(plan)
-    manifest = write_manifest(out, sidecars, images, cfg, autoencoder, shape, quality)
+    manifest = write_manifest(out, sidecars, images, cfg, autoencoder, shape, quality, precision)
 
     # 5. What came of it.
     seconds = time.perf_counter() - began

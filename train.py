@@ -37,11 +37,12 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 1. Where we run.
     cfg = composed.cfg
+    micro_batch = cfg.batch_size // cfg.accumulation_steps
     run = Run(composed)
     run.show_rehearsal()
 
     # 2. What we train, and on what.
-    loader = build_loader(cfg, run.device)
+    loader = build_loader(cfg.data, cfg.seed, micro_batch, run.device)
     objective = build(cfg.objective, "objective")
     logger = SafeLogger(build(cfg.logger, "logger"))
     autoencoder = build_autoencoder(loader.spec, run.device) if cfg.sample_every else None
@@ -89,14 +90,14 @@ def train(composed: Composed) -> dict[str, Any]:
             state.skipped_steps += metrics["skipped"]
             with meter.paused():
                 if cfg.eval_every and (last or state.due(cfg.eval_every)):
-                    metrics |= evaluate(step, state)
+                    metrics |= evaluate(step, state, micro_batch)
                 run.append_metrics(metrics)
                 logger.log(metrics, state.samples)
                 progress.say(log_line(metrics))
         with meter.paused():
             if autoencoder and (last or state.due(cfg.sample_every)):
                 file = run.folder / "samples" / f"step-{state.step}.png"
-                sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file)
+                sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file, micro_batch)
                 logger.image("samples", file, state.samples)
             if cfg.save_every and (last or state.due(cfg.save_every)):
                 checkpoints.save(state, described)

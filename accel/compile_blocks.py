@@ -42,7 +42,7 @@ class CompileBlocks(Technique):
         return self.failure
 
     def observe(self, evidence: Evidence) -> Observation:
-        regions = evidence.ops["CompiledFunction"] + evidence.ops["CompiledFunctionBackward"]
+        regions = sum(n for op, n in evidence.ops.items() if op.startswith("Torch-Compiled Region"))
         if self.failure:
             return Observation(False, self.failure)
         note = f"{evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, {regions} compiled calls in one step"

@@ -7,6 +7,7 @@ convolutions and to the autoencoder of `precompute_latents.py`. Speed: not measu
 import torch
 
 from accel.evidence import Evidence
+from accel.ledger import UNUSED
 from accel.technique import Observation, Technique
 
 
@@ -27,4 +28,4 @@ class CudnnBenchmark(Technique):
         on = torch.backends.cudnn.benchmark
         calls = evidence.ops["aten::cudnn_convolution"]
         note = f"cudnn.benchmark is {on}; {calls} cuDNN convolutions in one step"
-        return Observation(on, note)
+        return Observation((True if calls else UNUSED) if on else False, note)

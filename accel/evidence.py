@@ -26,7 +26,7 @@ class Evidence:
     residual_dtype: torch.dtype | None = None
     """Dtype of the residual stream as the last block returned it."""
     block_saved_bytes: int | None = None
-    """Bytes that the last block kept for its backward pass, parameters left out."""
+    """Bytes that the last block kept for its backward pass, its parameters and buffers left out."""
     block_input_bytes: int | None = None
     """Bytes of the last block's inputs."""
 
@@ -51,7 +51,8 @@ class BlockProbe(nn.Module):
         self.evidence = evidence
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        parameters = {p.untyped_storage().data_ptr() for p in self.block.parameters()}
+        own = [*self.block.parameters(), *self.block.buffers()]
+        parameters = {tensor.untyped_storage().data_ptr() for tensor in own}
         seen: set[int] = set()
         saved = 0
 

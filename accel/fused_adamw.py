@@ -23,15 +23,16 @@ class FusedAdamW(Technique):
         return None
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        # Off means PyTorch's own default: multi-tensor (foreach) kernels on a GPU, a loop over tensors on a CPU.
-        return {"fused": self.enabled}
+        # Off means PyTorch's own default: multi-tensor (foreach) kernels on a GPU, a loop over tensors on a CPU. Even
+        # fused=False would be a choice: it switches foreach off too.
+        return {"fused": True} if self.enabled else {}
 
     def observe(self, evidence: Evidence) -> Observation:
         fused = evidence.ops["aten::_fused_adamw_"]
         if fused:
             return Observation(True, f"{fused} calls of _fused_adamw_ in one optimizer step")
         foreach = evidence.ops["aten::_foreach_addcdiv_"]
-        return Observation(False, "foreach kernels" if foreach else "a loop over tensors" + ", no _fused_adamw_")
+        return Observation(False, f"{'foreach kernels' if foreach else 'a loop over tensors'}, no _fused_adamw_")
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

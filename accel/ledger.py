@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from dataclasses import asdict, dataclass
 
+UNUSED = "unused"
+"""Active, but the step held nothing that it applies to."""
 COLUMNS = ("technique", "requested", "active", "evidence")
 
 
@@ -19,8 +21,8 @@ class LedgerRow:
 
     @property
     def missing(self) -> bool:
-        """Asked for and not on."""
-        return self.requested is not False and self.active != self.requested
+        """Asked for and not on, though the step had a use for it."""
+        return self.requested is not False and self.active not in (self.requested, UNUSED)
 
 
 def shown(value: bool | str) -> str:

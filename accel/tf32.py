@@ -8,6 +8,7 @@ Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 import torch
 
 from accel.evidence import Evidence
+from accel.ledger import UNUSED
 from accel.technique import Observation, Technique
 
 
@@ -31,5 +32,7 @@ class Tf32(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         matmul = torch.get_float32_matmul_precision()
         cudnn = torch.backends.cudnn.allow_tf32
-        active = self.device.type == "cuda" and matmul == "high" and cudnn
-        return Observation(active, f"matmul precision '{matmul}', cuDNN TF32 {'allowed' if cudnn else 'not allowed'}")
+        allowed = self.device.type == "cuda" and matmul == "high" and cudnn
+        products = evidence.matmul_dtypes()["float"]
+        note = f"matmul precision '{matmul}', cuDNN TF32 {'allowed' if cudnn else 'not allowed'}"
+        return Observation((True if products else UNUSED) if allowed else False, f"{note}; {products} products in fp32")

@@ -10,7 +10,7 @@ import io
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import UInt8
@@ -51,9 +51,9 @@ def list_images(source: str | Path) -> ImageList:
     ValueError if there is no such source, no image in it, or a tar member without a label.
     """
     path = Path(source).expanduser()
-    if not path.exists():
+    if not path.is_dir() and path.suffix != ".tar":
         raise ValueError(
-            f"source={source} does not exist; give a folder with one subfolder a class, or WebDataset tars."
+            f"source={source} is no folder and no tar; give a folder with one subfolder a class, or WebDataset tars."
         )
     tars = [path] if path.suffix == ".tar" else sorted(path.glob("*.tar"))
     images = list_tars(tars) if tars else list_class_folder(path)
@@ -81,16 +81,24 @@ def list_tars(tars: list[Path]) -> ImageList:
     """Images of WebDataset tars: members of one key up to the first dot; the label is the integer in `<key>.cls`."""
     entries, labels_seen = [], set()
     for file in tars:
-        with tarfile.open(file) as tar:
+        with tarfile.open(file, "r:") as tar:  # uncompressed, because images are read by their offset
             members: dict[str, dict[str, tarfile.TarInfo]] = {}
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
-                members.setdefault(f"{folder}/{stem}", {})[f".{extension.lower()}"] = member
+                parts = members.setdefault(f"{folder}/{stem}", {})
+                if f".{extension.lower()}" in parts:
+                    raise ValueError(
+                        f"{file}: {member.name} is there twice; every sample of a tar needs a key of its own."
+                    )
+                parts[f".{extension.lower()}"] = member
             for key, parts in members.items():
-                image = next((m for extension, m in parts.items() if extension in EXTENSIONS), None)
-                if image is None:
+                images = [member for extension, member in parts.items() if extension in EXTENSIONS]
+                if not images:
                     continue
+                if len(images) > 1:
+                    raise ValueError(f"{file}: {key.lstrip('/')} has {len(images)} images; give each a key of its own.")
+                image = images[0]
                 if ".cls" not in parts:
                     raise ValueError(
                         f"{file}: {image.name} has no label; a member named {key.lstrip('/')}.cls must hold it."
@@ -146,3 +154,23 @@ class DecodedImages(Dataset):
             return entry, decode_image(content, self.side)
         except Exception as error:  # whatever a damaged file makes Pillow raise; the caller lists it
             return entry, f"{type(error).__name__}: {error}"
+
+
+class Decoded(NamedTuple):
+    """One batch as a worker hands it over: one tensor, because each would cost a file descriptor of its own."""
+
+    pixels: Tensor
+    """8 bits, (n, 3, S, S)."""
+    entries: list[ImageEntry]
+    places: list[int]
+    """Where in the batch these n images stood."""
+    reasons: list[str]
+    """Of the others: name, and why it cannot be decoded."""
+
+
+def collate(items: list[tuple[ImageEntry, Any]]) -> Decoded:
+    """Items of `DecodedImages` as one batch."""
+    good = [(i, entry, pixels) for i, (entry, pixels) in enumerate(items) if isinstance(pixels, Tensor)]
+    reasons = [f"{entry.key}: {reason}" for entry, reason in items if isinstance(reason, str)]
+    pixels = torch.stack([pixels for _, _, pixels in good]) if good else torch.empty(0, dtype=torch.uint8)
+    return Decoded(pixels, [entry for _, entry, _ in good], [i for i, _, _ in good], reasons)

@@ -57,6 +57,8 @@ class Manifest:
     resolution: int
     psnr_db: float
     """Reconstruction of the first images of the set."""
+    precision: str
+    """In which the encoder really computed: fp32, bf16."""
     count: int
     held_out: int
     skipped: list[str]

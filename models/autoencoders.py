@@ -27,6 +27,8 @@ class Autoencoder(nn.Module, ABC):
     """What the config of the weights recommends; None if it does not."""
     shift_factor: float | None = None
     weights_sha256: str | None = None
+    revision: str | None = None
+    """The commit that a hub id was resolved to."""
 
     @abstractmethod
     def encode(
@@ -66,7 +68,9 @@ class DiffusersAutoencoder(Autoencoder):
 
     def __init__(self, path: str, subfolder: str | None = None, revision: str | None = None) -> None:
         super().__init__()
-        folder = local_folder(path, subfolder, revision)
+        repository = local_folder(path, subfolder, revision)
+        folder = repository / subfolder if subfolder else repository
+        self.revision = None if Path(path).expanduser().is_dir() else repository.name  # the hub's cache names commits
         weights = folder / WEIGHTS
         config_file = folder / "config.json"
         for file in (config_file, weights):
@@ -106,13 +110,13 @@ class DiffusersAutoencoder(Autoencoder):
 
 
 def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path:
-    """The folder itself, or a download of the hub repository's config and safetensors (nothing else)."""
+    """The folder itself, or the cache folder of a hub commit with its config and safetensors (nothing else)."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if path.count("/") != 1 or path.startswith((".", "/", "~")):
             raise ValueError(
                 f"encoder.path={path} is neither an existing folder nor a hub id such as 'owner/name'; "
-                f"if the folder was moved, correct the path where it is named (for latents: in their manifest.json)."
+                f"if it was moved, correct the path in the latents' manifest.json, or sample with encoder=<path>."
             )
         from huggingface_hub import snapshot_download
 
@@ -125,7 +129,7 @@ def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path
                 f"encoder.path={path} is no local folder and could not be downloaded from the hub "
                 f"({type(error).__name__}); check the id, the network, or give a local folder."
             ) from error
-    return folder / subfolder if subfolder else folder
+    return folder
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:

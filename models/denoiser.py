@@ -23,6 +23,10 @@ class Denoiser(nn.Module):
     model. `mixer(dim=, head_dim=, grid=)` builds one token mixer. `mlp_ratio` 0 gives blocks of the mixer alone (the
     Mamba recipe), otherwise a SwiGLU of that hidden width follows the mixer (the transformer recipe).
 
+    What training needs of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract of
+    models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none), `init_weights()`,
+    `flops_per_sample()` and `no_weight_decay()`.
+
     Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is the null label.
     """
 
@@ -43,6 +47,10 @@ class Denoiser(nn.Module):
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
+        sizes = {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size}
+        for key, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"model.{key}={value} must be at least 1.")
         if height % patch_size or width % patch_size:
             raise ValueError(
                 f"model.patch_size={patch_size} does not divide the latent size {height}×{width}; "

@@ -25,6 +25,8 @@ class SampleConfig:
     """A run folder, or one of its checkpoints; its averaged weights are used."""
     weights: str | None = None
     """Another .safetensors file of the same model, instead of the averages."""
+    encoder: str | None = None
+    """Where the autoencoder lies now, if its folder was moved since the latents were made."""
     labels: list[int] | None = None
     """Classes to sample; null: all of them."""
     count: int = 64
@@ -73,7 +75,7 @@ def sample_run(cfg: SampleConfig) -> tuple[Path, Path]:
         raise ValueError(f"labels={cfg.labels}: {wrong[0]} is no class of this run; it has 0 … {spec.num_classes - 1}.")
     model = build_model(described["model"], spec, device).eval()
     model.load_state_dict(load_file(cfg.weights or checkpoint / "ema.safetensors"))
-    autoencoder = build_autoencoder(spec, device)
+    autoencoder = build_autoencoder(spec, device, cfg.encoder)
 
     labels = torch.tensor([chosen[i % len(chosen)] for i in range(cfg.count)], device=device)
     labels = labels.sort().values if cfg.count > len(chosen) else labels

@@ -91,6 +91,7 @@ def save_latent_set(folder: Path, shards: list[tuple[str, dict[str, torch.Tensor
         "resize": "none",
         "resolution": 16,
         "psnr_db": 30.0,
+        "precision": "fp32",
         "count": sum(shard.count for shard in written if shard.split == "train"),
         "held_out": sum(shard.count for shard in written if shard.split == "held_out"),
         "skipped": [],

@@ -9,11 +9,12 @@ from accel.compile_blocks import CompileBlocks
 from accel.evidence import Evidence, observe_step
 from accel.fused_adamw import FusedAdamW
 from accel.gradient_checkpointing import CheckpointBlocks
-from accel.ledger import Ledger, LedgerRow
+from accel.ledger import UNUSED, Ledger, LedgerRow
 from accel.precision import Precision
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
+from accel.tf32 import Tf32
 from data.digits import DigitLatents
 from tests.test_models import FAMILIES, tiny, woken
 from training.ema import EMA
@@ -151,8 +152,8 @@ def test_deterministic_switches_off_what_is_not(monkeypatch):
     assert stack.reasons == {technique.key: "switched off by deterministic=true"}
 
 
-def ledger_of(techniques=None, **values):
-    model, step, stack, loader = assemble(techniques=techniques, **values)
+def ledger_of(family="mamba", **values):
+    model, step, stack, loader = assemble(family, **values)
     ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
     return {row.key: row for row in ledger}
 
@@ -175,12 +176,13 @@ def test_the_residual_is_seen_in_16_bits_where_it_is():
     assert ledger_of(precision="bf16", residual_in_fp32=True)["residual_in_fp32"].active is True
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_checkpointing_is_seen_in_the_bytes_that_a_block_keeps(compiled):
-    rows = ledger_of(gradient_checkpointing=True, compile=compiled)
+def test_checkpointing_is_seen_in_the_bytes_that_a_block_keeps(family, compiled):
+    rows = ledger_of(family, gradient_checkpointing=True, compile=compiled)
     assert rows["gradient_checkpointing"].active is True
     assert rows["compile"].active is compiled
-    assert ledger_of(compile=compiled)["gradient_checkpointing"].active is False
+    assert ledger_of(family, compile=compiled)["gradient_checkpointing"].active is False
 
 
 SABOTAGE = {
@@ -291,6 +293,16 @@ def test_the_probe_leaves_the_model_as_it_was():
     with pytest.raises(RuntimeError, match="boom"):
         observe_step(lambda: (_ for _ in ()).throw(RuntimeError("boom")), model.blocks)
     assert model.blocks[-1] is blocks[-1]
+
+
+def test_a_flag_that_nothing_used_is_not_called_on():
+    assert Tf32(True, torch.device("cuda")).observe(Evidence()).active in (False, UNUSED)
+    row = LedgerRow("tf32", True, UNUSED, "allowed; 0 products in fp32")
+    assert not row.missing  # nothing is lost, so on_unavailable=error does not stop
+
+
+def test_unfused_means_pytorchs_default():
+    assert FusedAdamW(False, CPU).optimizer_kwargs() == {}  # fused=False would switch foreach off too
 
 
 def test_the_ledgers_table_marks_what_is_missing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -485,3 +486,15 @@ def test_a_shard_outside_the_folder_is_refused(small_set: Path, name: str):
 def test_counts_that_do_not_add_up_are_refused(small_set: Path, key: str, split: str, found: int):
     edit_manifest(small_set, **{key: 12})
     assert_says(refusal(small_set), str(small_set), f"{split} shards hold {found} samples", "says 12", AGAIN)
+
+
+def test_a_tar_with_two_samples_of_one_key_is_refused(tmp_path: Path):
+    picture = encoded(Image.new("RGB", (8, 8)))
+    for names, said in ((("x.jpg", "x.jpg"), "there twice"), (("x.jpg", "x.png"), "has 2 images")):
+        with tarfile.open(tmp_path / "images.tar", "w") as tar:
+            for name, content in (*((name, picture) for name in names), ("x.cls", b"0")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        with pytest.raises(ValueError, match=said):
+            list_images(tmp_path)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.images import decode_image
+from accel.compile_blocks import CompileBlocks
+from data.images import DecodedImages, collate, decode_image, list_images
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from models.autoencoders import WEIGHTS, DiffusersAutoencoder
@@ -511,7 +513,7 @@ def test_a_file_as_out_is_refused(job: Job, tmp_path: Path):
 
 
 def test_a_source_that_does_not_exist_is_refused(job: Job, tmp_path: Path):
-    with pytest.raises(ValueError, match=f"source={tmp_path / 'nowhere'} does not exist; give a folder with one subf"):
+    with pytest.raises(ValueError, match=f"source={tmp_path / 'nowhere'} is no folder and no tar; give a folder with one subf"):
         job(source=tmp_path / "nowhere")
 
 
@@ -558,3 +560,21 @@ def test_photos_through_taef2(assets: Path, tmp_path: Path):
     assert (manifest.channels, manifest.height, manifest.width) == (32, 16, 16)
     assert manifest.count + manifest.held_out == 24
     assert load_set(file.parent).train.std is None
+
+
+def test_the_ledger_sees_a_compiled_encoder(job: Job, capsys, monkeypatch):
+    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    job("runtime.compile=true", "runtime.on_unavailable=error")
+    assert re.search(r"compile +on +on ", capsys.readouterr().out)
+
+
+def test_a_resolution_that_the_encoder_does_not_divide_is_refused(job: Job):
+    with pytest.raises(ValueError, match=r"resolution=17: .* multiple of its downsampling"):
+        job("resolution=17")
+
+
+def test_one_hundred_images_a_batch_need_few_file_descriptors(photos: Path):
+    entries = list_images(photos).entries
+    batch = collate([DecodedImages(entries, 16)[i] for i in range(len(entries))])
+    assert batch.pixels.shape == (len(entries), 3, 16, 16)
+    assert batch.places == list(range(len(entries)))

@@ -160,6 +160,33 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
     assert all(torch.equal(expected[key], tensors[key]) for key in expected)
 
 
+def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):
+    checkpoint = Checkpoints(uninterrupted / "checkpoints", 1).found()[0]
+    folder = tmp_path / "branch"
+    words = [*WORDS, f"run_dir={folder}", f"resume={checkpoint}", "total_samples=184"]
+    train(compose(words))
+    lines = (folder / "metrics.jsonl").read_text()
+    train(compose(words))
+    assert (folder / "metrics.jsonl").read_text() == lines
+
+
+def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
+    older = Checkpoints(uninterrupted / "checkpoints", 1).found()[0]
+    with pytest.raises(ValueError, match=r"holds a later checkpoint, step-24"):
+        train(compose([*WORDS, f"run_dir={uninterrupted}", f"resume={older}"]))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(uninterrupted, tmp_path):
+    folder = tmp_path / "lost"
+    shutil.copytree(uninterrupted, folder)
+    for checkpoint in Checkpoints(folder / "checkpoints", 1).found():
+        (checkpoint / "training.pt").write_bytes(b"")
+    metrics = (folder / "metrics.jsonl").read_text()
+    with pytest.warns(UserWarning, match="training.pt"), pytest.raises(ValueError, match="no checkpoint that verifies"):
+        train(compose([*WORDS, f"run_dir={folder}"]))
+    assert (folder / "metrics.jsonl").read_text() == metrics
+
+
 def test_old_checkpoints_go_and_as_many_as_asked_for_stay(uninterrupted):
     names = [p.name for p in Checkpoints(uninterrupted / "checkpoints", 1).found()]
     assert names == ["step-20", "step-24"]

@@ -43,7 +43,7 @@ def test_a_perfect_model_has_no_loss():
     """v = ε - z exactly: recovered here from x and t alone, because z = 0."""
     batch = batch_of()
     batch = batch._replace(latents=torch.zeros_like(batch.latents))
-    losses, t = FlowMatching().losses(lambda x, t, y, u: x / t.view(-1, 1, 1, 1), batch, seed=0, null_label=3)
+    losses, t = FlowMatching().losses(lambda x, t, y: x / t.view(-1, 1, 1, 1), batch, seed=0, null_label=3)
     assert losses.max() < 1e-10
     assert ((t > 0) & (t < 1)).all()
 
@@ -64,7 +64,7 @@ def test_time_is_logit_normal_and_shifted():
 def test_labels_are_dropped_at_their_rate_in_training_only():
     seen = []
 
-    def model(x, t, y, u):
+    def model(x, t, y):
         seen.append(y)
         return x
 
@@ -151,11 +151,11 @@ def test_warm_up_leaves_no_trace():
 def test_evaluation_is_fixed_and_uses_the_averages():
     model, step, _, loader = assemble()
     state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None))
-    first = evaluate(step, state)
-    assert evaluate(step, state) == first
+    first = evaluate(step, state, 64)
+    assert evaluate(step, state, 64) == first
     assert sum(key.startswith("eval_loss_t") for key in first) == 4
     step.ema.averages[0].add_(0.1)
-    assert evaluate(step, state) != first
+    assert evaluate(step, state, 64) != first
 
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])

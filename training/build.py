@@ -51,7 +51,7 @@ def build(node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object,
     ValueError that names `key`, the value and the fix. Nested nodes are built first; `_partial_: true` gives a partial.
     Runtime arguments that the signature lacks are an error of ours, not of the user.
     """
-    if "_target_" not in node:
+    if not isinstance(node, Mapping) or "_target_" not in node:
         raise ValueError(f"{key} has no _target_; choose one of the group's files, for example {key}=<name>.")
     target = resolve_target(node["_target_"], key)
     if not issubclass(target, kind):
@@ -66,7 +66,12 @@ def build(node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object,
     }
     if node.get("_partial_"):
         return partial(target, **built)
-    return target(*args, **built, **runtime)
+    try:
+        return target(*args, **built, **runtime)
+    except ValueError as error:
+        if node["_target_"] in OUTSIDERS:
+            raise ValueError(f"{key}: {error}; {target.__name__} refuses that value.") from error
+        raise
 
 
 def check_arguments(

@@ -73,17 +73,21 @@ class Checkpoints:
     def load_latest(self, state: TrainState, identity: dict[str, Any]) -> Path | None:
         """Loads the newest checkpoint that verifies and returns its folder; None if there is none.
 
-        One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried.
+        One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried. ValueError
+        if there were some and none verifies: starting over is for the user to decide.
         """
-        for folder in reversed(self.found()):
+        found = self.found()
+        for folder in reversed(found):
             if problem := damage(folder):
                 quarantine = folder.with_name(folder.name + ".corrupt")
                 shutil.rmtree(quarantine, ignore_errors=True)
                 folder.rename(quarantine)
                 warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=2)
                 continue
-            load(folder, state, identity)
+            load_verified(folder, state, identity)
             return folder
+        if found:
+            raise ValueError(f"{self.folder} holds no checkpoint that verifies; start over in a new run_dir.")
         return None
 
 
@@ -95,8 +99,13 @@ def damage(folder: Path) -> str | None:
             file = folder / name
             if file.stat().st_size != expected["bytes"] or file_sha256(file) != expected["sha256"]:
                 return f"{name} does not match its sha256"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest cannot be read ({error})"
+    except (
+        FileNotFoundError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ) as error:  # other OSErrors say nothing about its content
+        return f"it is incomplete ({error})"
     return None
 
 
@@ -109,7 +118,13 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 def load(folder: Path, state: TrainState, identity: dict[str, Any]) -> None:
     """Loads a checkpoint; ValueError if it is damaged or belongs to another model or data set."""
-    described = read_description(folder)
+    if problem := damage(folder):
+        raise ValueError(f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run.")
+    load_verified(folder, state, identity)
+
+
+def load_verified(folder: Path, state: TrainState, identity: dict[str, Any]) -> None:
+    described = json.loads((folder / "state.json").read_text())
     for name in ("model", "data"):
         if described[name] != json.loads(json.dumps(identity[name])):
             raise ValueError(

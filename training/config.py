@@ -151,8 +151,12 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
 
 
 def refuse_foreign(overrides: list[str]) -> None:
+    """ValueError for a spelling of other trainers, and for a group without a choice."""
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
+        if value == "null" and key != "experiment" and (CONF / key).is_dir():
+            options = sorted(file.stem for file in (CONF / key).glob("*.yaml"))
+            raise ValueError(f"{key}=null: a run needs one; choose one of {', '.join(options)}.")
         if equals and key in FOREIGN:
             raise ValueError(f"{key}={value} is not spelled so here; use {FOREIGN[key]}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
@@ -21,14 +22,14 @@ BUCKETS = 4
 
 
 @torch.no_grad()
-def evaluate(step: TrainStep, state: TrainState) -> dict[str, float]:
+def evaluate(step: TrainStep, state: TrainState, batch_size: int) -> dict[str, float]:
     """`eval_loss` of the averages over the held-out split, with fixed noise and t, and the same by quarters of t.
 
     Uncompiled: its last batch has another size, which would recompile. Empty if nothing is held out.
     """
     losses, times = [], []
     with state.ema.applied(), torch.compiler.set_stance("force_eager"):
-        for batch in state.loader.held_out(step.batch_size):
+        for batch in state.loader.held_out(batch_size):
             loss, t = step.losses(batch, held_out=True)
             losses.append(loss.double())
             times.append(t)
@@ -50,6 +51,7 @@ def sample_grid(
     autoencoder: Autoencoder,
     sampling: SamplingConfig,
     file: Path,
+    batch_size: int,
 ) -> Path:
     """Writes a grid with one row a class (the first ten) and `sampling.per_class` columns; returns `file`.
 
@@ -58,13 +60,13 @@ def sample_grid(
     device = step.ema_weight.device
     classes = min(spec.num_classes, MAX_CLASSES)
     labels = torch.arange(classes, device=device).repeat_interleave(sampling.per_class)
-    noise = counter_normal(
-        step.seed, Purpose.SAMPLE, torch.arange(len(labels), device=device), (spec.channels, spec.height, spec.width)
-    )
     low, high = sampling.guidance_interval
-    velocity = guided_velocity(step.forward, labels, spec.num_classes, sampling.guidance, (low, high))
+    images = []
     with state.ema.applied(), torch.compiler.set_stance("force_eager"):
-        latents = sample(velocity, noise, sampling.steps, sampling.solver.value, sampling.shift)
-    images = [autoencoder.decode(part) for part in spec.denormalise(latents).split(16)]
-    write_grid(file, to_uint8(torch.cat(images)), columns=sampling.per_class)
+        for position in torch.arange(len(labels), device=device).split(max(1, batch_size // 2)):  # guidance doubles it
+            noise = counter_normal(step.seed, Purpose.SAMPLE, position, (spec.channels, spec.height, spec.width))
+            velocity = guided_velocity(step.forward, labels[position], spec.num_classes, sampling.guidance, (low, high))
+            latents = sample(velocity, noise, sampling.steps, sampling.solver.value, sampling.shift)
+            images.append(to_uint8(autoencoder.decode(spec.denormalise(latents))))
+    write_grid(file, np.concatenate(images), columns=sampling.per_class)
     return file

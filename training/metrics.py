@@ -30,7 +30,10 @@ class Meter:
         self.restart()
 
     def start(self) -> None:
-        """Starts the clock, after set-up and warm-up."""
+        """Starts the clock and the peak of memory, after set-up and warm-up."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         self.since = time.perf_counter()
 
     def restart(self) -> None:

@@ -58,12 +58,12 @@ class FlowMatching:
         noise = counter_normal(seed, purposes[0], batch.position, batch.latents.shape[1:])
         logit = self.logit_mean + self.logit_std * counter_normal(seed, purposes[1], batch.position, (1,)).squeeze(1)
         t = shifted(torch.sigmoid(logit), self.timestep_shift)
-        labels, uniforms = batch.labels, None
+        labels, extra = batch.labels, {}
         if not held_out:
             drop = counter_uniform(seed, Purpose.LABEL_DROP, batch.position).squeeze(1) < self.label_dropout
             labels = torch.where(drop, null_label, labels)
             if drop_path_depth:
-                uniforms = counter_uniform(seed, Purpose.DROP_PATH, batch.position, drop_path_depth)
+                extra["drop_uniforms"] = counter_uniform(seed, Purpose.DROP_PATH, batch.position, drop_path_depth)
         x = torch.lerp(batch.latents, noise, t.view(-1, 1, 1, 1))
-        velocity = model(x, t, labels, uniforms)
+        velocity = model(x, t, labels, **extra)
         return (velocity.float() - (noise - batch.latents)).square().mean(dim=(1, 2, 3)), t

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 # Dense (no sparsity) 16-bit tensor-core rates in FLOP/s, from the vendors' data sheets.
@@ -23,4 +25,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_16_BIT.items() if part in name), None)
+    if "Laptop" in name or "NVL" in name:  # lower rates than the boards of the same name
+        return None
+    return next((peak for part, peak in PEAK_16_BIT.items() if re.search(rf"\b{part}\b", name)), None)

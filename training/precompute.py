@@ -18,15 +18,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.kernels.counter_noise import Purpose, counter_normal
-from data.images import RESIZE, DecodedImages, ImageEntry, ImageList
+from data.images import RESIZE, Decoded, DecodedImages, ImageEntry, ImageList, collate
 from data.manifest import Manifest, Shard, write_atomically
 from data.shards import ShardWriter, file_sha256
+from data.statistics import ChannelSums, channel_statistics
 from models.autoencoders import Autoencoder
 from models.images import psnr
 from training.progress import Progress
 from training.run import describe_environment
 from training.schema import PrecomputeConfig
 
+PSNR_IMAGES = 16
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -69,46 +71,56 @@ class EncodeStep:
         return self.forward(images)
 
 
-def to_input(pixels: list[Tensor], device: torch.device) -> Tensor:
-    """8-bit images as a batch in [-1, 1]."""
-    return torch.stack(pixels).to(device).float() / 127.5 - 1.0
+def to_input(pixels: Tensor, device: torch.device) -> Tensor:
+    """8-bit images in [-1, 1]."""
+    return pixels.to(device).float() / 127.5 - 1.0
 
 
-def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device, count: int = 16) -> Tensor:
-    """The first decodable images of the list as a batch in [-1, 1]; ValueError if there is none."""
+def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
+    """The first decodable images in [-1, 1]: a batch of them, and what PSNR needs; ValueError if there is none."""
     dataset = DecodedImages(images.entries, cfg.resolution)
     pixels = []
     for i in range(len(dataset)):
         pixel = dataset[i][1]
         if isinstance(pixel, Tensor):
             pixels.append(pixel)
-        if len(pixels) == count:
+        if len(pixels) == max(cfg.batch_size, PSNR_IMAGES):
             break
     if not pixels:
         raise ValueError(f"source={cfg.source}: none of the {len(images.entries)} images can be decoded.")
-    return to_input(pixels, device)
+    return to_input(torch.stack(pixels), device)
 
 
-def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, floor: float) -> float:
-    """dB of reconstructing `images`; ValueError below `floor`: a wrong scale, range or file shows here."""
-    mean, _ = step(images)
-    quality = psnr(autoencoder.decode(mean), images)
-    if not quality >= floor:
+def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig) -> float:
+    """dB of reconstructing `images`; ValueError below `min_psnr`: a wrong scale, range or file shows here.
+
+    ValueError too if the encoder does not divide the resolution.
+    """
+    decoded = torch.cat([autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)])
+    if decoded.shape != images.shape:
         raise ValueError(
-            f"the encoder reconstructs the first {len(images)} images at {quality:.1f} dB, below min_psnr={floor}; "
-            f"check encoder.path, or lower min_psnr if that is what this encoder does."
+            f"resolution={images.shape[-1]}: this encoder gives images of {decoded.shape[-1]} pixels back; "
+            f"choose a multiple of its downsampling."
+        )
+    quality = psnr(decoded, images)
+    if not quality >= cfg.min_psnr:
+        raise ValueError(
+            f"the encoder reconstructs the first {len(images)} images at {quality:.1f} dB, below "
+            f"min_psnr={cfg.min_psnr}; check encoder.path, or lower min_psnr if that is what this encoder does."
         )
     return quality
 
 
-def job_description(images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None) -> dict[str, Any]:
-    """All that determines the content of the shards."""
+def job_description(
+    images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
+) -> dict[str, Any]:
+    """All that determines the content of the shards; `precision` is the one that the ledger shows."""
     keys = ("resolution", "flips", "held_out", "limit", "seed", "batch_size", "shard_size", "block_size")
     return {
         **{key: getattr(cfg, key) for key in keys},
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,
-        "precision": cfg.runtime.precision.value,
+        "precision": precision,
         "source_sha256": images.sha256(),
         "encoder_sha256": encoder_sha256,
     }
@@ -159,15 +171,16 @@ class Encoder:
         batches = self.decoded(todo)
         for name, split, entries in todo:
             writer = ShardWriter(self.out / name, split, self.cfg.block_size)
-            sums, skipped, remaining = Sums(), [], len(entries)
+            sums, skipped, remaining = ChannelSums(), [], len(entries)
             while remaining:
-                decoded = next(batches)
-                remaining -= len(decoded)
-                progress.advance(len(decoded))
-                skipped += [f"{entry.key}: {pixels}" for _, (entry, pixels) in decoded if isinstance(pixels, str)]
-                good = [(index, entry, pixels) for index, (entry, pixels) in decoded if isinstance(pixels, Tensor)]
-                if good:
-                    writer.add(sums.added(self.encode(*zip(*good, strict=True))))
+                numbers, decoded = next(batches)
+                remaining -= len(numbers)
+                progress.advance(len(numbers))
+                skipped += decoded.reasons
+                if decoded.entries:
+                    tensors = self.encode([numbers[i] for i in decoded.places], decoded)
+                    sums.add(tensors)
+                    writer.add(tensors)
             for line in skipped:
                 progress.say(f"skipped {line}")
             sidecar = {"shard": asdict(writer.close()), "skipped": skipped, "sums": sums.as_dict()}
@@ -176,35 +189,35 @@ class Encoder:
         progress.close()
         return [sidecar for sidecar in sidecars.values() if sidecar is not None]
 
-    def decoded(self, todo: list[tuple[str, str, list[tuple[int, ImageEntry]]]]) -> Iterator[list[tuple[int, Any]]]:
-        """Batches [(index, (image, pixels or reason))], none across the end of a shard."""
+    def decoded(self, todo: list[tuple[str, str, list[tuple[int, ImageEntry]]]]) -> Iterator[tuple[list[int], Decoded]]:
+        """Batches (numbers of the images in the shuffled list, what became of them), none across a shard's end."""
         entries = [pair for _, _, part in todo for pair in part]
         chunks, start = [], 0
         for _, _, part in todo:
-            ends = range(start, start + len(part), self.cfg.batch_size)
-            chunks += [list(range(i, min(i + self.cfg.batch_size, start + len(part)))) for i in ends]
-            start += len(part)
+            end = start + len(part)
+            chunks += [
+                list(range(i, min(i + self.cfg.batch_size, end))) for i in range(start, end, self.cfg.batch_size)
+            ]
+            start = end
         dataset = DecodedImages([entry for _, entry in entries], self.cfg.resolution)
-        loader = DataLoader(dataset, batch_sampler=chunks, num_workers=self.cfg.num_workers, collate_fn=list)
-        for chunk, items in zip(chunks, loader, strict=True):
-            yield [(entries[i][0], item) for i, item in zip(chunk, items, strict=True)]
+        loader = DataLoader(dataset, batch_sampler=chunks, num_workers=self.cfg.num_workers, collate_fn=collate)
+        for chunk, decoded in zip(chunks, loader, strict=True):
+            yield [entries[i][0] for i in chunk], decoded
 
-    def encode(
-        self, indices: tuple[int, ...], entries: tuple[ImageEntry, ...], pixels: tuple[Tensor, ...]
-    ) -> dict[str, Tensor]:
+    def encode(self, numbers: list[int], decoded: Decoded) -> dict[str, Tensor]:
         """The tensors of one batch, as they are stored."""
-        images = to_input(list(pixels), self.device)
-        tensors = self.latents(images, indices, entries, "latents", "std")
+        images = to_input(decoded.pixels, self.device)
+        tensors = self.latents(images, numbers, decoded.entries, "latents", "std")
         if self.cfg.flips:
-            tensors |= self.latents(images.flip(3), indices, entries, "mirrored", "mirrored_std")
-        return tensors | {"labels": torch.tensor([entry.label for entry in entries])}
+            tensors |= self.latents(images.flip(3), numbers, decoded.entries, "mirrored", "mirrored_std")
+        return tensors | {"labels": torch.tensor([entry.label for entry in decoded.entries])}
 
     def latents(
-        self, images: Tensor, indices: tuple[int, ...], entries: tuple[ImageEntry, ...], name: str, std_name: str
+        self, images: Tensor, numbers: list[int], entries: list[ImageEntry], name: str, std_name: str
     ) -> dict[str, Tensor]:
         mean, std = self.step(images)
         if self.cfg.kind.value == "sample" and std is not None:
-            position = torch.tensor(indices, device=mean.device)
+            position = torch.tensor(numbers, device=mean.device)
             mean, std = mean + std * counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]), None
         tensors = {name: mean} if std is None else {name: mean, std_name: std}
         tensors = {key: tensor.to(self.dtype).cpu() for key, tensor in tensors.items()}
@@ -218,39 +231,6 @@ class Encoder:
         return tensors
 
 
-class Sums:
-    """Per channel, in fp64: count, sum and sum of squares of what training will see (posterior variance included)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total: Tensor | float = 0.0
-        self.squares: Tensor | float = 0.0
-
-    def added(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
-            if name in tensors:
-                values = tensors[name].double()
-                self.count += values.numel() // values.shape[1]
-                self.total = self.total + values.sum((0, 2, 3))
-                self.squares = self.squares + values.square().sum((0, 2, 3))
-                if std_name in tensors:
-                    self.squares = self.squares + tensors[std_name].double().square().sum((0, 2, 3))
-        return tensors
-
-    def as_dict(self) -> dict[str, Any]:
-        total, squares = (v.tolist() if isinstance(v, Tensor) else [] for v in (self.total, self.squares))
-        return {"count": self.count, "total": total, "squares": squares}
-
-
-def channel_statistics(sidecars: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Mean and std per channel over the training shards."""
-    train = [s["sums"] for s in sidecars if s["shard"]["split"] == "train" and s["sums"]["count"]]
-    count = sum(s["count"] for s in train)
-    mean = torch.tensor([s["total"] for s in train], dtype=torch.float64).sum(0) / count
-    square = torch.tensor([s["squares"] for s in train], dtype=torch.float64).sum(0) / count
-    return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()
-
-
 def write_manifest(
     out: Path,
     sidecars: list[dict[str, Any]],
@@ -259,6 +239,7 @@ def write_manifest(
     autoencoder: Autoencoder,
     shape: tuple[int, ...],
     psnr_db: float,
+    precision: str,
 ) -> Manifest:
     """Merges the sidecars into `manifest.json`."""
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
@@ -268,6 +249,8 @@ def write_manifest(
     mean, std = channel_statistics(sidecars)
     local = cfg.encoder.get("path") and os.path.isdir(os.path.expanduser(cfg.encoder["path"]))
     encoder = cfg.encoder | ({"path": str(Path(cfg.encoder["path"]).expanduser().resolve())} if local else {})
+    if autoencoder.revision is not None:
+        encoder |= {"revision": autoencoder.revision}
     manifest = Manifest(
         channels=shape[0],
         height=shape[1],
@@ -287,6 +270,7 @@ def write_manifest(
         resize=RESIZE,
         resolution=cfg.resolution,
         psnr_db=psnr_db,
+        precision=precision,
         count=counts["train"],
         held_out=counts["held_out"],
         skipped=[line for s in sidecars for line in s["skipped"]],

@@ -58,7 +58,7 @@ class Run:
 
     def open(self, ledger: Ledger, logger: SafeLogger, where: str) -> None:
         """Makes the folder, now that all is known to work; the ledger goes there, to the terminal and to the logger."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=self.cfg.run_dir is not None)
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)
         print(f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.table()}\n\n{where}", flush=True)
@@ -118,13 +118,16 @@ class Run:
         wanted = self.cfg.rehearsal
         if wanted is None:
             return
-        for folder in runs_newest_first(self.folder.parent):
-            summary, environment = (read_json(folder / name) for name in ("summary.json", "environment.json"))
-            then = environment.get("choices", {})
+        for folder in finished_runs(self.folder.parent, Path("runs")):
+            try:
+                summary, environment = (read_json(folder / name) for name in ("summary.json", "environment.json"))
+                then, versions, rate = environment["choices"], environment["versions"], summary["samples_per_s"]
+            except (OSError, ValueError, KeyError):
+                continue  # not a run of ours
             same = all(then.get(group) == self.choices.get(group) for group in ("model", "runtime"))
-            if then.get("experiment") == wanted and same and environment["versions"] == self.environment["versions"]:
+            if then.get("experiment") == wanted and same and versions == self.environment["versions"]:
                 rows = [f"    {k}: {row['requested']} -> {row['active']}" for k, row in summary["ledger"].items()]
-                print(f"latest {wanted} of this model and runtime: {folder}, {summary['samples_per_s']:.1f} samples/s")
+                print(f"latest {wanted} of this model and runtime: {folder}, {rate or 0.0:.1f} samples/s")
                 print("\n".join(rows), flush=True)
                 return
         print(
@@ -138,15 +141,19 @@ def read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def runs_newest_first(parent: Path) -> Iterator[Path]:
-    """Folders of finished runs below `parent`."""
-    summaries = sorted(parent.glob("*/summary.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return (file.parent for file in summaries)
+def finished_runs(*parents: Path) -> Iterator[Path]:
+    """Folders of finished runs below `parents`, newest first."""
+    summaries = {file.resolve() for parent in parents for file in parent.glob("*/summary.json")}
+    return (file.parent for file in sorted(summaries, key=lambda file: file.stat().st_mtime, reverse=True))
 
 
 def default_folder(choices: Mapping[str, str]) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{stamp}-{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
+    """A folder that does not exist yet: `runs/<date>-<time>-<model>-<runtime>`, numbered where two start together."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
+    folder, number = Path("runs") / name, 1
+    while folder.exists():
+        folder, number = Path("runs") / f"{name}-{number}", number + 1
+    return folder
 
 
 def pick_device(name: str) -> torch.device:

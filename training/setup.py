@@ -30,8 +30,8 @@ def spine(node: Any) -> dict[str, Any]:
     return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
 
 
-def build_loader(cfg: TrainConfig, device: torch.device) -> LatentLoader:
-    return build(cfg.data, "data", batch_size=cfg.batch_size // cfg.accumulation_steps, seed=cfg.seed, device=device)
+def build_loader(node: dict[str, Any], seed: int, micro_batch: int, device: torch.device) -> LatentLoader:
+    return build(node, "data", batch_size=micro_batch, seed=seed, device=device)
 
 
 def build_model(node: dict[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
@@ -54,12 +54,13 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
     )
 
 
-def build_autoencoder(spec: LatentSpec, device: torch.device) -> Autoencoder:
-    """The autoencoder that the latents were made with; ValueError if its weights are others."""
-    autoencoder = build(spec.encoder, "encoder", kind=Autoencoder).to(device)
+def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None = None) -> Autoencoder:
+    """The autoencoder that made the latents, or the same one at `path`; ValueError if its weights are others."""
+    node = spec.encoder if path is None else spec.encoder | {"path": path}
+    autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
     if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):
         raise ValueError(
-            f"the encoder at {spec.encoder.get('path')} has other weights than the one that made the latents "
+            f"the encoder at {node.get('path')} has other weights than the one that made the latents "
             f"(sha256 {autoencoder.weights_sha256} instead of {spec.encoder_sha256}); restore it or encode again."
         )
     return autoencoder
@@ -79,13 +80,22 @@ def identity(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, 
 
 
 def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, identity: dict[str, Any]) -> str:
-    """Continues from `resume`, or else takes the weights of `init_from`; says in a sentence what it did."""
-    if cfg.resume not in ("auto", "never"):
-        load(Path(cfg.resume).expanduser(), state, identity)
-        return f"resumed from {cfg.resume} at step {state.step}"
-    folder = checkpoints.load_latest(state, identity) if cfg.resume == "auto" else None
-    if folder:
+    """Continues the run, or starts it from `resume` or `init_from`; says in a sentence what it did.
+
+    A checkpoint that `resume` names is where a new run starts; the same command again continues that run from its own
+    newest checkpoint. An older checkpoint of the same run is a ValueError: later ones would be lost or win.
+    """
+    branch = None if cfg.resume in ("auto", "never") else Path(cfg.resume).expanduser().resolve()
+    found = checkpoints.found()
+    if branch and found and branch.parent == checkpoints.folder.resolve() and branch != found[-1].resolve():
+        raise ValueError(
+            f"resume={cfg.resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
+        )
+    if cfg.resume != "never" and (folder := checkpoints.load_latest(state, identity)):
         return f"resumed from {folder} at step {state.step}"
+    if branch:
+        load(branch, state, identity)
+        return f"resumed from {branch} at step {state.step}"
     if cfg.init_from is not None:
         file = resolve_weights(cfg.init_from)
         try:

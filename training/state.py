@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,13 +69,22 @@ class TrainState:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Whatever happens inside leaves no trace."""
-        before = copy.deepcopy(self.state_dict())
+        """Whatever happens inside leaves no trace. The copy lies in host memory, to leave the device's to the step."""
+        before = copied(self.state_dict())
         try:
             yield
         finally:
             self.load_state_dict(before)
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def copied(node: Any) -> Any:
+    """The same tree with its tensors copied to host memory."""
+    if isinstance(node, torch.Tensor):
+        return node.detach().to("cpu", copy=True)
+    if isinstance(node, dict):
+        return {key: copied(value) for key, value in node.items()}
+    return [copied(value) for value in node] if isinstance(node, list) else node
 
 
 def rng_state() -> dict[str, Any]:

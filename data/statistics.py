@@ -1,0 +1,41 @@
+"""Statistics of a latent set, summed shard by shard in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ChannelSums:
+    """Per channel, in fp64: count, sum and sum of squares of what training will see (posterior variance included)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: Tensor | float = 0.0
+        self.squares: Tensor | float = 0.0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Adds a batch of the tensors that a block holds."""
+        for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
+            if name in tensors:
+                values = tensors[name].double()
+                self.count += values.numel() // values.shape[1]
+                self.total = self.total + values.sum((0, 2, 3))
+                self.squares = self.squares + values.square().sum((0, 2, 3))
+                if std_name in tensors:
+                    self.squares = self.squares + tensors[std_name].double().square().sum((0, 2, 3))
+
+    def as_dict(self) -> dict[str, Any]:
+        total, squares = (v.tolist() if isinstance(v, Tensor) else [] for v in (self.total, self.squares))
+        return {"count": self.count, "total": total, "squares": squares}
+
+
+def channel_statistics(sidecars: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Mean and std per channel over the training shards, from their sidecars."""
+    train = [s["sums"] for s in sidecars if s["shard"]["split"] == "train" and s["sums"]["count"]]
+    count = sum(s["count"] for s in train)
+    mean = torch.tensor([s["total"] for s in train], dtype=torch.float64).sum(0) / count
+    square = torch.tensor([s["squares"] for s in train], dtype=torch.float64).sum(0) / count
+    return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()
