@@ -513,7 +513,7 @@ def test_a_file_as_out_is_refused(job: Job, tmp_path: Path):
 
 
 def test_a_source_that_does_not_exist_is_refused(job: Job, tmp_path: Path):
-    with pytest.raises(ValueError, match=f"source={tmp_path / 'nowhere'} is no folder and no tar; give a folder with one subf"):
+    with pytest.raises(ValueError, match=f"source={tmp_path / 'nowhere'} is no folder and no tar; give a folder"):
         job(source=tmp_path / "nowhere")
 
 
