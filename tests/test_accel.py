@@ -323,7 +323,8 @@ def test_evidence_of_nothing_is_no_evidence():
 @pytest.mark.parametrize("key", ON)
 def test_on_a_gpu_every_technique_is_seen_to_be_on(key, run):
     ledger = run(f"runtime.{key}={str(ON[key]).lower()}", "runtime.device=cuda", "runtime=eager")["ledger"]
-    assert ledger[key]["active"] == ON[key]
+    # PyTorch runs an fp32 depthwise convolution by a kernel of its own, so the autotuner may have nothing to tune.
+    assert ledger[key]["active"] in ((True, UNUSED) if key == "cudnn_benchmark" else (ON[key],))
 
 
 @pytest.mark.gpu
