@@ -25,10 +25,10 @@ BUCKETS = 4
 def evaluate(step: TrainStep, state: TrainState, batch_size: int) -> dict[str, float]:
     """`eval_loss` of the averages over the held-out split, with fixed noise and t, and the same by quarters of t.
 
-    Uncompiled: its last batch has another size, which would recompile. Empty if nothing is held out.
+    Empty if nothing is held out.
     """
     losses, times = [], []
-    with state.ema.applied(), torch.compiler.set_stance("force_eager"):
+    with state.averaged():
         for batch in state.loader.held_out(batch_size):
             loss, t = step.losses(batch, held_out=True)
             losses.append(loss.double())
@@ -62,7 +62,7 @@ def sample_grid(
     labels = torch.arange(classes, device=device).repeat_interleave(sampling.per_class)
     low, high = sampling.guidance_interval
     images = []
-    with state.ema.applied(), torch.compiler.set_stance("force_eager"):
+    with state.averaged():
         for position in torch.arange(len(labels), device=device).split(max(1, batch_size // 2)):  # guidance doubles it
             noise = counter_normal(step.seed, Purpose.SAMPLE, position, (spec.channels, spec.height, spec.width))
             velocity = guided_velocity(step.forward, labels[position], spec.num_classes, sampling.guidance, (low, high))

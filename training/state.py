@@ -68,6 +68,16 @@ class TrainState:
         load_rng_state(state["rng"])
 
     @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averaged weights, in evaluation mode and uncompiled: batch sizes other than training's recompile."""
+        with self.ema.applied(), torch.compiler.set_stance("force_eager"):
+            self.model.eval()
+            try:
+                yield
+            finally:
+                self.model.train()
+
+    @contextmanager
     def preserved(self) -> Iterator[None]:
         """Whatever happens inside leaves no trace. The copy lies in host memory, to leave the device's to the step."""
         before = copied(self.state_dict())

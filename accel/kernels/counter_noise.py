@@ -38,11 +38,9 @@ class Purpose(IntEnum):
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """High and low 32 bits of a·m for a < 2³² held in int64, by 16-bit halves so that nothing overflows."""
-    high = (a >> 16) * m
-    low = (a & 0xFFFF) * m
-    middle = (high & 0xFFFF) + (low >> 16)
-    return ((high >> 16) + (middle >> 16)) & MASK, ((middle << 16) | (low & 0xFFFF)) & MASK
+    """High and low 32 bits of a·m, for a and m below 2³² in int64: the product wraps, but keeps all of its 64 bits."""
+    product = a * m
+    return (product >> 32) & MASK, product & MASK
 
 
 def philox(
