@@ -154,6 +154,9 @@ def test_evaluation_is_fixed_and_uses_the_averages():
     first = evaluate(step, state, 64)
     assert evaluate(step, state, 64) == first
     assert sum(key.startswith("eval_loss_t") for key in first) == 4
+    with state.averaged():
+        assert not model.training
+    assert model.training
     step.ema.averages[0].add_(0.1)
     assert evaluate(step, state, 64) != first
 
