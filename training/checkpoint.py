@@ -7,7 +7,6 @@ sha256 of the others). Written as `step-N.tmp`, synced, renamed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -84,7 +83,7 @@ class Checkpoints:
                 folder.rename(quarantine)
                 warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=2)
                 continue
-            load_verified(folder, state, identity)
+            load_verified(folder, description(folder), state, identity)
             return folder
         if found:
             raise ValueError(f"{self.folder} holds no checkpoint that verifies; start over in a new run_dir.")
@@ -99,12 +98,7 @@ def damage(folder: Path) -> str | None:
             file = folder / name
             if file.stat().st_size != expected["bytes"] or file_sha256(file) != expected["sha256"]:
                 return f"{name} does not match its sha256"
-    except (
-        FileNotFoundError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:  # other OSErrors say nothing about its content
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:  # any other OSError is no damage
         return f"it is incomplete ({error})"
     return None
 
@@ -113,18 +107,19 @@ def read_description(folder: Path) -> dict[str, Any]:
     """`state.json` of a checkpoint, after the whole checkpoint was verified; ValueError otherwise."""
     if problem := damage(folder):
         raise ValueError(f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run.")
+    return description(folder)
+
+
+def description(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text())
 
 
 def load(folder: Path, state: TrainState, identity: dict[str, Any]) -> None:
     """Loads a checkpoint; ValueError if it is damaged or belongs to another model or data set."""
-    if problem := damage(folder):
-        raise ValueError(f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run.")
-    load_verified(folder, state, identity)
+    load_verified(folder, read_description(folder), state, identity)
 
 
-def load_verified(folder: Path, state: TrainState, identity: dict[str, Any]) -> None:
-    described = json.loads((folder / "state.json").read_text())
+def load_verified(folder: Path, described: dict[str, Any], state: TrainState, identity: dict[str, Any]) -> None:
     for name in ("model", "data"):
         if described[name] != json.loads(json.dumps(identity[name])):
             raise ValueError(
@@ -169,14 +164,3 @@ def resolve_weights(path: str) -> Path:
         return latest_checkpoint(path) / "ema.safetensors"
     except ValueError:
         raise ValueError(f"init_from={path} is neither a .safetensors file, a run folder nor a checkpoint.") from None
-
-
-def fingerprint(state: TrainState) -> str:
-    """sha256 over all parameters, averages and optimizer tensors: equal states have equal fingerprints."""
-    digest = hashlib.sha256()
-    content = state.state_dict()
-    tensors = list(content["model"].values()) + list(content["ema"].values())
-    tensors += [t for moments in content["optimizer"].values() for t in moments.values()]
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -38,8 +38,7 @@ class Run:
         self.device = pick_device(cfg.runtime.device.value)
         self.started = time.perf_counter()
         self.folder = Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
-        self.resumed = any((self.folder / "checkpoints").glob("step-*"))
-        if self.resumed and cfg.resume == "never":
+        if cfg.resume == "never" and any((self.folder / "checkpoints").glob("step-*")):
             raise ValueError(
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
             )
