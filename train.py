@@ -19,21 +19,23 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is 
 
 def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
-    from accel.stack import AccelerationStack  # torch comes in here, so that --help stays quick
-    from training.build import build
+    from training.build import build  # torch comes in with what follows, so that --help stays quick
     from training.checkpoint import Checkpoints
-    from training.ema import EMA
     from training.evaluate import evaluate, sample_grid
     from training.loggers import SafeLogger
-    from training.metrics import Meter
-    from training.peak_flops import peak_flops
     from training.progress import Progress
     from training.report import log_line, summary_table
     from training.run import Run
-    from training.schedule import Schedule
-    from training.setup import build_autoencoder, build_loader, build_model, build_optimizer, identity, restore, spine
-    from training.state import TrainState
-    from training.step import TrainStep
+    from training.setup import (
+        build_autoencoder,
+        build_loader,
+        build_model,
+        build_optimizer,
+        build_stack,
+        build_step,
+        identity,
+        restore,
+    )
 
     # 1. Where we run.
     cfg = composed.cfg
@@ -49,17 +51,12 @@ def train(composed: Composed) -> dict[str, Any]:
     model = build_model(cfg.model, loader.spec, run.device)
 
     # 3. What makes it fast, then the optimizer, and one step observed to see what is really on.
-    strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
-    stack = AccelerationStack(spine(cfg.runtime), run.device, **strictness)
+    stack = build_stack(cfg, run.device)
     stack.on_process()
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
-    ema = EMA(model, **spine(cfg.ema))
-    schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
-    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak_flops(run.device, cfg.runtime.precision))
-    state = TrainState(model, optimizer, ema, loader, meter)
-    rates = {"seed": cfg.seed, "batch_size": cfg.batch_size, "max_grad_norm": cfg.max_grad_norm}
-    step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, **rates))
+    state, step = build_step(cfg, model, loader, objective, optimizer, stack)
+    meter = state.meter
     began = time.perf_counter()
     with state.preserved():
         step.schedule(0)

@@ -1,7 +1,11 @@
-"""torch.compile, block by block, in place: one graph serves all blocks of a kind, state-dict keys stay as they are.
+"""torch.compile in place: state-dict keys stay as they are.
 
-What it costs: seconds to minutes in warm-up, reported apart from training time. Compiling one block instead of the
-whole model keeps that time independent of depth. Speed on a GPU: not measured yet.
+`compile_scope`: "blocks" compiles block by block, so one or two graphs serve all blocks and compile time does not grow
+with depth; "model" compiles the denoiser as one graph. `compile_mode` is `torch.compile`'s: "default";
+"max-autotune-no-cudagraphs" tries more kernels for longer; "reduce-overhead" is Inductor's own CUDA graphs, for the
+whole model and one accumulation step only (the configuration refuses the rest; `cuda_graph` has no such limits).
+
+What it costs: seconds to minutes in warm-up, reported apart from training time. Speed on a GPU: not measured yet.
 `torch.compile` is lazy, so a failure comes in warm-up: there it is undone loudly (`recover`), and only there.
 """
 
@@ -14,39 +18,52 @@ from accel.technique import Model, Observation, Technique, blocks_of
 
 class CompileBlocks(Technique):
     key = "compile"
+    options = ("compile_scope", "compile_mode")
     loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32
     backend = "inductor"
     """`torch.compile` backend; tests use the much quicker "aot_eager"."""
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.blocks: list[nn.Module] = []
+    def __init__(
+        self,
+        value: bool | str,
+        device: torch.device,
+        compile_scope: bool | str = "blocks",
+        compile_mode: bool | str = "default",
+    ) -> None:
+        super().__init__(value, device, compile_scope=compile_scope, compile_mode=compile_mode)
+        self.scope, self.mode = compile_scope, compile_mode
+        self.compiled: list[nn.Module] = []
         self.failure: str | None = None
+
+    def hides_blocks(self) -> bool:
+        return self.scope == "model" and bool(self.compiled)
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
-            torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            self.blocks = list(blocks_of(model))
-            for block in self.blocks:
-                block.compile(fullgraph=True, backend=self.backend)
+            self.compiled = [model] if self.scope == "model" else list(blocks_of(model))
+            how = {} if self.mode == "default" or self.backend != "inductor" else {"mode": self.mode}
+            for module in self.compiled:
+                module.compile(fullgraph=True, backend=self.backend, **how)
         return model
 
     def recover(self, error: BaseException) -> str | None:
-        if not self.blocks or not is_compiler_failure(error):
+        if not self.compiled or not is_compiler_failure(error):
             return None
-        for block in self.blocks:
-            block._compiled_call_impl = None  # what Module.compile() set; there is no public way back
-        self.blocks = []
-        self.failure = f"the compiler failed, so blocks run uncompiled: {first_line(error)}"
+        for module in self.compiled:
+            module._compiled_call_impl = None  # what Module.compile() set; there is no public way back
+        self.compiled = []
+        self.failure = f"the compiler failed, so nothing runs compiled: {first_line(error)}"
         return self.failure
 
     def observe(self, evidence: Evidence) -> Observation:
         regions = sum(n for op, n in evidence.ops.items() if op.startswith("Torch-Compiled Region"))
         if self.failure:
             return Observation(False, self.failure)
+        if not self.enabled:
+            return Observation(regions > 0, f"{regions} compiled calls in one step")
         note = f"{evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, {regions} compiled calls in one step"
-        return Observation(regions > 0, note if self.enabled else f"{regions} compiled calls in one step")
+        return Observation(regions > 0, f"{note}; scope {self.scope}, mode {self.mode}")
 
 
 def is_compiler_failure(error: BaseException) -> bool:

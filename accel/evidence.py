@@ -1,9 +1,10 @@
-"""What one real step shows: the ops that ran, their dtypes, graphs, and what the last block kept for backward."""
+"""What one real step shows: the ops that ran, their dtypes, graphs, and what the last blocks kept for backward."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,17 @@ import torch
 from torch import nn
 
 MATMUL_OPS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
+
+
+@dataclass
+class BlockEvidence:
+    """What one block did in one step."""
+
+    input_bytes: int
+    saved_bytes: int
+    """Kept for the backward pass, parameters and buffers left out."""
+    residual_dtype: torch.dtype
+    """Of the residual stream as the block returned it."""
 
 
 @dataclass
@@ -23,12 +35,12 @@ class Evidence:
     """Op name -> dtype of its second tensor argument, the one that is never a bias -> how often."""
     graphs: int = 0
     graph_breaks: int = 0
-    residual_dtype: torch.dtype | None = None
-    """Dtype of the residual stream as the last block returned it."""
-    block_saved_bytes: int | None = None
-    """Bytes that the last block kept for its backward pass, its parameters and buffers left out."""
-    block_input_bytes: int | None = None
-    """Bytes of the last block's inputs."""
+    blocks: list[BlockEvidence] = field(default_factory=list)
+    """The last two blocks, in order."""
+    blocks_uncompiled: bool = False
+    """True if the blocks were seen in an uncompiled step, because the compiled one has no blocks to look at."""
+    warm_ops: Counter[str] = field(default_factory=Counter)
+    """Like `ops`, in the step as it runs after `Technique.on_warm`."""
 
     def matmul_dtypes(self) -> Counter[str]:
         """Dtype -> number of matrix products (convolutions included) that ran in it."""
@@ -39,16 +51,16 @@ class Evidence:
 
 
 class BlockProbe(nn.Module):
-    """Stands in for the last block during one step and notes what passes through it.
+    """Stands in for a block during one step and notes what passes through it.
 
     It goes by the block contract, `(branch, gate, residual, cond) -> (branch, gate, residual)`, so it needs no hook,
     which `torch.compile` would either ignore or trace.
     """
 
-    def __init__(self, block: nn.Module, evidence: Evidence) -> None:
+    def __init__(self, block: nn.Module, notes: list[BlockEvidence]) -> None:
         super().__init__()
         self.block = block
-        self.evidence = evidence
+        self.notes = notes
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         own = [*self.block.parameters(), *self.block.buffers()]
@@ -66,40 +78,62 @@ class BlockProbe(nn.Module):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self.block(*inputs)
-        self.evidence.block_saved_bytes = saved
-        self.evidence.block_input_bytes = sum(t.numel() * t.element_size() for t in inputs)
-        self.evidence.residual_dtype = outputs[2].dtype
+        input_bytes = sum(t.numel() * t.element_size() for t in inputs)
+        self.notes.append(BlockEvidence(input_bytes, saved, outputs[2].dtype))
         return outputs
 
 
-def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None) -> Evidence:
-    """Calls `run` once under the profiler, with the last block probed if there are blocks, and returns what was seen.
+@contextmanager
+def probed(blocks: nn.ModuleList, notes: list[BlockEvidence], count: int = 2) -> Iterator[None]:
+    """The last `count` blocks write to `notes` inside."""
+    last = list(blocks)[-count:]
+    start = len(blocks) - len(last)
+    try:
+        for i, block in enumerate(last):
+            blocks[start + i] = BlockProbe(block, notes)
+        yield
+    finally:
+        for i, block in enumerate(last):
+            blocks[start + i] = block
 
-    Compile everything before: the profiled step should be a warm one, but the graph counts of the step that
-    compiled are included if dynamo's counters were cleared before it.
-    """
-    evidence = Evidence()
+
+def profiled_events(run: Callable[[], object]) -> list[Any]:
+    """The profiler's events of one call of `run`, host and device."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    last = blocks[-1] if blocks else None
-    try:
-        if blocks and last is not None:
-            blocks[-1] = BlockProbe(last, evidence)
-        with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-    finally:
-        if blocks and last is not None:
-            blocks[-1] = last
+    with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    for event in profiler.profiler.kineto_results.events():
+    return list(profiler.profiler.kineto_results.events())
+
+
+def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden: bool = False) -> Evidence:
+    """Calls `run` once under the profiler, with the last blocks probed if there are any, and returns what was seen.
+
+    `hidden` blocks, inside a model compiled as a whole, are probed in one more step that runs uncompiled. Compile
+    before: graphs are counted since dynamo's counters were last cleared.
+    """
+    evidence = Evidence(blocks_uncompiled=hidden)
+    with probed(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
+        events = profiled_events(run)
+    for event in events:
         evidence.ops[event.name()] += 1
         dtypes = event.dtypes()
         if event.name() in MATMUL_OPS and len(dtypes) > 1:
             evidence.op_dtypes[event.name()][dtypes[1].removeprefix("c10::")] += 1
     evidence.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     evidence.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    if blocks and hidden:
+        with torch.compiler.set_stance("force_eager"), probed(blocks, evidence.blocks):
+            run()
+    evidence.blocks = evidence.blocks[-2:]  # accumulation runs each block more than once
     return evidence
+
+
+def observe_ops(run: Callable[[], object]) -> Counter[str]:
+    """Profiler event name -> how often it ran in one call of `run`."""
+    return Counter(event.name() for event in profiled_events(run))

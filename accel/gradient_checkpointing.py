@@ -1,16 +1,87 @@
-"""Gradient checkpointing per block: keep each block's inputs, recompute the rest in the backward pass.
+"""Gradient checkpointing per block: keep a block's inputs, recompute the rest in the backward pass.
 
-What it costs: one more forward pass of every block, about a third of the step. What it buys: activation memory that
-grows with the number of blocks times the block's inputs only. Speed and memory on a GPU: not measured yet.
-Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174
+`checkpoint_policy`: "blocks" recomputes every block; "every_2" every second one, for half the saving at half the cost;
+"selective" recomputes every block but its matrix products, its attention and its scan, whose results are kept.
+
+What it costs: "blocks" one more forward pass, at most a third of the step; "selective" only the cheap part of it. What
+it buys: activation memory of the blocks' inputs alone ("selective": and the products' results). Speed and memory on a
+GPU: not measured yet.
+Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel.evidence import Evidence
 from accel.technique import Model, Observation, Technique, blocks_of
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+ATTENTION = ("_scaled_dot_product", "flex_attention")
+"""What "selective" keeps the results of: these products, ops whose names start so, and all ops of `OUR_OPS`."""
+OUR_OPS = "fastlatent"
+RUNS = itertools.count()
+
+
+class CheckpointBlocks(Technique):
+    key = "gradient_checkpointing"
+    options = ("checkpoint_policy",)
+    loss_rtol = 0.0
+
+    def __init__(self, value: bool | str, device: torch.device, checkpoint_policy: bool | str = "blocks") -> None:
+        super().__init__(value, device, checkpoint_policy=checkpoint_policy)
+        self.policy = checkpoint_policy
+        self.decisions: Counter[bool] = Counter()
+        """What "selective" decided for the ops of the latest block: True is kept."""
+
+    def on_model(self, model: Model) -> Model:
+        if self.enabled:
+            wrap = self.selectively_recomputed if self.policy == "selective" else recomputed
+            for block in list(blocks_of(model))[:: 2 if self.policy == "every_2" else 1]:
+                block.forward = wrap(block.forward)
+        return model
+
+    def selectively_recomputed(self, forward: Callable) -> Callable:
+        decide, decisions = self.decide, self.decisions
+        run = next(RUNS)
+
+        def contexts():
+            decisions.clear()
+            return create_selective_checkpoint_contexts(decide)
+
+        def forward_recomputed(*inputs):
+            assert run >= 0  # Dynamo compiles anew for another number, so the decisions are always those of this run
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
+
+        return forward_recomputed
+
+    def decide(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        namespace, _, name = op.name().rpartition("::")
+        kept = namespace == OUR_OPS or name.split(".")[0] in PRODUCTS or name.startswith(ATTENTION)
+        self.decisions[kept] += 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def observe(self, evidence: Evidence) -> Observation:
+        if not evidence.blocks:
+            return Observation(False, "no block ran")
+        # A block that recomputes keeps its inputs and a generator's state; one that does not, several times that.
+        recomputing = [block.saved_bytes < 1.5 * block.input_bytes for block in evidence.blocks]
+        kept = " and ".join(f"{block.saved_bytes / 2**20:.2f}" for block in evidence.blocks)
+        inputs = evidence.blocks[-1].input_bytes / 2**20
+        note = f"the last blocks kept {kept} MiB for backward; the inputs of one are {inputs:.2f} MiB"
+        if evidence.blocks_uncompiled:
+            note += " (in an uncompiled step)"
+        if self.enabled and self.policy == "selective":
+            note += f"; of a block's ops {self.decisions[True]} results were kept, {self.decisions[False]} not"
+            return Observation(min(self.decisions[True], self.decisions[False]) > 0, note)
+        if self.enabled and self.policy == "every_2":
+            return Observation(any(recomputing) and (len(recomputing) == 1 or not all(recomputing)), f"every_2: {note}")
+        return Observation(all(recomputing), note)
 
 
 def recomputed(forward: Callable) -> Callable:
@@ -19,24 +90,3 @@ def recomputed(forward: Callable) -> Callable:
         return checkpoint(forward, *inputs, use_reentrant=False)
 
     return forward_recomputed
-
-
-class CheckpointBlocks(Technique):
-    key = "gradient_checkpointing"
-    loss_rtol = 0.0
-
-    def on_model(self, model: Model) -> Model:
-        if self.enabled:
-            for block in blocks_of(model):
-                block.forward = recomputed(block.forward)
-        return model
-
-    def observe(self, evidence: Evidence) -> Observation:
-        saved, inputs = evidence.block_saved_bytes, evidence.block_input_bytes
-        if saved is None or inputs is None:
-            return Observation(False, "no block ran")
-        note = (
-            f"the last block kept {saved / 2**20:.2f} MiB for backward; its inputs alone are {inputs / 2**20:.2f} MiB"
-        )
-        # A block that recomputes keeps its inputs and a generator's state; one that does not, several times that.
-        return Observation(saved < 1.5 * inputs, note)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 UNUSED = "unused"
 """Active, but the step held nothing that it applies to."""
+AUTO = "auto"
+"""A request that anything fulfils."""
 COLUMNS = ("technique", "requested", "active", "evidence")
 
 
@@ -22,7 +24,7 @@ class LedgerRow:
     @property
     def missing(self) -> bool:
         """Asked for and not on, though the step had a use for it."""
-        return self.requested is not False and self.active not in (self.requested, UNUSED)
+        return self.requested not in (False, AUTO) and self.active not in (self.requested, UNUSED)
 
 
 def shown(value: bool | str) -> str:

@@ -20,5 +20,8 @@ class ResidualInFp32(Technique):
         return model
 
     def observe(self, evidence: Evidence) -> Observation:
-        dtype = evidence.residual_dtype
-        return Observation(dtype == torch.float32, f"the last block returned a residual of {dtype}")
+        if not evidence.blocks:
+            return Observation(False, "no block ran")
+        dtype = evidence.blocks[-1].residual_dtype
+        uncompiled = " (in an uncompiled step)" if evidence.blocks_uncompiled else ""
+        return Observation(dtype == torch.float32, f"the last block returned a residual of {dtype}{uncompiled}")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from accel.attention_backend import AttentionBackend
 from accel.compile_blocks import CompileBlocks
+from accel.cuda_graph import CudaGraph
 from accel.cudnn_benchmark import CudnnBenchmark
-from accel.evidence import observe_step
+from accel.empty_cache_at_eval import EmptyCacheAtEval
+from accel.evidence import observe_ops, observe_step
 from accel.fused_adamw import FusedAdamW
+from accel.fused_kernels import FusedAddNorm, FusedConv, FusedScan
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.ledger import Ledger, LedgerRow
 from accel.precision import Precision
@@ -20,16 +25,22 @@ from accel.residual_in_fp32 import ResidualInFp32
 from accel.technique import AnyStep, Model, Technique
 from accel.tf32 import Tf32
 
-# Process flags, module changes, checkpointing, compile, optimizer, autocast. Checkpointing comes before compile, so
-# that a compiled block contains its own recomputation.
+# Process flags, module changes, checkpointing, compile, optimizer, autocast, evaluation, CUDA graph. Checkpointing
+# comes before compile, so that a compiled block contains its own recomputation; the graph is last and contains all.
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tf32,
     CudnnBenchmark,
     ResidualInFp32,
+    FusedAddNorm,
+    FusedScan,
+    FusedConv,
+    AttentionBackend,
     CheckpointBlocks,
     CompileBlocks,
     FusedAdamW,
     Precision,
+    EmptyCacheAtEval,
+    CudaGraph,
 )
 
 
@@ -58,7 +69,7 @@ class AccelerationStack:
         for kind in TECHNIQUES:
             if only is not None and kind.key not in only:
                 continue
-            technique = kind(values[kind.key], device)
+            technique = kind(values[kind.key], device, **{name: values[name] for name in kind.options})
             self.requested[kind.key] = technique.value
             if technique.enabled:
                 if reason := technique.unavailable():
@@ -75,6 +86,10 @@ class AccelerationStack:
                 + "\n  ".join(refused)
                 + "\nSwitch them off, or set runtime.on_unavailable=degrade."
             )
+
+    def value(self, key: str) -> bool | str:
+        """The value of a technique after what cannot be had was switched off."""
+        return next(technique.value for technique in self.techniques if technique.key == key)
 
     def on_process(self) -> None:
         for technique in self.techniques:
@@ -93,22 +108,49 @@ class AccelerationStack:
             step = technique.on_step(step)
         return step
 
-    def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
-        """Calls `run` (a whole step, or an encoding) until it is warm, observes it once more, and fills the ledger.
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Surrounds evaluation and sampling in the middle of training."""
+        with ExitStack() as contexts:
+            for technique in self.techniques:
+                contexts.enter_context(technique.around_evaluation())
+            yield
 
-        A failure that a technique recognises as its own doing is undone and named, or raised under
-        `on_unavailable="error"`. The caller restores whatever `run` changed.
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Technique -> what it remembers, of those that do."""
+        states = {technique.key: technique.state_dict() for technique in self.techniques}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """In place. A technique that was off when the state was saved keeps what it has."""
+        for technique in self.techniques:
+            technique.load_state_dict(states.get(technique.key, {}))
+
+    def run_until_it_works(self, run: Callable[[], object]) -> None:
+        """Calls `run` once; a failure that a technique recognises as its own doing is undone, and `run` called again.
+
+        Under `on_unavailable="error"` the failure is raised instead.
         """
         while True:
             try:
                 run()
-                break
+                return
             except Exception as error:
                 sentence = next(filter(None, (t.recover(error) for t in reversed(self.techniques))), None)
                 if sentence is None or self.strict:
                     raise
-                warnings.warn(sentence, stacklevel=2)
-        evidence = observe_step(run, blocks)
+                warnings.warn(sentence, stacklevel=3)
+
+    def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
+        """Calls `run` (a whole step, or an encoding) until it is warm, observes it once more, and fills the ledger.
+
+        The caller restores whatever `run` changed, in place where a technique may hold on to tensors.
+        """
+        self.run_until_it_works(run)
+        evidence = observe_step(run, blocks, hidden=any(t.hides_blocks() for t in self.techniques))
+        if any([technique.on_warm() for technique in self.techniques]):
+            self.run_until_it_works(run)
+            evidence.warm_ops = observe_ops(run)
         ledger = Ledger()
         for technique in self.techniques:
             active, note = technique.observe(evidence)

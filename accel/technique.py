@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from accel.evidence import Evidence
 
@@ -21,7 +22,10 @@ class Observation(NamedTuple):
 
 
 class Step(Protocol):
-    """What a technique may wrap: `forward` is the denoiser's forward pass, or the encoder's where latents are made."""
+    """What a technique may wrap: `forward` is the denoiser's forward pass, or the encoder's where latents are made.
+
+    A training step has more: `update`, the whole of it from batches to device scalars, `optimizer`, and `scaler`.
+    """
 
     forward: Callable[..., Any]
 
@@ -45,6 +49,8 @@ class Technique(ABC):
 
     key: ClassVar[str]
     """The runtime key it answers to."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Further runtime keys, which say how."""
     off: ClassVar[bool | str] = False
     """The value of `key` under which it does nothing."""
     loss_rtol: ClassVar[float]
@@ -52,9 +58,10 @@ class Technique(ABC):
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
+    def __init__(self, value: bool | str, device: torch.device, **options: bool | str) -> None:
         self.value = value
         self.device = device
+        self.option = options
 
     @property
     def enabled(self) -> bool:
@@ -76,8 +83,27 @@ class Technique(ABC):
         return {}
 
     def on_step(self, step: AnyStep) -> AnyStep:
-        """Wraps `step.forward`, or the step."""
+        """Wraps `step.forward` or `step.update`, or gives the step what it needs."""
         return step
+
+    def around_evaluation(self) -> AbstractContextManager[object]:
+        """What surrounds evaluation and sampling in the middle of training."""
+        return nullcontext()
+
+    def on_warm(self) -> bool:
+        """Called when one step has been seen to work; True if the step runs differently from now on."""
+        return False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it has to remember over a restart."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to remember
+        """Continues from `state_dict`, in place."""
+
+    def hides_blocks(self) -> bool:
+        """True if no block can be probed in the step as it runs; then an uncompiled step is probed instead."""
+        return False
 
     def recover(self, error: BaseException) -> str | None:
         """Undoes itself if `error`, raised in warm-up, is its own doing, and says so; None if it is not."""

@@ -31,7 +31,7 @@ class SyntheticLatents(InMemoryLatents):
             if value < 1:
                 raise ValueError(f"data.{key}={value} must be at least 1.")
         total = count + max(1, count // 10)
-        position = torch.arange(total)
+        position = torch.arange(total, device=device)
         latents = torch.cat(
             [
                 counter_normal(seed, Purpose.SYNTHETIC, part, (channels, height, width)).bfloat16()

@@ -1,7 +1,8 @@
-"""Small things on disk that several tests need: autoencoders with random weights, images, a latent set."""
+"""Small things that several tests need: autoencoders with random weights, images, a latent set, pairs of choices."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,19 @@ def random_samples(count: int, seed: int, shape: tuple[int, int, int] = (3, 4, 2
     tensors = {name: torch.randn(count, *shape, generator=generator).half() for name in names}
     tensors |= {name: tensors[name].abs() for name in names if name.endswith("std")}
     return tensors | {"labels": torch.arange(count) % 3}
+
+
+def pairs(row: tuple[Any, ...]) -> set[tuple]:
+    return {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)}
+
+
+def pairwise(*axes: list[Any]) -> list[tuple[Any, ...]]:
+    """Few rows that hold every pair of values of any two axes, chosen greedily."""
+    rows = list(product(*axes))
+    wanted = set().union(*map(pairs, rows))
+    chosen = []
+    while wanted:
+        best = max(rows, key=lambda row, wanted=wanted: len(pairs(row) & wanted))
+        wanted = wanted - pairs(best)
+        chosen.append(best)
+    return chosen

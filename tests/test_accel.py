@@ -5,30 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accel.attention_backend import AttentionBackend
 from accel.compile_blocks import CompileBlocks
-from accel.evidence import Evidence, observe_step
 from accel.fused_adamw import FusedAdamW
-from accel.gradient_checkpointing import CheckpointBlocks
-from accel.ledger import UNUSED, Ledger, LedgerRow
 from accel.precision import Precision
-from accel.residual_in_fp32 import ResidualInFp32
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
-from accel.tf32 import Tf32
-from data.digits import DigitLatents
-from tests.test_models import FAMILIES, tiny, woken
-from training.ema import EMA
-from training.objective import FlowMatching
-from training.optim import parameter_groups
-from training.schedule import Schedule
-from training.schema import RuntimeConfig
-from training.setup import spine
-from training.step import TrainStep
+from tests.harness import (
+    CPU,
+    EAGER,
+    VARIANTS,
+    assemble,
+    cannot_be_had,
+    key_of,
+    ledger_of,
+    named,
+    one_step,
+    technique,
+)
+from tests.helpers import pairwise
+from tests.test_models import FAMILIES
 
-CPU = torch.device("cpu")
-EAGER = spine(RuntimeConfig())
-ON = {technique.key: "bf16" if technique is Precision else True for technique in TECHNIQUES}
-CUDA_ONLY = {"tf32", "cudnn_benchmark"}
+CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
+EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=named)
 
 
 @pytest.fixture(autouse=True)
@@ -36,52 +35,28 @@ def quick_compiler(monkeypatch):
     monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
 
 
-def assemble(family="mamba", max_grad_norm=1.0, optimizer=torch.optim.AdamW, techniques=None, **values):
-    """Model, step, stack and loader of one tiny run under eager plus `values`."""
-    loader = DigitLatents(batch_size=8, seed=0, device=CPU)
-    model = woken(tiny(family, channels=1, num_classes=10))
-    stack = AccelerationStack(EAGER | values, CPU)
-    if techniques:
-        stack.techniques += techniques
-    stack.on_process()
-    model = stack.on_model(model)
-    made = optimizer(parameter_groups(model, 0.01), lr=1e-3, **stack.optimizer_kwargs())
-    step = stack.on_step(
-        TrainStep(
-            model,
-            FlowMatching(),
-            made,
-            Schedule("constant", 1000),
-            EMA(model, 100.0),
-            seed=0,
-            batch_size=8,
-            max_grad_norm=max_grad_norm,
-        )
-    )
-    step.schedule(0)
-    return model, step, stack, loader
+@pytest.fixture
+def any_precision(monkeypatch):
+    """16 bits on any CPU: slow there, and right."""
+    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
 
 
-def one_step(family="mamba", **values):
-    """Loss, gradient norm and parameters after one step."""
-    model, step, _, loader = assemble(family, **values)
-    output = step([next(loader)])
-    return output.loss, output.grad_norm, [p.detach().clone() for p in model.parameters()]
+def test_every_technique_is_enrolled():
+    assert {key_of(variant) for variant in VARIANTS} == {kind.key for kind in TECHNIQUES}
+    assert {kind.key for kind in TECHNIQUES} | {option for kind in TECHNIQUES for option in kind.options} == set(
+        EAGER
+    ) - {"device", "on_unavailable"}
 
 
-def available(key: str) -> bool:
-    technique = next(t for t in TECHNIQUES if t.key == key)
-    return technique(ON[key], CPU).unavailable() is None
-
-
-@pytest.mark.parametrize("key", ON)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(key, family):
-    if not available(key):
-        pytest.skip(f"{key} cannot be had on this CPU")
-    rtol = next(t for t in TECHNIQUES if t.key == key).loss_rtol
-    other = key != "residual_in_fp32"  # that one is on in eager: compare with off
-    plain, fast = one_step(family), one_step(family, **{key: ON[key] if other else False})
+@EVERY
+def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(variant, family, any_precision):
+    if reason := cannot_be_had(variant):
+        pytest.skip(reason)
+    rtol = technique(key_of(variant)).loss_rtol
+    if variant == {"residual_in_fp32": True}:  # that one is on in eager: compare with off
+        variant = {"residual_in_fp32": False}
+    plain, fast = one_step(family), one_step(family, **variant)
     assert_within(plain, fast, rtol)
 
 
@@ -117,31 +92,35 @@ def test_a_planted_fault_is_caught():
         assert_within(one_step(), one_step(techniques=[ScaledLoss(True, CPU)]), 1e-5)
 
 
-@pytest.mark.parametrize("key", ON)
-def test_state_dict_keys_do_not_change(key):
+@EVERY
+def test_state_dict_keys_do_not_change(variant):
     plain, _, _, _ = assemble()
-    fast, _, _, _ = assemble(**{key: ON[key]})
+    fast, _, _, _ = assemble(**variant)
     assert list(fast.state_dict()) == list(plain.state_dict())
 
 
-@pytest.mark.parametrize("key", sorted(CUDA_ONLY))
-def test_what_needs_a_gpu_says_so_in_a_sentence(key):
-    sentence = next(t for t in TECHNIQUES if t.key == key)(True, CPU).unavailable()
-    assert "cpu" in sentence
-    assert sentence.endswith(".")
+@EVERY
+def test_what_cannot_be_had_here_says_so_in_a_sentence(variant):
+    reason = cannot_be_had(variant)
+    if key_of(variant) in CUDA_ONLY or variant.get("attention") in ("cudnn", "efficient", "flex"):
+        assert "cpu" in reason
+    if reason is not None:
+        assert reason.endswith(".")
+        assert "\n" not in reason
 
 
-def test_bf16_is_refused_on_a_cpu_without_native_bf16(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert "AVX512-BF16" in Precision("bf16", CPU).unavailable()
+@pytest.mark.parametrize(("name", "word"), [("bf16", "AVX512-BF16"), ("fp16", "AMX-FP16")])
+def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, monkeypatch):
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
+        monkeypatch.setattr(torch.cpu, probe, lambda: False)
+    assert word in Precision(name, CPU).unavailable()
 
 
 def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
     values = EAGER | dict.fromkeys(CUDA_ONLY, True)
     stack = AccelerationStack(values, CPU, on_unavailable="degrade")
     assert set(stack.reasons) == CUDA_ONLY
-    with pytest.raises(ValueError, match=r"(?s)runtime.tf32=True.*runtime.cudnn_benchmark=True.*degrade"):
+    with pytest.raises(ValueError, match=r"(?s)runtime.tf32=True.*runtime.cuda_graph=True.*degrade"):
         AccelerationStack(values, CPU, on_unavailable="error")
 
 
@@ -152,68 +131,42 @@ def test_deterministic_switches_off_what_is_not(monkeypatch):
     assert stack.reasons == {technique.key: "switched off by deterministic=true"}
 
 
-def ledger_of(family="mamba", **values):
-    model, step, stack, loader = assemble(family, **values)
-    ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
-    return {row.key: row for row in ledger}
+ROWS = pairwise(
+    ["fp32", "bf16", "fp16"],  # precision
+    [True, False],  # residual_in_fp32
+    ["auto", "flash", "math"],  # attention
+    [None, "blocks", "every_2", "selective"],  # checkpointing and its policy
+    [None, "blocks", "model"],  # compile and its scope
+    [True, False],  # fused_adamw
+    [True, False],  # all that needs a GPU, which is refused here
+)
 
 
-@pytest.mark.parametrize("key", sorted(set(ON) - CUDA_ONLY))
-def test_the_ledger_confirms_what_is_on_and_what_is_off(key):
-    if not available(key):
-        pytest.skip(f"{key} cannot be had on this CPU")
-    off = False if key != "precision" else "fp32"
-    assert ledger_of(**{key: ON[key]})[key].active == ON[key]
-    # A residual that may be 16 bits wide is still fp32 where everything is.
-    expected = True if key == "residual_in_fp32" else off
-    assert ledger_of(**{key: off})[key].active == expected
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+def test_pairs_of_techniques_take_two_steps(row, any_precision):
+    precision, residual, attention, policy, scope, fused, refused = row
+    values = {"precision": precision, "residual_in_fp32": residual, "attention": attention, "fused_adamw": fused}
+    values |= {"gradient_checkpointing": policy is not None, "checkpoint_policy": policy or "blocks"}
+    values |= {"compile": scope is not None, "compile_scope": scope or "blocks"} | dict.fromkeys(CUDA_ONLY, refused)
+    plain, _, _, other = assemble("dit")[1], *[None] * 2, assemble("dit")[3]
+    _, step, _, loader = assemble("dit", **values)
+    for _ in range(2):
+        expected, output = plain([next(other)]), step([next(loader)])
+        torch.testing.assert_close(output.loss, expected.loss, rtol=3e-2, atol=0.0)
+    rows = ledger_of("dit", **values)
+    assert [key for key, found in rows.items() if found.missing] == sorted(CUDA_ONLY, key=list(rows).index) * refused
 
 
-def test_the_residual_is_seen_in_16_bits_where_it_is():
-    if not available("precision"):
-        pytest.skip("bf16 cannot be had on this CPU")
-    assert ledger_of(precision="bf16", residual_in_fp32=False)["residual_in_fp32"].active is False
-    assert ledger_of(precision="bf16", residual_in_fp32=True)["residual_in_fp32"].active is True
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_checkpointing_is_seen_in_the_bytes_that_a_block_keeps(family, compiled):
-    rows = ledger_of(family, gradient_checkpointing=True, compile=compiled)
-    assert rows["gradient_checkpointing"].active is True
-    assert rows["compile"].active is compiled
-    assert ledger_of(family, compile=compiled)["gradient_checkpointing"].active is False
-
-
-SABOTAGE = {
-    "gradient_checkpointing": (CheckpointBlocks, "on_model", lambda self, model: model),
-    "compile": (CompileBlocks, "on_model", lambda self, model: model),
-    "fused_adamw": (FusedAdamW, "optimizer_kwargs", lambda self: {}),
-    "precision": (Precision, "on_step", lambda self, step: step),
-    "residual_in_fp32": (
-        ResidualInFp32,
-        "on_model",
-        lambda self, m: [setattr(b, self.key, False) for b in m.blocks] and m,
-    ),
-}
-
-
-@pytest.mark.parametrize("key", SABOTAGE)
-def test_the_ledger_tells_when_a_technique_does_nothing(key, monkeypatch):
-    if not available("precision"):
-        pytest.skip("bf16 cannot be had on this CPU")
-    kind, method, nothing = SABOTAGE[key]
-    monkeypatch.setattr(kind, method, nothing)
-    row = ledger_of(**{"precision": "bf16", key: ON[key]})[key]
-    assert row.active != ON[key]
-    assert row.missing
-
-
-def test_error_stops_where_a_step_shows_a_technique_to_be_off(monkeypatch):
-    monkeypatch.setattr(FusedAdamW, "optimizer_kwargs", lambda self: {})
-    model, step, _, loader = assemble()
-    stack = AccelerationStack(EAGER | {"fused_adamw": True}, CPU, on_unavailable="error")
-    with pytest.raises(ValueError, match=r"runtime\.fused_adamw"):
+def test_attention_that_no_kernel_can_do_falls_back_loudly_or_stops(monkeypatch):
+    monkeypatch.setattr(AttentionBackend, "unavailable", lambda self: None)
+    model, step, stack, loader = assemble("dit", attention="efficient")
+    with pytest.warns(UserWarning, match="efficient attention does not take"):
+        ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
+    row = next(r for r in ledger if r.key == "attention")
+    assert (row.requested, row.active, row.missing) == ("efficient", "flash", True)
+    model, step, stack, loader = assemble("dit", attention="efficient")
+    stack.strict = True
+    with pytest.raises(RuntimeError, match="No viable backend"):
         stack.warm_up(lambda: step([next(loader)]), model.blocks)
 
 
@@ -224,7 +177,7 @@ def broken_backend(graph, inputs):
 def test_a_compiler_failure_falls_back_loudly_or_stops(monkeypatch):
     monkeypatch.setattr(CompileBlocks, "backend", staticmethod(broken_backend))
     model, step, stack, loader = assemble(compile=True)
-    with pytest.warns(UserWarning, match="blocks run uncompiled"):
+    with pytest.warns(UserWarning, match="nothing runs compiled"):
         ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
     row = next(r for r in ledger if r.key == "compile")
     assert (row.requested, row.active) == (True, False)
@@ -253,100 +206,5 @@ def test_inductor_compiles_a_block_into_one_graph_with_equal_results():
     torch.testing.assert_close(fast[1], plain[1], rtol=1e-4, atol=0.0)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_changes_nothing(fused, bad):
-    model, step, _, loader = assemble(fused_adamw=fused)
-    step([next(loader)])
-    moments = [t.clone() for s in step.optimizer.state.values() for t in s.values()]
-    before = [p.detach().clone() for p in model.parameters()] + [a.clone() for a in step.ema.averages] + moments
-    batch = next(loader)
-    output = step([batch._replace(latents=batch.latents * bad)])
-    after = [p.detach() for p in model.parameters()] + step.ema.averages
-    after += [t for s in step.optimizer.state.values() for t in s.values()]
-    assert output.skipped == 1.0
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert step([next(loader)]).skipped == 0.0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_clipping_equals_pytorchs(fused):
-    model, step, _, loader = assemble(fused_adamw=fused, max_grad_norm=0.05)
-    reference, other, _, other_loader = assemble(max_grad_norm=0.0)
-    step([next(loader)])
-    losses, _ = other.losses(next(other_loader))
-    losses.mean().backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-    assert norm > 0.05
-    other.optimizer.step()
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_the_probe_leaves_the_model_as_it_was():
-    model, step, _, loader = assemble()
-    blocks = list(model.blocks)
-    evidence = observe_step(lambda: step([next(loader)]), model.blocks)
-    assert [a is b for a, b in zip(blocks, model.blocks, strict=True)] == [True] * 2
-    assert evidence.residual_dtype == torch.float32
-    assert evidence.block_saved_bytes > evidence.block_input_bytes
-    with pytest.raises(RuntimeError, match="boom"):
-        observe_step(lambda: (_ for _ in ()).throw(RuntimeError("boom")), model.blocks)
-    assert model.blocks[-1] is blocks[-1]
-
-
-def test_a_flag_that_nothing_used_is_not_called_on():
-    assert Tf32(True, torch.device("cuda")).observe(Evidence()).active in (False, UNUSED)
-    row = LedgerRow("tf32", True, UNUSED, "allowed; 0 products in fp32")
-    assert not row.missing  # nothing is lost, so on_unavailable=error does not stop
-
-
 def test_unfused_means_pytorchs_default():
     assert FusedAdamW(False, CPU).optimizer_kwargs() == {}  # fused=False would switch foreach off too
-
-
-def test_the_ledgers_table_marks_what_is_missing():
-    ledger = Ledger([LedgerRow("tf32", True, False, "no GPU"), LedgerRow("precision", "bf16", "bf16", "seen")])
-    lines = ledger.table().splitlines()
-    assert lines[1].startswith("! tf32")
-    assert lines[2].startswith("  precision")
-    assert ledger.as_dict()["tf32"] == {"requested": True, "active": False, "evidence": "no GPU"}
-
-
-def test_evidence_of_nothing_is_no_evidence():
-    for kind in TECHNIQUES:
-        if kind.key in ("residual_in_fp32", "gradient_checkpointing", "compile", "fused_adamw", "precision"):
-            assert kind(ON[kind.key], CPU).observe(Evidence()).active is False
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("key", ON)
-def test_on_a_gpu_every_technique_is_seen_to_be_on(key, run):
-    ledger = run(f"runtime.{key}={str(ON[key]).lower()}", "runtime.device=cuda", "runtime=eager")["ledger"]
-    # PyTorch runs an fp32 depthwise convolution by a kernel of its own, so the autotuner may have nothing to tune.
-    assert ledger[key]["active"] in ((True, UNUSED) if key == "cudnn_benchmark" else (ON[key],))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("model", ["mamba_xs", "ssd_mlp_xs", "dit_xs"])
-def test_on_a_gpu_deterministic_runs_are_equal(model, run):
-    words = ["deterministic=true", "runtime.device=cuda", f"model={model}", "total_samples=64"]
-    assert run(*words)["loss"] == run(*words, folder="again")["loss"]
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_step_never_waits_for_the_device():
-    device = torch.device("cuda")
-    loader = DigitLatents(batch_size=8, seed=0, device=device)
-    model = woken(tiny("mamba", channels=1, num_classes=10)).to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.0), fused=True)
-    rates = dict(seed=0, batch_size=8, max_grad_norm=1.0)
-    step = TrainStep(model, FlowMatching(), optimizer, Schedule("constant", 100), EMA(model, 100.0), **rates)
-    step.schedule(0)
-    step([next(loader)])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step.schedule(8)
-        step([next(loader)])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -18,7 +18,7 @@ from data.digits import DigitLatents
 from data.loader import Batch
 from models.sampler import guided_velocity, sample, shifted
 from scripts.sample import SampleConfig, sample_run
-from tests.test_accel import assemble
+from tests.harness import assemble
 from tests.test_models import tiny, woken
 from train import train
 from training.config import compose
@@ -148,7 +148,7 @@ def fingerprint(state: TrainState) -> str:
 
 def test_warm_up_leaves_no_trace():
     model, step, stack, loader = assemble(fused_adamw=True)
-    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None))
+    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None), stack)
     step([next(loader)])
     before, seen, rng = fingerprint(state), loader.state_dict(), torch.get_rng_state()
     with state.preserved():
@@ -160,8 +160,8 @@ def test_warm_up_leaves_no_trace():
 
 
 def test_evaluation_is_fixed_and_uses_the_averages():
-    model, step, _, loader = assemble()
-    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None))
+    model, step, stack, loader = assemble()
+    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None), stack)
     first = evaluate(step, state, 64)
     assert evaluate(step, state, 64) == first
     assert sum(key.startswith("eval_loss_t") for key in first) == 4

@@ -47,7 +47,8 @@ class Checkpoints:
         content = state.state_dict()
         save_file({k: v.contiguous() for k, v in content["model"].items()}, temporary / "model.safetensors")
         save_file(content["ema"], temporary / "ema.safetensors")
-        torch.save({"optimizer": content["optimizer"], "rng": content["rng"]}, temporary / "training.pt")
+        training = {name: content[name] for name in ("optimizer", "techniques", "rng")}
+        torch.save(training, temporary / "training.pt")
         described = {
             "format": FORMAT,
             "counters": content["counters"],
@@ -131,8 +132,7 @@ def load_verified(folder: Path, described: dict[str, Any], state: TrainState, id
         {
             "model": load_file(folder / "model.safetensors"),
             "ema": load_file(folder / "ema.safetensors"),
-            "optimizer": training["optimizer"],
-            "rng": training["rng"],
+            **training,
             "loader": described["loader"],
             "window": described["window"],
             "counters": described["counters"],

@@ -25,6 +25,7 @@ class Meter:
         self.train_flops, self.peak = 3 * flops_per_sample, peak_flops
         self.loss: Tensor | float = 0.0
         self.skipped: Tensor | float = 0.0
+        self.backed_off: Tensor | float = 0.0
         self.train_seconds = self.maintenance_seconds = 0.0
         self.trained_samples = 0
         self.restart()
@@ -37,7 +38,7 @@ class Meter:
         self.since = time.perf_counter()
 
     def restart(self) -> None:
-        self.loss = self.skipped = 0.0
+        self.loss = self.skipped = self.backed_off = 0.0
         self.steps = self.carried = 0
         self.wait = 0.0
         self.since = time.perf_counter()
@@ -61,16 +62,19 @@ class Meter:
         self.grad_norm = output.grad_norm
         self.loss = output.loss + self.loss
         self.skipped = output.skipped + self.skipped
+        self.backed_off = output.backed_off + self.backed_off
         self.steps += 1
 
     def state_dict(self) -> dict[str, float | int]:
         """The sums of the window; reading them waits for the device."""
-        return {"loss": float(self.loss), "skipped": float(self.skipped), "steps": self.steps}
+        sums = {"loss": float(self.loss), "skipped": float(self.skipped), "backed_off": float(self.backed_off)}
+        return sums | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
         self.restart()
-        self.loss, self.skipped, self.steps = state["loss"], state["skipped"], int(state["steps"])
+        self.loss, self.skipped, self.backed_off = state["loss"], state["skipped"], state["backed_off"]
+        self.steps = int(state["steps"])
         self.carried = self.steps
 
     def report(self, lr: float) -> dict[str, Any]:
@@ -86,6 +90,7 @@ class Meter:
             "grad_norm": float(self.grad_norm),
             "lr": lr,
             "skipped": skipped,
+            "backed_off": int(float(self.backed_off)),
             "samples_per_s": rate,
             "tokens_per_s": rate * self.tokens,
             "model_tflops": rate * self.train_flops / 1e12,

@@ -17,6 +17,8 @@ def log_line(metrics: Mapping[str, Any]) -> str:
     parts.append(f"data wait {metrics['data_wait']:.1%}")
     if metrics.get("skipped"):
         parts.append(f"{metrics['skipped']} steps skipped: their gradients were not finite")
+    if metrics.get("backed_off"):
+        parts.append(f"{metrics['backed_off']} steps spent on finding fp16's loss scale")
     return "  ".join(parts)
 
 

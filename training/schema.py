@@ -19,6 +19,37 @@ class Device(str, Enum):
 class PrecisionName(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class AttentionName(str, Enum):
+    auto = "auto"
+    flash = "flash"
+    cudnn = "cudnn"
+    efficient = "efficient"
+    math = "math"
+    flex = "flex"
+
+
+class CheckpointPolicyName(str, Enum):
+    blocks = "blocks"
+    every_2 = "every_2"
+    selective = "selective"
+
+
+class CompileScope(str, Enum):
+    blocks = "blocks"
+    model = "model"
+
+
+CompileMode = Enum(  # a call, because two of torch's names are no identifiers
+    "CompileMode",
+    {
+        "default": "default",
+        "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
+        "reduce-overhead": "reduce-overhead",
+    },
+)
 
 
 class OnUnavailable(str, Enum):
@@ -56,10 +87,38 @@ class RuntimeConfig:
     cudnn_benchmark: bool = False
     precision: PrecisionName = PrecisionName.fp32
     residual_in_fp32: bool = True
+    fused_add_norm: bool = False
+    fused_scan: bool = False
+    fused_conv: bool = False
+    attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
+    checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks
     compile: bool = False
+    compile_scope: CompileScope = CompileScope.blocks
+    compile_mode: CompileMode = CompileMode["default"]
     fused_adamw: bool = False
+    empty_cache_at_eval: bool = False
+    cuda_graph: bool = False
     on_unavailable: OnUnavailable = OnUnavailable.degrade
+
+    def check(self, accumulation_steps: int = 1, deterministic: bool = False) -> None:
+        """ValueError for techniques that contradict each other on any machine."""
+        mode = self.compile_mode.value
+        if not self.compile:
+            return
+        if mode == "reduce-overhead" and (
+            self.cuda_graph or accumulation_steps > 1 or self.compile_scope is CompileScope.blocks
+        ):
+            raise ValueError(
+                "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks compiled "
+                "one by one, and cannot be captured; use runtime.cuda_graph=true runtime.compile_mode=default, which "
+                "works with both."
+            )
+        if mode == "max-autotune-no-cudagraphs" and deterministic:
+            raise ValueError(
+                "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs differ; "
+                "use runtime.compile_mode=default with deterministic=true."
+            )
 
 
 @dataclass(frozen=True)
@@ -131,6 +190,7 @@ class TrainConfig:
                 f"batch_size={self.batch_size} (global) is not a multiple of "
                 f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
+        self.runtime.check(self.accumulation_steps, self.deterministic)
         interval = self.sampling.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
             raise ValueError(f"sampling.guidance_interval={interval} must be two increasing times, such as [0.1,0.9].")
@@ -164,6 +224,7 @@ class PrecomputeConfig:
                 raise ValueError(f"{key} is not set; say which: {key}=<{what}>.")
         at_least(1, self, "resolution", "batch_size", "shard_size", "block_size")
         at_least(0, self, "seed", "num_workers")
+        self.runtime.check()
         if self.limit is not None:
             at_least(1, self, "limit")
         if not 0.0 <= self.held_out < 1.0:

@@ -19,9 +19,15 @@ from models.denoiser import Denoiser
 from training.build import build, resolve_target
 from training.checkpoint import Checkpoints, load, resolve_weights
 from training.config import Composed
+from training.ema import EMA
+from training.metrics import Meter
+from training.objective import FlowMatching
 from training.optim import parameter_groups
+from training.peak_flops import peak_flops
+from training.schedule import Schedule
 from training.schema import TrainConfig
 from training.state import TrainState
+from training.step import TrainStep
 
 
 def spine(node: Any) -> dict[str, Any]:
@@ -52,6 +58,31 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
     return build(
         node, "optim", parameter_groups(model, node.get("weight_decay", 0.0)), kind=torch.optim.Optimizer, **extra
     )
+
+
+def build_stack(cfg: TrainConfig, device: torch.device) -> AccelerationStack:
+    """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable` is error."""
+    strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
+    return AccelerationStack(spine(cfg.runtime), device, **strictness)
+
+
+def build_step(
+    cfg: TrainConfig,
+    model: Denoiser,
+    loader: LatentLoader,
+    objective: FlowMatching,
+    optimizer: torch.optim.Optimizer,
+    stack: AccelerationStack,
+) -> tuple[TrainState, TrainStep]:
+    """All that changes in a run, and what changes it; `stack.on_model` has been applied to `model`."""
+    device = next(model.parameters()).device
+    ema = EMA(model, **spine(cfg.ema))
+    schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
+    peak = peak_flops(device, str(stack.value("precision")))
+    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak)
+    state = TrainState(model, optimizer, ema, loader, meter, stack)
+    rates = {"seed": cfg.seed, "batch_size": cfg.batch_size, "max_grad_norm": cfg.max_grad_norm}
+    return state, stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, **rates))
 
 
 def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None = None) -> Autoencoder:

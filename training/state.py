@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accel.stack import AccelerationStack
 from data.loader import LatentLoader
 from models.denoiser import Denoiser
 from training.ema import EMA
@@ -28,6 +29,7 @@ class TrainState:
     ema: EMA
     loader: LatentLoader
     meter: Meter
+    stack: AccelerationStack
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
@@ -49,6 +51,7 @@ class TrainState:
             "loader": self.loader.state_dict(),
             "window": self.meter.state_dict(),
             "counters": {"step": self.step, "samples": self.samples, "skipped_steps": self.skipped_steps},
+            "techniques": self.stack.state_dict(),
             "rng": rng_state(),
         }
 
@@ -59,8 +62,8 @@ class TrainState:
         except RuntimeError as error:
             raise ValueError(f"the checkpoint does not fit this model: {error}") from error
         self.ema.load_state_dict(state["ema"])
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        load_moments(self.optimizer, state["optimizer"])
+        self.stack.load_state_dict(state["techniques"])
         self.loader.load_state_dict(state["loader"])
         self.meter.load_state_dict(state["window"])
         for name, value in state["counters"].items():
@@ -70,7 +73,7 @@ class TrainState:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The averaged weights, in evaluation mode and uncompiled: batch sizes other than training's recompile."""
-        with self.ema.applied(), torch.compiler.set_stance("force_eager"):
+        with self.stack.evaluation(), self.ema.applied(), torch.compiler.set_stance("force_eager"):
             self.model.eval()
             try:
                 yield
@@ -86,6 +89,26 @@ class TrainState:
         finally:
             self.load_state_dict(before)
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def load_moments(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> None:
+    """Loads an optimizer's state, in place where it exists already: a captured step goes on using those tensors.
+
+    Hyper-parameters stay as they are. Adam that has not stepped yet is Adam whose moments and step count are zero.
+    """
+    current = optimizer.state_dict()
+    if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in current["state"].items()}
+    same = saved.keys() == current["state"].keys()
+    if not (
+        same and all(isinstance(t, torch.Tensor) for entries in current["state"].values() for t in entries.values())
+    ):
+        optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
+        return
+    for i, entries in current["state"].items():
+        for name, tensor in entries.items():
+            value = saved[i][name]
+            tensor.copy_(value) if isinstance(value, torch.Tensor) else tensor.fill_(value)
 
 
 def copied(node: Any) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel.fused_adamw import is_fused
+from accel.loss_scaler import LossScaler
 from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA
@@ -16,8 +17,7 @@ from training.objective import FlowMatching
 from training.schedule import Schedule
 
 
-@dataclass
-class StepOutput:
+class StepOutput(NamedTuple):
     """Device scalars."""
 
     loss: Tensor
@@ -26,12 +26,15 @@ class StepOutput:
     """Before clipping."""
     skipped: Tensor
     """1.0 if the norm was not finite and parameters, moments and averages were left alone."""
+    backed_off: Tensor
+    """1.0 if the same happened because fp16's loss scale was too large: part of its search, no failure."""
 
 
 class TrainStep:
     """Forward, backward, clipping, optimizer and EMA.
 
-    `forward` is the network's forward pass, which techniques wrap; evaluation and sampling use the same one.
+    `forward` is the network's forward pass and `update` the whole step, which techniques wrap; evaluation and sampling
+    use the same `forward`. `mark(phase)` is called at the end of each phase, for who wants to time them.
     `schedule(samples)` moves learning rate and EMA weight to the device before the step; calling the step then takes
     only what is already there. The optimizer decides on device: a fused one gets the clipping factor as `grad_scale`
     and a non-finite norm as `found_inf`. An unfused one cannot, so there the host reads one flag a step.
@@ -50,6 +53,9 @@ class TrainStep:
         max_grad_norm: float,
     ) -> None:
         self.forward: Callable[..., Tensor] = model
+        self.update: Callable[[Sequence[Batch]], StepOutput] = self.one_step
+        self.mark: Callable[[str], None] = lambda phase: None
+        self.scaler: LossScaler | None = None
         self.objective, self.optimizer = objective, optimizer
         self.lr_schedule, self.ema = schedule, ema
         self.seed, self.batch_size, self.max_grad_norm = seed, batch_size, max_grad_norm
@@ -88,22 +94,43 @@ class TrainStep:
         )
 
     def __call__(self, batches: Sequence[Batch]) -> StepOutput:
+        return self.update(batches)
+
+    def one_step(self, batches: Sequence[Batch]) -> StepOutput:
         total = torch.zeros((), device=self.ema_weight.device)
         for batch in batches:
             loss = self.losses(batch)[0].mean() / len(batches)
-            loss.backward()
+            self.mark("forward")
+            (loss if self.scaler is None else loss * self.scaler.scale).backward()
+            self.mark("backward")
             total += loss.detach()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
+        backed_off = torch.zeros_like(norm)
+        if self.scaler is not None:
+            norm = norm / self.scaler.scale
+            overflow = ~torch.isfinite(norm) & torch.isfinite(total)
+            backed_off = (overflow & (self.scaler.scale > 1.0)).float()  # at 1 there is nothing left to blame
         finite = torch.isfinite(norm)
-        clip = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm > 0 else torch.ones_like(norm)
+        self.optimizer_step(grads, norm, finite)
+        self.mark("optimizer")
+        self.ema.update(torch.where(finite, self.ema_weight, 0.0))
+        self.mark("ema")
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutput(total, norm, (~finite).float() - backed_off, backed_off)
+
+    def optimizer_step(self, grads: list[Tensor], norm: Tensor, finite: Tensor) -> None:
+        """Clips, undoes the loss scale and updates; nothing at all where the norm is not finite."""
+        divisor = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm > 0 else torch.ones_like(norm)
+        not_finite = (~finite).float()
+        if self.scaler is not None:
+            divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):
-            self.optimizer.grad_scale = clip  # pyright: ignore[reportAttributeAccessIssue]
-            self.optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.grad_scale = divisor  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.found_inf = not_finite  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         elif bool(finite):
-            torch._foreach_div_(grads, clip)
+            torch._foreach_div_(grads, divisor)
             self.optimizer.step()
-        self.ema.update(torch.where(finite, self.ema_weight, 0.0))
-        self.optimizer.zero_grad(set_to_none=True)
-        return StepOutput(total, norm, (~finite).float())
+        if self.scaler is not None:
+            self.scaler.update(not_finite)

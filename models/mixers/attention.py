@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from accel.kernels.attend import attend
 from models.mixers.checks import heads_of
 
 
@@ -48,6 +49,7 @@ class Attention(nn.Module):
         if head_dim % 4:
             raise ValueError(f"model.head_dim={head_dim} must be a multiple of 4 for 2-D RoPE.")
         self.head_dim, self.grid, self.eps = head_dim, grid, eps
+        self.attention_backend = "auto"
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.q_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
@@ -69,7 +71,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         q = rotate(self.normed(q, self.q_weight), self.rotations)
         k = rotate(self.normed(k, self.k_weight), self.rotations)
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.out_proj(attend(q, k, v, self.attention_backend).transpose(1, 2).flatten(2))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""

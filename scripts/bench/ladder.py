@@ -1,0 +1,152 @@
+"""The ladder: from what a newcomer writes to runtime=max, one technique more per rung.
+
+    python -m scripts.bench ladder
+    python -m scripts.bench ladder setting=s32 model=dit_s out=bench/dit_s32.json
+
+Rung 0 stands in two honest variants: items already in memory, and one npy file per sample (scripts/bench/naive.py says
+what they do). Every rung starts from the same weights and sees the same samples in the same order. Writes JSON and a
+bar chart beside it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.bench.naive import NaiveLoop
+from scripts.bench.report import bar_chart, gib, table, write_result
+from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.timing import Spread
+from scripts.bench.workload import Workload, attempt, time_steps
+from training.run import pick_device
+
+TECHNIQUES = (
+    ("+ tf32", ["runtime.tf32=true"]),
+    ("+ bf16", ["runtime.precision=bf16"]),
+    ("+ fused AdamW, no host sync", ["runtime.fused_adamw=true"]),
+    ("+ cuDNN autotuner", ["runtime.cudnn_benchmark=true"]),
+    ("+ fused add+norm", ["runtime.fused_add_norm=true"]),
+    ("+ fused scan", ["runtime.fused_scan=true"]),
+    ("+ fused convolution", ["runtime.fused_conv=true"]),
+    ("+ compiled blocks", ["runtime.compile=true"]),
+    ("+ CUDA graph = max", ["runtime.cuda_graph=true"]),
+)
+"""What each rung above the framework's eager one adds."""
+
+
+@dataclass(frozen=True)
+class LadderConfig(BenchConfig):
+    """Keys of the ladder."""
+
+    num_workers: int = 4
+    """Workers of the newcomer's DataLoader."""
+
+
+class Rung(NamedTuple):
+    """One rung: how to build it."""
+
+    name: str
+    make: Callable[[], Any]
+
+
+def rungs(overrides: list[str], num_workers: int, folder: Path) -> Iterator[Rung]:
+    """From rung 0 upwards."""
+
+    def naive(name: str, **how: Any) -> Rung:
+        return Rung(name, lambda: NaiveLoop(name, overrides, num_workers=num_workers, folder=folder, **how))
+
+    def ours(name: str, added: list[str]) -> Rung:
+        return Rung(name, lambda: Workload(name, [*overrides, "runtime=eager", *added]))
+
+    yield naive("0 newcomer, a file per sample", storage="npy")
+    yield naive("0 newcomer, items in memory", storage="memory")
+    yield naive("+ latents on the device", storage="resident")
+    yield naive("+ no loss.item() each step", storage="resident", item_every_step=False)
+    yield ours("+ this framework, eager", [])
+    added: list[str] = []
+    for name, words in TECHNIQUES:
+        added = [*added, *words]
+        yield ours(name, added)
+
+
+def climb(cfg: LadderConfig, overrides: list[str]) -> list[dict[str, Any]]:
+    """Measures every rung; one that runs out of memory is named and left out."""
+    built: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    losses: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rung in rungs(overrides, cfg.num_workers, Path(folder)):
+            made = attempt(rung.make)
+            if isinstance(made, str):
+                failed[rung.name] = made
+                continue
+            print(f"built {rung.name} in {made.warm_up_seconds:.1f} s", flush=True)
+            built[rung.name] = made
+            losses[rung.name] = made.final_loss(cfg.loss_steps)
+        times = time_steps(built, cfg.steps, cfg.repeats)
+    entries = [entry(built[name], times[name], losses[name]) for name in built]
+    base = next((e for e in entries if e["name"].startswith("0 newcomer, items in memory")), entries[0])
+    before: set[str] = set()
+    for i, found in enumerate(entries):
+        found["confirmed"] = None if found["ledger"] is None else set(found["not_on"]) <= before
+        before |= set(found["not_on"])
+        found["times_rung_0"] = base["step_ms"] / found["step_ms"]
+        found["times_before"] = entries[i - 1]["step_ms"] / found["step_ms"] if i else None
+        found["loss_deviation"] = found["final_loss"] / base["final_loss"] - 1.0
+    return entries + [{"name": name, "error": error} for name, error in failed.items()]
+
+
+def entry(workload: Any, spread: Spread, loss: float) -> dict[str, Any]:
+    return {
+        "name": workload.name,
+        **spread.as_json("step_ms"),
+        "samples_per_s": 1e3 * workload.batch_size / spread.median,
+        "mfu": workload.mfu(spread.median / 1e3),
+        "memory_reserved_peak": workload.memory_peak,
+        "warm_up_s": workload.warm_up_seconds,
+        "final_loss": loss,
+        "not_on": workload.missing(),
+        "ledger": workload.ledger.as_dict() if isinstance(workload, Workload) else None,
+    }
+
+
+def shown(entries: list[dict[str, Any]]) -> str:
+    """The table for the terminal and for docs/benchmarks."""
+    head = ("rung", "ms/step", "range", "samples/s", "×before", "×rung 0", "MFU", "GiB", "warm-up s", "loss", "ledger")
+    rows: list[tuple[object, ...]] = [head]
+    for e in entries:
+        if "error" in e:
+            rows.append((e["name"], *[None] * 9, e["error"]))
+            continue
+        rows.append(
+            (
+                e["name"],
+                f"{e['step_ms']:.2f}",
+                f"{e['step_ms_min']:.2f}–{e['step_ms_max']:.2f}",
+                f"{e['samples_per_s']:.0f}",
+                None if e["times_before"] is None else f"{e['times_before']:.2f}",
+                f"{e['times_rung_0']:.2f}",
+                None if e["mfu"] is None else f"{e['mfu']:.1%}",
+                gib(e["memory_reserved_peak"]),
+                f"{e['warm_up_s']:.1f}",
+                f"{e['loss_deviation']:+.0e}",
+                {True: "confirms", False: "not on here", None: None}[e["confirmed"]],
+            )
+        )
+    return table(rows)
+
+
+def main(words: list[str]) -> None:
+    cfg, overrides = parse(LadderConfig, "ladder", words, __doc__ or "")
+    entries = climb(cfg, overrides)
+    print(f"\n{shown(entries)}")
+    assert cfg.out is not None
+    device = pick_device("auto")
+    settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps, "num_workers": cfg.num_workers}
+    file = write_result(cfg.out, settings | {"rungs": entries}, device)
+    measured = [e for e in entries if "error" not in e]
+    bars = [(e["name"], e["samples_per_s"], f"{e['samples_per_s']:.0f}  ×{e['times_rung_0']:.1f}") for e in measured]
+    print(bar_chart(file.with_suffix(".png"), f"samples/s, setting {cfg.setting}, {device.type}", bars))

@@ -1,0 +1,60 @@
+"""What a benchmark leaves behind: a table on the terminal, JSON with the environment, a bar chart."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.manifest import write_atomically
+from training.run import describe_environment
+
+
+def write_result(file: str | Path, content: Mapping[str, Any], device: torch.device) -> Path:
+    """Writes `content` as JSON with the environment (versions, hardware, git state, command) and the date."""
+    path = Path(file).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = describe_environment(device) | {"device": device.type, "date": time.strftime("%Y-%m-%d")}
+    write_atomically(path, json.dumps({"environment": environment} | dict(content), indent=1) + "\n")
+    print(f"\n{path}", flush=True)
+    return path
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Rows as aligned columns, the first row being the heads; columns of numbers to the right."""
+    cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+
+    def aligned(cell: str, i: int) -> str:
+        number = i > 0 and all(row[i].lstrip("+-×").replace("–", "0")[:1].isdigit() for row in cells[1:])
+        return cell.rjust(widths[i]) if number else cell.ljust(widths[i])
+
+    return "\n".join("  ".join(aligned(cell, i) for i, cell in enumerate(row)).rstrip() for row in cells)
+
+
+def gib(size: int | None) -> str | None:
+    return None if size is None else f"{size / 2**30:.2f}"
+
+
+def bar_chart(file: Path, title: str, bars: Sequence[tuple[str, float, str]]) -> Path:
+    """Horizontal bars (label, length, note) as a PNG."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font, line, left, width = ImageFont.load_default(20), 34, 430, 1400
+    image = Image.new("RGB", (width, line * (len(bars) + 2)), "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((16, 14), title, fill="black", font=font)
+    longest = max(length for _, length, _ in bars)
+    notes = max(draw.textlength(note, font=font) for _, _, note in bars) + 24
+    for i, (label, length, note) in enumerate(bars):
+        top = line * (i + 1) + 18
+        end = left + int((width - left - notes) * length / longest)
+        draw.text((left - 12 - draw.textlength(label, font=font), top), label, fill="black", font=font)
+        draw.rectangle((left, top + 2, max(end, left + 2), top + line - 10), fill="#3b76af")
+        draw.text((end + 10, top), note, fill="black", font=font)
+    image.save(file)
+    return file

@@ -1,0 +1,84 @@
+"""What is measured: sizes that are stated once, so that results can be compared."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from training.config import from_words
+
+LATENTS = ["data=synthetic", "data.channels=4", "data.height=32", "data.width=32", "data.count=50000"]
+SETTINGS = {
+    "tiny": [
+        "model=ssd_mlp_xs",
+        "model.dim=64",
+        "model.depth=2",
+        "model.head_dim=32",
+        "data=synthetic",
+        "data.channels=4",
+        "data.height=8",
+        "data.width=8",
+        "data.count=256",
+        "data.num_classes=10",
+        "batch_size=16",
+    ],
+    "s256": ["model=ssd_mlp_s", *LATENTS, "batch_size=256"],
+    "s32": ["model=ssd_mlp_s", *LATENTS, "batch_size=32"],
+    "b256": ["model=ssd_mlp_b", *LATENTS, "batch_size=256"],
+}
+"""Name -> overrides. s: 33 M parameters; b: 126 M (the size of DiT-B/2); 32×32×4 latents, 50,000 samples."""
+CONSTANT = ["schedule.kind=constant", "schedule.warmup_samples=0"]
+"""So that the short stretches that are compared train at the full rate."""
+DURATIONS = {"tiny": (2, 3), "s256": (10, 5), "s32": (40, 5), "b256": (5, 5)}
+"""Name -> steps in a repeat, repeats."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Keys that all measuring commands have; 0 and null mean the setting's own."""
+
+    setting: str | None = None
+    """tiny, s256, s32 or b256; null: s256 on a GPU, tiny without one."""
+    steps: int = 0
+    """Steps in one repeat."""
+    repeats: int = 0
+    loss_steps: int = 0
+    """Steps after which final losses are compared; 0: as many as one repeat has."""
+    out: str | None = None
+    """The JSON file; null: bench/<command>_<setting>.json."""
+
+
+Config = TypeVar("Config", bound=BenchConfig)
+
+
+def parse(schema: type[Config], command: str, words: list[str], help_text: str) -> tuple[Config, list[str]]:
+    """The command's own keys, completed from the setting, and the training overrides, the setting's first."""
+    if any(word in ("-h", "--help") for word in words):
+        from_words(schema, ["--help"], help_text)
+        sys.exit(0)
+    own = {f.name for f in fields(schema)}
+    mine = [word for word in words if word.partition("=")[0] in own or "=" not in word]
+    cfg = from_words(schema, mine, help_text)
+    setting = cfg.setting or default_setting()
+    if setting not in SETTINGS:
+        raise ValueError(f"setting={setting}: there is no such setting; choose one of {', '.join(SETTINGS)}.")
+    for key in ("steps", "repeats", "loss_steps"):
+        if getattr(cfg, key) < 0:
+            raise ValueError(f"{key}={getattr(cfg, key)} must be at least 1, or 0 for the setting's own.")
+    steps = cfg.steps or DURATIONS[setting][0]
+    cfg = replace(
+        cfg,
+        setting=setting,
+        steps=steps,
+        repeats=cfg.repeats or DURATIONS[setting][1],
+        loss_steps=cfg.loss_steps or steps,
+        out=cfg.out or f"bench/{command}_{setting}.json",
+    )
+    return cfg, [*SETTINGS[setting], *CONSTANT, *(word for word in words if word not in mine)]
+
+
+def default_setting() -> str:
+    import torch
+
+    return "s256" if torch.cuda.is_available() else "tiny"

@@ -1,0 +1,187 @@
+"""One configuration by phases, with a verdict: what bounds it, and which keys to try next.
+
+    python -m scripts.bench step setting=s32 runtime=fast
+    python -m scripts.bench step setting=b256 model=mamba_b runtime=production steps=20
+
+On a GPU the phases are timed by CUDA events that are read after the window, so nothing waits inside it; a naive host
+timer stands beside them, to show the error that asynchronous launches cause. Inside a CUDA graph there are no phases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from scripts.bench.report import table, write_result
+from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.timing import synchronise
+from scripts.bench.workload import Workload, time_steps
+from scripts.capabilities import capabilities
+
+PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging")
+
+
+class PhaseClock:
+    """Notes the end of each phase twice: as an event in the device's stream and on the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[tuple[str, torch.cuda.Event | None, float]] = []
+
+    def mark(self, phase: str) -> None:
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self.marks.append((phase, event, time.perf_counter()))
+
+    def read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Milliseconds by phase as the device took them, and as the host saw them. Waits for the device."""
+        synchronise(self.device)
+        device, host = defaultdict(float), defaultdict(float)
+        for (_, start, began), (phase, event, ended) in zip(self.marks, self.marks[1:], strict=False):
+            host[phase] += 1e3 * (ended - began)
+            device[phase] += start.elapsed_time(event) if start and event else 1e3 * (ended - began)
+        return dict(device), dict(host)
+
+
+def phases_of(workload: Workload, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds a step by phase: device's and host's."""
+    clock = PhaseClock(workload.device)
+    workload.step.mark = clock.mark
+    meter = workload.state.meter
+    meter.start()
+    clock.mark("start")
+    for _ in range(steps):
+        batches = [next(workload.loader) for _ in range(workload.cfg.accumulation_steps)]
+        clock.mark("data")
+        workload.step.schedule(workload.state.samples)
+        output = workload.step(batches)
+        clock.mark("rest")
+        meter.update(output)
+        clock.mark("logging")
+        workload.state.advance(workload.batch_size)
+    device, host = clock.read()
+    workload.step.mark = lambda phase: None
+    if workload.stack.value("cuda_graph"):  # the phases inside were not marked: all of it is one launch
+        device["whole step"], host["whole step"] = device.pop("rest"), host.pop("rest")
+    return tuple({phase: ms / steps for phase, ms in part.items()} for part in (device, host))  # pyright: ignore[reportReturnType]
+
+
+class Work(NamedTuple):
+    """Milliseconds of one step that the device was busy."""
+
+    busy: float
+    products: float
+    """In matrix products, attention and convolutions."""
+
+
+PRODUCT_KERNELS = (
+    "gemm",
+    "cutlass",
+    "matmul",
+    "_mm",
+    "::mm",
+    "bmm",
+    "addmm",
+    "xmma",
+    "wgmma",
+    "attention",
+    "flash",
+    "conv",
+)
+
+
+def work_of(workload: Workload) -> Work:
+    """From a profile of one step: kernels on a GPU, operators on a CPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    cuda = workload.device.type == "cuda"
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        workload.run(1)
+        synchronise(workload.device)
+    times: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        times[event.key.lower()] += event.self_device_time_total if cuda else event.self_cpu_time_total
+    products = sum(us for name, us in times.items() if any(part in name for part in PRODUCT_KERNELS))
+    return Work(sum(times.values()) / 1e3, products / 1e3)
+
+
+class Verdict(NamedTuple):
+    """What bounds a step, why, and what to try."""
+
+    bound: str
+    reason: str
+    keys: list[str]
+
+
+def verdict(step_ms: float, data_ms: float, work: Work, left: Collection[str], cuda: bool) -> Verdict:
+    """Data, then launches, then the kind of work that takes most of the device's time.
+
+    `left` are the words, such as runtime.compile=true, that this machine can do and this run has not on; only these
+    are proposed.
+    """
+
+    def propose(*words: str) -> list[str]:
+        return [word for word in words if word in left or not word.startswith("runtime.")]
+
+    if data_ms > 0.1 * step_ms:
+        reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
+        return Verdict("data-bound", reason, ["data=resident", "data.num_workers (streamed data)"])
+    if cuda and work.busy < 0.8 * step_ms:
+        reason = f"the GPU works for {work.busy:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
+        keys = propose("runtime.cuda_graph=true", "runtime.compile=true", "a larger batch_size")
+        return Verdict("launch-bound", reason, keys)
+    share = work.products / work.busy if work.busy else 0.0
+    reason = f"{share:.0%} of the busy time goes into products"
+    if share >= 0.5:
+        keys = propose("runtime.precision=bf16", "runtime.tf32=true")
+        return Verdict("compute-bound", reason, keys or ["a smaller model, or a faster device"])
+    keys = propose(
+        "runtime.fused_add_norm=true",
+        "runtime.fused_scan=true",
+        "runtime.fused_conv=true",
+        "runtime.compile=true",
+        "runtime.fused_adamw=true",
+        "runtime.precision=bf16",
+    )
+    return Verdict("bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"])
+
+
+def main(words: list[str]) -> None:
+    cfg, overrides = parse(BenchConfig, "step", words, __doc__ or "")
+    workload = Workload("step", overrides)
+    print(workload.ledger.table(), flush=True)
+    spread = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
+    device, host = phases_of(workload, cfg.steps)
+    work = work_of(workload)
+    active = {row.key: row.active for row in workload.ledger}
+    possible = [c for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value]
+    left = {f"runtime.{c.key}={str(c.value).lower()}" for c in possible}
+    found = verdict(spread.median, device["data"], work, left, workload.device.type == "cuda")
+    rows: list[tuple[object, ...]] = [("phase", "ms", "naive host timer, ms")]
+    shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
+    rows += [(phase, f"{device[phase]:.3f}", f"{host[phase]:.3f}") for phase in shown]
+    rows.append(("step, phases unmarked", f"{spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})", None))
+    print(f"\n{table(rows)}\n\n{found.bound}: {found.reason}.\nTry next: {', '.join(found.keys)}")
+    assert cfg.out is not None
+    content = {
+        "setting": cfg.setting,
+        "overrides": overrides,
+        **spread.as_json("step_ms"),
+        "samples_per_s": 1e3 * workload.batch_size / spread.median,
+        "mfu": workload.mfu(spread.median / 1e3),
+        "memory_reserved_peak": workload.memory_peak,
+        "warm_up_s": workload.warm_up_seconds,
+        "phases": [{"name": p, "device_ms": device[p], "host_ms": host[p]} for p in shown],
+        "busy_ms": work.busy,
+        "products_ms": work.products,
+        "verdict": found._asdict(),
+        "ledger": workload.ledger.as_dict(),
+    }
+    write_result(cfg.out, content, workload.device)

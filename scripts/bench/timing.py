@@ -1,0 +1,70 @@
+"""Clocks. A GPU works asynchronously, so a host clock is read only after the device has finished."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds from an idle device to an idle device."""
+    synchronise(device)
+    start = time.perf_counter()
+    run()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of repeated measurements."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def as_json(self, name: str) -> dict[str, float | int]:
+        """`name` (the median), `name_min`, `name_max`, `n`."""
+        return {name: self.median, f"{name}_min": self.low, f"{name}_max": self.high, "n": self.n}
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each run, `repeats` times, taken in turn and every other round backwards, so that drift hits all."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+            taken[name].append(seconds(runs[name], device))
+    return taken
+
+
+class MemoryPeak:
+    """Bytes that the allocator reserved at most since `start`, beyond what was reserved then; None without a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.before = 0
+
+    def start(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_reserved()
+
+    def read(self) -> int | None:
+        return torch.cuda.max_memory_reserved() - self.before if self.cuda else None

@@ -1,0 +1,34 @@
+"""A profiler trace of a few steps, to be opened in https://ui.perfetto.dev.
+
+    python -m scripts.bench trace setting=s32 runtime=fast steps=3 out=bench/trace.json
+
+Prints the ops that took most of the time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.timing import synchronise
+from scripts.bench.workload import Workload
+
+
+def main(words: list[str]) -> None:
+    cfg, overrides = parse(BenchConfig, "trace", words, __doc__ or "")
+    workload = Workload("trace", overrides)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if workload.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+        workload.run(cfg.steps)
+        synchronise(workload.device)
+    order = "self_cuda_time_total" if workload.device.type == "cuda" else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=50))
+    assert cfg.out is not None
+    file = Path(cfg.out).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))
+    print(file)

@@ -1,0 +1,122 @@
+"""A training run without its folder: what the benchmarks measure, put together as train.py does it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from accel.ledger import Ledger
+from scripts.bench.timing import MemoryPeak, Spread, interleaved
+from training.build import build
+from training.config import compose
+from training.run import pick_device
+from training.setup import build_loader, build_model, build_optimizer, build_stack, build_step
+
+
+class Runnable(Protocol):
+    """What the benchmarks time and compare."""
+
+    name: str
+    device: torch.device
+    batch_size: int
+    warm_up_seconds: float
+
+    def activate(self) -> None:
+        """Sets the process-wide flags of this one; call it before `run`."""
+        ...
+
+    def run(self, steps: int) -> None:
+        """Takes `steps` steps; may return before the device has finished."""
+        ...
+
+    def final_loss(self, steps: int) -> float:
+        """Takes `steps` steps with the stateless noise and returns the mean loss of their second half."""
+        ...
+
+
+class Workload:
+    """The framework's own training step under `overrides`; built, warmed up and observed."""
+
+    def __init__(self, name: str, overrides: list[str]) -> None:
+        composed = compose([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
+        cfg = composed.cfg
+        self.name, self.overrides, self.cfg = name, composed.overrides, cfg
+        self.device = pick_device(cfg.runtime.device.value)
+        self.batch_size = cfg.batch_size
+        memory = MemoryPeak(self.device)
+        memory.start()
+        torch.manual_seed(cfg.seed)
+        micro_batch = cfg.batch_size // cfg.accumulation_steps
+        self.loader = build_loader(cfg.data, cfg.seed, micro_batch, self.device)
+        self.model = build_model(cfg.model, self.loader.spec, self.device)
+        self.stack = build_stack(cfg, self.device)
+        self.stack.on_process()
+        self.model = self.stack.on_model(self.model)
+        optimizer = build_optimizer(cfg.optim, self.model, self.stack)
+        objective = build(cfg.objective, "objective")
+        self.state, self.step = build_step(cfg, self.model, self.loader, objective, optimizer, self.stack)
+        began = time.perf_counter()
+        with self.state.preserved():
+            self.step.schedule(0)
+            self.ledger: Ledger = self.stack.warm_up(self.one_step, self.model.blocks)
+        self.warm_up_seconds = time.perf_counter() - began
+        self.memory_peak = memory.read()
+
+    def activate(self) -> None:
+        self.stack.on_process()
+
+    def one_step(self) -> torch.Tensor:
+        batches = [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
+        self.step.schedule(self.state.samples)
+        loss = self.step(batches).loss
+        self.state.advance(self.batch_size)
+        return loss
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.one_step()
+
+    def final_loss(self, steps: int) -> float:
+        self.activate()
+        losses = [self.one_step() for _ in range(steps)]
+        return torch.stack(losses[len(losses) // 2 :]).mean().item()
+
+    def missing(self) -> list[str]:
+        """Techniques that were asked for and are not on."""
+        return [row.key for row in self.ledger if row.missing]
+
+    def mfu(self, step_seconds: float) -> float | None:
+        meter = self.state.meter
+        return self.batch_size * meter.train_flops / step_seconds / meter.peak if meter.peak else None
+
+
+def attempt(make: Callable[[], Any]) -> Any:
+    """What `make` returns, or the sentence of the torch.OutOfMemoryError that it raised."""
+    try:
+        return make()
+    except torch.OutOfMemoryError as error:
+        message = str(error).splitlines()[0]
+    torch.cuda.empty_cache()
+    return f"out of memory: {message}"
+
+
+def time_steps(workloads: dict[str, Any], steps: int, repeats: int) -> dict[str, Spread]:
+    """Milliseconds a step of each runnable, measured in turn, after one more warm round for all."""
+
+    def runner(workload: Runnable) -> Callable[[], None]:
+        def run() -> None:
+            workload.activate()
+            workload.run(steps)
+
+        return run
+
+    runs = {name: runner(workload) for name, workload in workloads.items()}
+    for workload in workloads.values():
+        workload.activate()
+        workload.run(1)
+    device = next(iter(workloads.values())).device
+    taken = interleaved(runs, repeats, device)
+    return {name: Spread.of([1e3 * s / steps for s in values]) for name, values in taken.items()}

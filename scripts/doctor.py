@@ -1,0 +1,163 @@
+"""What this machine can do, technique by technique, with the reason where it cannot.
+
+    python -m scripts.doctor             a table
+    python -m scripts.doctor --json      the same for programs
+    python -m scripts.doctor --measure   with measured rates: matrix products by precision, and memory traffic
+
+Everything is asked of the machine and of the techniques themselves; nothing is copied from a guide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--measure", action="store_true", help="measure rates too; takes some seconds")
+    options = parser.parse_args(words)
+    found = examine(options.measure)
+    print(json.dumps(found, indent=1) if options.json else as_text(found), flush=True)
+    return 0
+
+
+def examine(measure: bool = False) -> dict[str, Any]:
+    """Machine, versions, techniques, what is planned, and rates if asked for."""
+    from scripts.capabilities import capabilities
+    from training.run import describe_environment, pick_device
+
+    device = pick_device("auto")
+    environment = describe_environment(device)
+    found: dict[str, Any] = {
+        "machine": machine(device),
+        "versions": environment["versions"],
+        "techniques": [
+            {"key": f"runtime.{c.key}", "value": c.value, "available": c.reason is None, "reason": c.reason}
+            for c in capabilities(device)
+        ],
+        "planned": planned(device),
+    }
+    if measure:
+        found["rates"] = rates(device)
+    return found
+
+
+def machine(device: Any) -> dict[str, Any]:
+    """Hardware and drivers as PyTorch sees them."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_instructions": [
+            name
+            for name, has in (
+                ("AVX2", torch.cpu._is_avx2_supported()),
+                ("AVX512", torch.cpu._is_avx512_supported()),
+                ("AVX512-BF16", torch.cpu._is_avx512_bf16_supported()),
+                ("AMX", torch.cpu._is_amx_tile_supported()),
+                ("AMX-FP16", torch.cpu._is_amx_fp16_supported()),
+            )
+            if has
+        ],
+        "cxx_compiler": next(
+            (path for name in (os.environ.get("CXX", "c++"), "g++", "clang++") if (path := shutil.which(name))), None
+        ),
+        "torch_built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+        "gpu": None,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "gpu_count": torch.cuda.device_count(),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        }
+    elif torch.version.cuda:
+        facts["gpu_missing_because"] = "this PyTorch is built for CUDA and sees no GPU: no driver, or none is visible"
+    else:
+        facts["gpu_missing_because"] = "this PyTorch is built for the CPU only"
+    return facts
+
+
+def planned(device: Any) -> list[dict[str, Any]]:
+    """What this version does not have, and whether the hardware would."""
+    import torch
+
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    wanted: list[tuple[str, Callable[[tuple[int, int]], bool], str]] = [
+        ("FP8 matrix products", lambda c: c >= (8, 9), "compute capability 8.9 or newer"),
+        ("FlashAttention-3", lambda c: c[0] == 9, "compute capability 9.0 (Hopper)"),
+    ]
+    return [
+        {"name": name, "hardware": capability is not None and test(capability), "needs": needs}
+        for name, test, needs in wanted
+    ]
+
+
+def rates(device: Any) -> dict[str, float]:
+    """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large copy."""
+    import torch
+
+    from scripts.bench.timing import Spread, seconds
+    from scripts.capabilities import capabilities
+
+    cuda = device.type == "cuda"
+    n = 8192 if cuda else 1024
+    can = {c.value for c in capabilities(device) if c.key == "precision" and c.reason is None}
+    kinds = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if "bf16" in can else {})
+    kinds |= {"fp16": torch.float16} if "fp16" in can else {}
+    found: dict[str, float] = {}
+
+    def median(run: Callable[[], object]) -> float:
+        run()
+        return Spread.of([seconds(run, device) for _ in range(10)]).median
+
+    for name, dtype in kinds.items():
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
+        if name == "fp32" and cuda:
+            torch.set_float32_matmul_precision("high")
+            found["tf32_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
+            torch.set_float32_matmul_precision("highest")
+    source = torch.randn(2**28 if cuda else 2**24, device=device)
+    target = torch.empty_like(source)
+    found["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9
+    return found
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The findings as a page of text."""
+    lines = ["machine"]
+    facts = {k: ", ".join(v) if isinstance(v, list) else v for k, v in found["machine"].items() if v is not None}
+    lines += [f"  {key.replace('_', ' '):<22}{value}" for key, value in facts.items()]
+    lines += ["", "versions", "  " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()), "", "techniques"]
+    for row in found["techniques"]:
+        word = f"{row['key']}={str(row['value']).lower()}"
+        lines.append(f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip())
+    lines += ["", "planned, not in this version"]
+    for row in found["planned"]:
+        lines.append(f"  {row['name']:<22}hardware: {'yes' if row['hardware'] else 'no'} (needs {row['needs']})")
+    if "rates" in found:
+        lines += ["", "measured rates (median of 10)"]
+        lines += [f"  {name:<22}{value:.1f}" for name, value in found["rates"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
