@@ -9,6 +9,10 @@ What it costs: seconds to minutes in warm-up, reported apart from training time.
 `torch.compile` is lazy, so a failure comes in warm-up: there it is undone loudly (`recover`), and only there.
 """
 
+import importlib.util
+import os
+import shutil
+
 import torch
 from torch import nn
 
@@ -34,6 +38,18 @@ class CompileBlocks(Technique):
         self.scope, self.mode = compile_scope, compile_mode
         self.compiled: list[nn.Module] = []
         self.failure: str | None = None
+
+    def unavailable(self) -> str | None:
+        if self.backend != "inductor":
+            return None
+        if self.device.type == "cuda":
+            if importlib.util.find_spec("triton") is None:
+                return "Compiling for a GPU needs triton; install it with pip."
+            if torch.cuda.get_device_capability(self.device) < (7, 0):
+                return "Compiling for a GPU needs compute capability 7.0 or newer."
+        elif not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+            return "Compiling for a CPU needs a C++ compiler, such as g++; there is none on the PATH."
+        return None
 
     def hides_blocks(self) -> bool:
         return self.scope == "model" and bool(self.compiled)

@@ -64,7 +64,7 @@ class CudaGraph(Technique):
         if self.failure:
             return Observation(False, self.failure)
         launches = evidence.warm_ops["cudaGraphLaunch"]
-        singles = evidence.warm_ops["cudaLaunchKernel"] + evidence.warm_ops["cudaLaunchKernelExC"]
+        singles = sum(n for op, n in evidence.warm_ops.items() if op.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
         note = f"{launches} graph launches, {singles} kernels launched one by one in a step"
         return Observation(launches > 0, note if self.enabled else "no graph was captured")
 

@@ -56,7 +56,8 @@ class CheckpointBlocks(Technique):
 
         def forward_recomputed(*inputs):
             assert run >= 0  # Dynamo compiles anew for another number, so the decisions are always those of this run
-            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
+            keep = keeps_generator()
+            return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, context_fn=contexts)
 
         return forward_recomputed
 
@@ -87,6 +88,14 @@ class CheckpointBlocks(Technique):
 def recomputed(forward: Callable) -> Callable:
     # Our own closure, not functools.partial: a partial in place of `forward` breaks compile(fullgraph=True).
     def forward_recomputed(*inputs):
-        return checkpoint(forward, *inputs, use_reentrant=False)
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keeps_generator())
 
     return forward_recomputed
+
+
+def keeps_generator() -> bool:
+    """Whether recomputation starts from the generator's state of the first pass.
+
+    Always, but while a CUDA graph is being captured: there it cannot be read. Our blocks draw nothing from generators.
+    """
+    return torch.compiler.is_compiling() or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -86,7 +86,6 @@ def machine(device: Any) -> dict[str, Any]:
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
             "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
         }
     elif torch.version.cuda:
         facts["gpu_missing_because"] = "this PyTorch is built for CUDA and sees no GPU: no driver, or none is visible"

@@ -116,6 +116,12 @@ def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, mo
     assert word in Precision(name, CPU).unavailable()
 
 
+def test_compiling_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr(CompileBlocks, "backend", "inductor")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "C++ compiler" in CompileBlocks(True, CPU).unavailable()
+
+
 def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
     values = EAGER | dict.fromkeys(CUDA_ONLY, True)
     stack = AccelerationStack(values, CPU, on_unavailable="degrade")

@@ -221,3 +221,27 @@ def test_flops_agree_with_a_counter(family, size):
     # The reference scan computes scores of both directions for all pairs and then masks: N more products a pair.
     extra = 2 * model.tokens**2 * 16 * model.depth if family != "dit" else 0
     assert counted == model.flops_per_sample() + extra
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith(("_xs", "_b", "_xl"))])
+def test_flops_of_real_sizes_agree_with_a_counter(name):
+    """On the meta device: nothing is computed, so even the largest takes no time."""
+    node = compose([f"model={name}"]).cfg.model
+    with torch.device("meta"):
+        model = build(node, "model", **SPEC).requires_grad_(False)
+        x, t, y = torch.empty(1, 4, 32, 32), torch.empty(1), torch.zeros(1, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(x, t, y)
+    extra = 2 * model.tokens**2 * node["mixer"].get("state_dim", 64) * model.depth if "dit" not in name else 0
+    assert counter.get_total_flops() == model.flops_per_sample() + extra
+
+
+def test_a_training_step_costs_three_forward_passes():
+    """The counter sees the backward pass of products; inputs that need no gradient save a little of it."""
+    model = woken(tiny("dit", depth=6))
+    sdpa = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    mapping = {sdpa: attention_flops, backward: lambda grad, *shapes, **_: 2 * attention_flops(*shapes[:3])}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        model(*inputs(batch=1)).sum().backward()
+    assert abs(counter.get_total_flops() / (3 * model.flops_per_sample()) - 1.0) < 0.02

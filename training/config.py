@@ -181,6 +181,11 @@ def as_yaml(node: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(node))
 
 
+def from_yaml(text: str) -> Any:
+    """Plain containers, with interpolations as they are written."""
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+
+
 @contextmanager
 def one_sentence() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.

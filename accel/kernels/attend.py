@@ -27,8 +27,10 @@ def attend(
 ) -> Float[Tensor, "B K L P"]:
     """`softmax(q·kᵀ / √P)·v`. `backend` is one of `BACKENDS`, "flex", or "auto" for PyTorch's own choice.
 
-    A named backend that does not take the inputs is a RuntimeError of PyTorch's, never another backend.
+    A named backend that does not take the inputs is a RuntimeError of PyTorch's, never another backend. The channels
+    of a head must be neighbours in memory: every backend but `math` would copy q, k or v otherwise.
     """
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "auto":
         return F.scaled_dot_product_attention(q, k, v)
     if backend == "flex":

@@ -53,7 +53,10 @@ Config = TypeVar("Config", bound=BenchConfig)
 
 
 def parse(schema: type[Config], command: str, words: list[str], help_text: str) -> tuple[Config, list[str]]:
-    """The command's own keys, completed from the setting, and the training overrides, the setting's first."""
+    """The command's own keys, completed from the setting, and the training overrides, the setting's first.
+
+    A group that the words choose (data=digits) replaces what the setting says of it.
+    """
     if any(word in ("-h", "--help") for word in words):
         from_words(schema, ["--help"], help_text)
         sys.exit(0)
@@ -75,7 +78,10 @@ def parse(schema: type[Config], command: str, words: list[str], help_text: str) 
         loss_steps=cfg.loss_steps or steps,
         out=cfg.out or f"bench/{command}_{setting}.json",
     )
-    return cfg, [*SETTINGS[setting], *CONSTANT, *(word for word in words if word not in mine)]
+    theirs = [word for word in words if word not in mine]
+    chosen = tuple(f"{word.partition('=')[0]}{mark}" for word in theirs if "." not in word for mark in ("=", "."))
+    kept = [word for word in SETTINGS[setting] if not word.startswith(chosen)]  # model=… brings its own model.dim
+    return cfg, [*kept, *CONSTANT, *theirs]
 
 
 def default_setting() -> str:

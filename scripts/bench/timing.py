@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch._inductor.config
 
 
 def synchronise(device: torch.device) -> None:
@@ -50,6 +53,15 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, device: 
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             taken[name].append(seconds(runs[name], device))
     return taken
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that was compiled before is used inside, neither from this process nor from the disk."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # it is meant
+        yield
 
 
 class MemoryPeak:

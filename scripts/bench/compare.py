@@ -1,0 +1,79 @@
+"""What differs between two runs: configuration, ledger, versions, speed, loss.
+
+python -m scripts.bench compare runs/a runs/b
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.report import table
+from training.config import from_yaml
+
+FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
+PLACES = ("run_dir", "checkpoint", "sample_grid")
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a tree of mappings."""
+    if not isinstance(node, Mapping):
+        return {prefix.removesuffix("."): node}
+    return {k: v for name, value in node.items() for k, v in flat(value, f"{prefix}{name}.").items()}
+
+
+def read_run(folder: str) -> dict[str, dict[str, Any]]:
+    """Section -> flat facts of a finished run; ValueError if `folder` is none."""
+    path = Path(folder).expanduser()
+    try:
+        config = from_yaml((path / "config.yaml").read_text())
+        environment, summary = (json.loads((path / f"{name}.json").read_text()) for name in ("environment", "summary"))
+    except FileNotFoundError as error:
+        name = Path(str(error.filename)).name
+        raise ValueError(f"{folder} is no finished run: it has no {name}; name two run folders.") from None
+    ledger = {
+        key: f"{row['requested']} → {row['active']}" for key, row in summary["ledger"].items()
+    }  # the evidence holds counts that differ for good reasons
+    return {
+        "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
+        "ledger": ledger,
+        "versions": environment["versions"] | {"hardware": environment["hardware"], "git": environment["git"]},
+        "result": {name: summary.get(name) for name in FIGURES},
+    }
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key and both values, where they differ."""
+    return [(key, a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)]
+
+
+def number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def ratio(a: Any, b: Any) -> str | None:
+    numbers = isinstance(a, int | float) and isinstance(b, int | float) and a
+    return f"×{b / a:.3f}" if numbers else None
+
+
+def comparison(a: str, b: str) -> str:
+    """The whole answer as text."""
+    first, second = read_run(a), read_run(b)
+    parts = []
+    for section in first:
+        rows = differences(first[section], second[section])
+        if not rows:
+            parts.append(f"{section}: the same")
+            continue
+        head: tuple[object, ...] = (section, a, b, "B / A" if section == "result" else "")
+        cells = [(k, number(x), number(y), ratio(x, y) if section == "result" else "") for k, x, y in rows]
+        parts.append(table([head, *cells]))
+    return "\n\n".join(parts)
+
+
+def main(words: list[str]) -> None:
+    if len(words) != 2 or any(word.startswith("-") for word in words):
+        raise ValueError("bench compare takes two run folders: python -m scripts.bench compare runs/a runs/b")
+    print(comparison(*words))

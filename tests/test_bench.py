@@ -1,0 +1,293 @@
+"""The benchmarks, at their tiny size: what they measure is real, what they say follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from accel.compile_blocks import CompileBlocks
+from accel.stack import TECHNIQUES
+from scripts.bench import antipatterns, claims, compare, ladder, precision, readme, step, techniques, trace
+from scripts.bench.__main__ import COMMANDS
+from scripts.bench.__main__ import main as bench
+from scripts.bench.naive import NaiveLoop, StreamOrder
+from scripts.bench.report import table
+from scripts.bench.settings import SETTINGS, BenchConfig, parse
+from scripts.bench.step import PhaseClock, Work, verdict
+from scripts.bench.timing import Spread, interleaved
+from scripts.bench.workload import Workload, attempt
+from training.config import ROOT, compose
+
+CPU = torch.device("cpu")
+TINY = [*SETTINGS["tiny"], "runtime.device=cpu", "schedule.kind=constant", "schedule.warmup_samples=0"]
+QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch):
+    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    yield
+    torch._dynamo.config.recompile_limit = 8
+
+
+def result(command: str, tmp_path, *words: str) -> dict:
+    out = tmp_path / f"{command}.json"
+    bench([command, *QUICK, f"out={out}", *words])
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_are_what_they_say(setting):
+    cfg = compose(SETTINGS[setting]).cfg
+    if setting == "tiny":
+        return
+    assert cfg.batch_size == int(setting[1:])
+    data = cfg.data
+    assert (data["channels"], data["height"], data["width"], data["count"]) == (4, 32, 32, 50_000)
+    assert cfg.model == compose([f"model=ssd_mlp_{setting[0]}"]).cfg.model
+
+
+def test_words_are_the_commands_own_or_overrides():
+    cfg, overrides = parse(BenchConfig, "step", ["setting=s32", "steps=7", "runtime=max", "model=dit_s"], "")
+    assert (cfg.setting, cfg.steps, cfg.repeats, cfg.out) == ("s32", 7, 5, "bench/step_s32.json")
+    assert "model=ssd_mlp_s" not in overrides
+    assert overrides[-2:] == ["runtime=max", "model=dit_s"]
+    _, overrides = parse(BenchConfig, "step", ["setting=tiny", "data=digits"], "")
+    assert not any(word.startswith("data.") for word in overrides)  # those were of the data that it replaces
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense"], "nonsense.*choose one of ladder"),
+        (["step", "setting=huge"], "setting=huge.*tiny, s256"),
+        (["step", "steps=-1"], "steps=-1 must be at least 1"),
+        (["step", "stuff"], "stuff is not of the form key=value"),
+        (["compare", "one"], "takes two run folders"),
+        (["readme", "now"], "takes no arguments"),
+        (["precision", "setting=tiny", "steps=1"], "at least 2 steps"),
+    ],
+)
+def test_mistakes_become_one_sentence(words, message):
+    with pytest.raises(ValueError, match=message):
+        bench(words)
+
+
+def test_every_command_has_help(capsys):
+    bench([])
+    overview = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"\n    {command} " in overview
+        if command not in ("compare", "readme"):
+            with pytest.raises(SystemExit) as stopped:
+                bench([command, "--help"])
+            assert stopped.value.code == 0
+            assert f"python -m scripts.bench {command}" in capsys.readouterr().out
+
+
+def test_repeats_are_interleaved_and_turned_round():
+    order = []
+    taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
+    assert "".join(order) == "abccba"
+    assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3)
+
+
+def test_an_exhausted_memory_is_named_and_survived():
+    def exhausted():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    assert attempt(exhausted) == "out of memory: CUDA out of memory. Tried to allocate 2 GiB."
+
+
+@pytest.mark.parametrize("storage", ["npy", "memory", "resident"])
+def test_the_newcomers_loop_learns_as_the_framework_does(storage, tmp_path):
+    """Same weights, samples, noise, rates: what differs is how, not what."""
+    naive = NaiveLoop("naive", TINY, storage=storage, folder=tmp_path / "items")
+    ours = Workload("ours", [*TINY, "runtime=eager"])
+    assert math.isclose(naive.final_loss(6), ours.final_loss(6), rel_tol=1e-5)
+    assert naive.final_loss(2) != ours.final_loss(3)
+    for a, b in zip(naive.model.parameters(), ours.model.parameters(), strict=True):
+        assert a.shape == b.shape
+
+
+def test_the_newcomers_order_is_the_streams():
+    ours = Workload("ours", [*TINY, "runtime=eager"])
+    ids = [i for _ in range(3) for i in next(ours.loader).ids.tolist()]
+    order = iter(StreamOrder(ours.loader.spec.count, ours.cfg.seed))
+    assert ids == [next(order) for _ in ids]
+
+
+def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, capsys):
+    found = result("ladder", tmp_path, "num_workers=0", "loss_steps=2")
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    assert next(iter(rungs)) == "0 newcomer, a file per sample"
+    assert len(rungs) == 5 + len(ladder.TECHNIQUES)
+    assert rungs["0 newcomer, items in memory"]["times_rung_0"] == 1.0
+    for rung in rungs.values():
+        assert rung["step_ms_min"] <= rung["step_ms"] <= rung["step_ms_max"]
+        assert rung["n"] == 1
+        assert abs(rung["loss_deviation"]) < 1e-2
+    assert rungs["+ tf32"]["confirmed"] is False  # no GPU
+    assert rungs["+ compiled blocks"]["confirmed"] is True
+    last = compose([*TINY, "runtime=max"]).cfg.runtime
+    words = {word for _, added in ladder.TECHNIQUES for word in added}
+    for kind in TECHNIQUES:  # the top of the ladder is max and what this version cannot do yet
+        on = getattr(last, kind.key) is True
+        assert not on or f"runtime.{kind.key}=true" in words or kind.key == "residual_in_fp32"
+    assert "runtime.precision=bf16" in words
+    with Image.open(tmp_path / "ladder.png") as chart:
+        assert chart.size[0] == 1400
+    assert "torch" in found["environment"]["versions"]
+    assert "×rung 0" in capsys.readouterr().out
+
+
+def test_a_step_is_taken_apart(tmp_path, capsys):
+    found = result("step", tmp_path, "runtime=fast")
+    names = {phase["name"] for phase in found["phases"]}
+    assert set(step.PHASES) <= names
+    assert all(phase["device_ms"] >= 0 for phase in found["phases"])
+    assert found["verdict"]["bound"] in ("data-bound", "compute-bound", "bandwidth-bound")
+    assert "Try next" in capsys.readouterr().out
+
+
+def test_the_phase_clock_sums_what_lies_between_marks():
+    clock = PhaseClock(CPU)
+    clock.marks = [("start", None, 0.0), ("forward", None, 1.0), ("backward", None, 3.0), ("forward", None, 3.5)]
+    device, host = clock.read()
+    assert device == host == {"forward": 1500.0, "backward": 2000.0}
+
+
+ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw", "tf32")} | {"runtime.precision=bf16"}
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "data_ms", "work", "bound", "first"),
+    [
+        (10.0, 2.0, Work(9.0, 8.0), "data-bound", "data=resident"),
+        (10.0, 0.1, Work(4.0, 3.0), "launch-bound", "runtime.cuda_graph=true"),
+        (10.0, 0.1, Work(9.5, 8.0), "compute-bound", "runtime.precision=bf16"),
+        (10.0, 0.1, Work(9.5, 2.0), "bandwidth-bound", "runtime.compile=true"),
+    ],
+)
+def test_the_verdict(step_ms, data_ms, work, bound, first):
+    found = verdict(step_ms, data_ms, work, ALL, cuda=True)
+    assert (found.bound, found.keys[0]) == (bound, first)
+    on_already = verdict(step_ms, data_ms, work, set(), cuda=True)
+    assert on_already.keys
+    assert not any(key.startswith("runtime.") for key in on_already.keys)
+
+
+def test_a_cpu_is_never_bound_by_launches():
+    assert verdict(10.0, 0.1, Work(4.0, 3.0), ALL, cuda=False).bound == "compute-bound"
+
+
+def test_a_trace_opens(tmp_path):
+    out = tmp_path / "trace.json"
+    trace.main([*QUICK, f"out={out}"])
+    names = {event.get("name") for event in json.loads(out.read_text())["traceEvents"]}
+    assert "aten::mm" in names
+
+
+def test_techniques_are_measured_alone_and_removed(tmp_path):
+    found = result("techniques", tmp_path, "loss_steps=1", "model=dit_xs", "model.dim=64", "model.depth=2")
+    by_key = {kind.key: [e for e in found["alone"] if e["key"] == kind.key] for kind in TECHNIQUES}
+    assert all(by_key.values())
+    for entries in by_key.values():
+        for e in entries:
+            assert ("reason" in e) != ("speed" in e)
+    assert {e["key"] for e in found["removed"]} >= {"compile", "fused_adamw"}
+    assert all(e["ledger"][e["key"]] is False for e in found["removed"] if e["key"] in ("compile", "fused_adamw"))
+    assert len(by_key["gradient_checkpointing"]) == len(techniques.WAYS["gradient_checkpointing"])
+    readme.section([found | {"file": "techniques_x.json"}])
+
+
+def test_mistakes_are_measured(tmp_path):
+    found = result("antipatterns", tmp_path, "runtime=fast", "model.depth=1")["antipatterns"]
+    assert len(found) == 7
+    assert "reason" in found[0]  # no cache to empty on a CPU
+    assert all(entry["factor"] > 0 for entry in found[1:])
+
+
+def test_strided_inputs_give_the_same_answer():
+    for wrong in (True, False):
+        antipatterns.strided_call(CPU, wrong)()
+
+
+def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
+    from accel.precision import Precision
+
+    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
+    found = result("precision", tmp_path, "steps=4", "seeds=[0,1]")["precisions"]
+    assert [entry["name"] for entry in found] == list(precision.PRECISIONS)
+    for entry in found:
+        assert [run["seed"] for run in entry["runs"]] == [0, 1]
+        assert entry["runs"][0]["loss"] != entry["runs"][1]["loss"]
+        assert entry["skipped"] == 0
+        assert entry["eval_loss_min"] <= entry["eval_loss"] <= entry["eval_loss_max"]
+
+
+def test_claims_are_measured_or_say_why_not(tmp_path):
+    found = result("claims", tmp_path)["claims"]
+    assert len(found) == len(claims.CLAIMS) == 10
+    assert all(("measured" in entry) != ("reason" in entry) for entry in found)
+    assert all(entry["reason"].startswith("not measured: ") for entry in found if "reason" in entry)
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict"), [(1.0, "refuted: less"), (1.9, "confirmed"), (3.3, "confirmed"), (9.0, "confirmed: more")]
+)
+def test_a_claim_is_judged_by_its_range(measured, verdict):
+    claim = next(c for c in claims.CLAIMS if c.text == "TF32, a step")
+    assert claims.judged(claim, measured) == verdict
+
+
+def test_two_runs_are_compared(run, tmp_path, capsys):
+    run("runtime=eager", folder="a")
+    run("runtime=eager", "runtime.fused_adamw=true", "optim.lr=1e-4", folder="b")
+    bench(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    shown = capsys.readouterr().out.partition("configuration")[2]
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "optim.lr 0.002 0.0001" in lines
+    assert "runtime.fused_adamw False True" in lines
+    assert "fused_adamw False → False True → True" in lines
+    assert "versions: the same" in lines
+    assert any(line.startswith("samples_per_s") and "×" in line for line in lines)
+    assert not any(line.startswith("run_dir") for line in lines)
+
+
+def test_the_readmes_table_is_the_generators():
+    text = (ROOT / "README.md").read_text()
+    assert readme.rewritten(text, readme.newest_results()) == text
+    assert set(readme.WHAT) == {kind.key for kind in TECHNIQUES}
+
+
+def test_the_readmes_figures_come_from_results():
+    entry = {
+        "name": "runtime.tf32=true",
+        "key": "tf32",
+        "speed": 2.345,
+        "memory_reserved_peak": 3,
+        "baseline_memory_reserved_peak": 4,
+        "not_on": [],
+        "n": 5,
+    }
+    other = entry | {"key": "cuda_graph", "not_on": ["cuda_graph"]}
+    environment = {"hardware": "a GPU", "versions": {"torch": "1", "triton": "2"}, "date": "2026-11-21"}
+    results = [{"environment": environment, "setting": "s256", "alone": [entry, other], "file": "techniques_x.json"}]
+    made = readme.section(results)
+    assert "| ×2.35, 75% of the memory |" in made or "| ×2.34, 75% of the memory |" in made
+    assert made.count("not measured") == len(TECHNIQUES) - 1  # what was not on was not measured
+    assert "a GPU, torch 1, triton 2, 2026-11-21, setting `s256`, median of 5" in made
+    with pytest.raises(ValueError, match="lost the lines"):
+        readme.rewritten("# no marks", results)
+
+
+def test_tables_align():
+    lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
+    assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]
+    assert compare.number(0.1234567) == "0.123457"

@@ -1,0 +1,54 @@
+"""The doctor says of every technique whether this machine has it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from accel.stack import TECHNIQUES
+from scripts import doctor
+from scripts.capabilities import capabilities, values_of
+
+
+def test_every_technique_is_examined_in_every_way(capsys):
+    assert doctor.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["key"] for row in found["techniques"]} == {f"runtime.{kind.key}" for kind in TECHNIQUES}
+    values = [row["value"] for row in found["techniques"] if row["key"] == "runtime.attention"]
+    assert values == ["flash", "cudnn", "efficient", "math", "flex"]
+    assert all(row["available"] == (row["reason"] is None) for row in found["techniques"])
+    assert found["machine"]["cpu_threads"] == torch.get_num_threads()
+    assert found["versions"]["torch"] == torch.__version__
+    assert {row["name"] for row in found["planned"]} == {"FP8 matrix products", "FlashAttention-3"}
+
+
+def test_the_page_has_a_line_for_each_with_its_reason(capsys):
+    doctor.main([])
+    text = capsys.readouterr().out
+    for key, value, reason in capabilities(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        line = next(line for line in text.splitlines() if f"runtime.{key}={str(value).lower()} " in f"{line} ")
+        assert line.split()[0] == ("yes" if reason is None else "no")
+        assert reason is None or reason in line
+
+
+def test_off_is_no_way_to_switch_on():
+    for kind in TECHNIQUES:
+        assert values_of(kind)
+        assert kind.off not in values_of(kind)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "flash3"), [((8, 0), 0, 0), ((8, 9), 1, 0), ((9, 0), 1, 1), ((10, 0), 1, 0)]
+)
+def test_what_is_planned_is_judged_by_the_hardware(capability, fp8, flash3, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert [row["hardware"] for row in doctor.planned(torch.device("cuda"))] == [bool(fp8), bool(flash3)]
+    assert [row["hardware"] for row in doctor.planned(torch.device("cpu"))] == [False, False]
+
+
+def test_rates_are_measured():
+    rates = doctor.rates(torch.device("cpu"))
+    assert rates["fp32_product_tflops"] > 0
+    assert rates["copy_gb_s"] > 0
