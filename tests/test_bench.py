@@ -18,7 +18,7 @@ from scripts.bench.naive import NaiveLoop, StreamOrder
 from scripts.bench.report import table
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
-from scripts.bench.timing import Spread, interleaved
+from scripts.bench.timing import Spread, interleaved, times_as_fast
 from scripts.bench.workload import Workload, attempt
 from training.config import ROOT, compose
 
@@ -94,6 +94,7 @@ def test_repeats_are_interleaved_and_turned_round():
     taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
+    assert times_as_fast([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]) == 2.0  # round by round, so a slow round is no matter
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3)
 
 
@@ -104,11 +105,15 @@ def test_an_exhausted_memory_is_named_and_survived():
     assert attempt(exhausted) == "out of memory: CUDA out of memory. Tried to allocate 2 GiB."
 
 
+DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"]
+
+
 @pytest.mark.parametrize("storage", ["npy", "memory", "resident"])
-def test_the_newcomers_loop_learns_as_the_framework_does(storage, tmp_path):
+@pytest.mark.parametrize("overrides", [TINY, DIGITS], ids=["synthetic", "digits"])
+def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp_path):
     """Same weights, samples, noise, rates: what differs is how, not what."""
-    naive = NaiveLoop("naive", TINY, storage=storage, folder=tmp_path / "items")
-    ours = Workload("ours", [*TINY, "runtime=eager"])
+    naive = NaiveLoop("naive", overrides, storage=storage, folder=tmp_path / "items")
+    ours = Workload("ours", [*overrides, "runtime=eager"])
     assert math.isclose(naive.final_loss(6), ours.final_loss(6), rel_tol=1e-5)
     assert naive.final_loss(2) != ours.final_loss(3)
     for a, b in zip(naive.model.parameters(), ours.model.parameters(), strict=True):
@@ -143,6 +148,10 @@ def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, capsys):
     with Image.open(tmp_path / "ladder.png") as chart:
         assert chart.size[0] == 1400
     assert "torch" in found["environment"]["versions"]
+    page = (tmp_path / "ladder.md").read_text()
+    assert "    + compiled blocks" in page
+    assert f"torch {torch.__version__}" in page
+    assert str(ROOT) not in json.dumps(found) + page  # results are published
     assert "×rung 0" in capsys.readouterr().out
 
 

@@ -170,8 +170,18 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    return {"versions": versions, "hardware": hardware, "git": git_state(), "argv": redact_words(sys.argv)}
+    threads = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    program = Path(sys.argv[0])
+    argv = [str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program), *redact_words(sys.argv[1:])]
+    return {"versions": versions, "hardware": hardware, "git": git_state(), "argv": argv}
+
+
+def cpu_name() -> str:
+    """The CPU's name where Linux tells it, otherwise its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def git_state() -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ import torch
 from accel.kernels.add_norm import add_norm
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread, fresh_compiler, interleaved, seconds
+from scripts.bench.timing import Spread, fresh_compiler, interleaved, seconds, times_as_fast
 from scripts.bench.workload import Workload
 from training.config import compose
 from training.run import pick_device
@@ -144,7 +144,7 @@ def entry(name: str, wrong: list[float], right: list[float], steps: int) -> dict
         "name": name,
         **bad.as_json("wrong_ms"),
         **good.as_json("right_ms"),
-        "factor": bad.median / good.median,
+        "factor": times_as_fast(wrong, right),
     }
 
 
@@ -175,4 +175,4 @@ def main(words: list[str]) -> None:
     print(f"\n{table(rows)}")
     assert cfg.out is not None
     settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps}
-    write_result(cfg.out, settings | {"antipatterns": entries}, device)
+    write_result(cfg.out, settings | {"antipatterns": entries}, device, table(rows))

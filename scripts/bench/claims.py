@@ -19,7 +19,7 @@ from scripts.bench.naive import ItemsInMemory, StreamOrder
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.step import phases_of
-from scripts.bench.timing import Spread, fresh_compiler, interleaved
+from scripts.bench.timing import Spread, fresh_compiler, interleaved, times_as_fast
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
 from training.config import compose
@@ -40,7 +40,7 @@ class Bench(NamedTuple):
         """How many times as fast a step is with `added`."""
         pair = {"base": self.workload(*base), "added": self.workload(*base, *added)}
         times = time_steps(pair, self.cfg.steps, self.cfg.repeats)
-        return times["base"].median / times["added"].median
+        return times_as_fast(times["base"], times["added"])
 
 
 def resident_over_dataloader(bench: Bench) -> float:
@@ -62,7 +62,7 @@ def resident_over_dataloader(bench: Bench) -> float:
 
     read_items()
     taken = interleaved({"items": read_items, "resident": read_resident}, bench.cfg.repeats, bench.device)
-    return Spread.of(taken["items"]).median / Spread.of(taken["resident"]).median
+    return times_as_fast(taken["items"], taken["resident"])
 
 
 def bf16_over_fp32_products(bench: Bench) -> float:
@@ -111,7 +111,7 @@ def empty_cache_slows(bench: Bench) -> float:
         "right": each_step(workload, bench.cfg.steps, lambda loss: None),
     }
     taken = interleaved(runs, bench.cfg.repeats, bench.device)
-    return Spread.of(taken["wrong"]).median / Spread.of(taken["right"]).median
+    return times_as_fast(taken["wrong"], taken["right"])
 
 
 class Claim(NamedTuple):
@@ -188,4 +188,4 @@ def main(words: list[str]) -> None:
     print(f"\n{table(rows)}")
     assert cfg.out is not None
     settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps}
-    write_result(Path(cfg.out), settings | {"claims": entries}, device)
+    write_result(Path(cfg.out), settings | {"claims": entries}, device, table(rows))

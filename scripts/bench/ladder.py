@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 from scripts.bench.naive import NaiveLoop
 from scripts.bench.report import bar_chart, gib, table, write_result
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread
+from scripts.bench.timing import Spread, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
 from training.run import pick_device
 
+RUNG_0 = "0 newcomer, items in memory"
 TECHNIQUES = (
     ("+ tf32", ["runtime.tf32=true"]),
     ("+ bf16", ["runtime.precision=bf16"]),
@@ -62,7 +63,7 @@ def rungs(overrides: list[str], num_workers: int, folder: Path) -> Iterator[Rung
         return Rung(name, lambda: Workload(name, [*overrides, "runtime=eager", *added]))
 
     yield naive("0 newcomer, a file per sample", storage="npy")
-    yield naive("0 newcomer, items in memory", storage="memory")
+    yield naive(RUNG_0, storage="memory")
     yield naive("+ latents on the device", storage="resident")
     yield naive("+ no loss.item() each step", storage="resident", item_every_step=False)
     yield ours("+ this framework, eager", [])
@@ -87,14 +88,15 @@ def climb(cfg: LadderConfig, overrides: list[str]) -> list[dict[str, Any]]:
             built[rung.name] = made
             losses[rung.name] = made.final_loss(cfg.loss_steps)
         times = time_steps(built, cfg.steps, cfg.repeats)
-    entries = [entry(built[name], times[name], losses[name]) for name in built]
-    base = next((e for e in entries if e["name"].startswith("0 newcomer, items in memory")), entries[0])
+    entries = [entry(built[name], Spread.of(times[name]), losses[name]) for name in built]
+    base = next((e for e in entries if e["name"] == RUNG_0), entries[0])
     before: set[str] = set()
     for i, found in enumerate(entries):
         found["confirmed"] = None if found["ledger"] is None else set(found["not_on"]) <= before
         before |= set(found["not_on"])
-        found["times_rung_0"] = base["step_ms"] / found["step_ms"]
-        found["times_before"] = entries[i - 1]["step_ms"] / found["step_ms"] if i else None
+        own = times[found["name"]]
+        found["times_rung_0"] = times_as_fast(times[base["name"]], own)
+        found["times_before"] = times_as_fast(times[entries[i - 1]["name"]], own) if i else None
         found["loss_deviation"] = found["final_loss"] / base["final_loss"] - 1.0
     return entries + [{"name": name, "error": error} for name, error in failed.items()]
 
@@ -146,7 +148,7 @@ def main(words: list[str]) -> None:
     assert cfg.out is not None
     device = pick_device("auto")
     settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps, "num_workers": cfg.num_workers}
-    file = write_result(cfg.out, settings | {"rungs": entries}, device)
+    file = write_result(cfg.out, settings | {"rungs": entries}, device, shown(entries))
     measured = [e for e in entries if "error" not in e]
     bars = [(e["name"], e["samples_per_s"], f"{e['samples_per_s']:.0f}  ×{e['times_rung_0']:.1f}") for e in measured]
     print(bar_chart(file.with_suffix(".png"), f"samples/s, setting {cfg.setting}, {device.type}", bars))

@@ -121,7 +121,7 @@ class NaiveLoop:
         if self.storage == "resident":
             source.load_state_dict({"samples_seen": 0})
             return ((batch.latents, batch.labels) for batch in source)
-        latents, labels = source.train.latents.cpu().float(), source.train.labels.cpu()
+        latents, labels = source.normalise(source.train.latents).cpu(), source.train.labels.cpu()
         if self.storage == "npy":
             assert self.folder is not None
             items = ItemsInFiles(latents, labels, self.folder)

@@ -91,4 +91,4 @@ def main(words: list[str]) -> None:
     print(f"\nmedian of {len(cfg.seeds)} seeds, {cfg.steps} steps\n{table(rows)}")
     assert cfg.out is not None
     settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps, "seeds": cfg.seeds}
-    write_result(cfg.out, settings | {"precisions": entries}, device)
+    write_result(cfg.out, settings | {"precisions": entries}, device, table(rows))

@@ -14,12 +14,30 @@ from data.manifest import write_atomically
 from training.run import describe_environment
 
 
-def write_result(file: str | Path, content: Mapping[str, Any], device: torch.device) -> Path:
-    """Writes `content` as JSON with the environment (versions, hardware, git state, command) and the date."""
+def write_result(file: str | Path, content: Mapping[str, Any], device: torch.device, *tables: str) -> Path:
+    """Writes `content` as JSON with the environment and the date, and beside it a page with what a reader needs.
+
+    Both are fit for docs/benchmarks: hardware, versions, state of the code, the command, and the tables as printed.
+    """
     path = Path(file).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = describe_environment(device) | {"device": device.type, "date": time.strftime("%Y-%m-%d")}
     write_atomically(path, json.dumps({"environment": environment} | dict(content), indent=1) + "\n")
+    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch", "triton"))
+    git = environment["git"]
+    code = "unknown" if git is None else git["commit"][:10] + (", with changes" if git["uncommitted_changes"] else "")
+    words = [word for word in environment["argv"][1:] if not word.startswith("out=")]
+    lines = [
+        f"# {path.stem.replace('_', ' ')}",
+        "",
+        f"{environment['hardware']}; {versions}; {environment['date']}; code {code}.",
+        "",
+        f"    python -m scripts.bench {' '.join(words)}",
+        "",
+        *("".join(f"    {line}\n" for line in text.splitlines()) for text in tables),
+        f"Every figure: [{path.name}]({path.name}).",
+    ]
+    write_atomically(path.with_suffix(".md"), "\n".join(lines) + "\n")
     print(f"\n{path}", flush=True)
     return path
 

@@ -18,7 +18,7 @@ import torch
 
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import synchronise
+from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
 
@@ -157,7 +157,7 @@ def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "step", words, __doc__ or "")
     workload = Workload("step", overrides)
     print(workload.ledger.table(), flush=True)
-    spread = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
+    spread = Spread.of(time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"])
     device, host = phases_of(workload, cfg.steps)
     work = work_of(workload)
     active = {row.key: row.active for row in workload.ledger}
@@ -168,7 +168,8 @@ def main(words: list[str]) -> None:
     shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
     rows += [(phase, f"{device[phase]:.3f}", f"{host[phase]:.3f}") for phase in shown]
     rows.append(("step, phases unmarked", f"{spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})", None))
-    print(f"\n{table(rows)}\n\n{found.bound}: {found.reason}.\nTry next: {', '.join(found.keys)}")
+    judgement = f"{found.bound}: {found.reason}.\nTry next: {', '.join(found.keys)}"
+    print(f"\n{table(rows)}\n\n{judgement}")
     assert cfg.out is not None
     content = {
         "setting": cfg.setting,
@@ -184,4 +185,4 @@ def main(words: list[str]) -> None:
         "verdict": found._asdict(),
         "ledger": workload.ledger.as_dict(),
     }
-    write_result(cfg.out, content, workload.device)
+    write_result(cfg.out, content, workload.device, table(rows), judgement)

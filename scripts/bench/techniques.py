@@ -19,6 +19,7 @@ from accel.ledger import UNUSED
 from accel.stack import TECHNIQUES
 from scripts.bench.report import gib, table, write_result
 from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.timing import Spread, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
 from scripts.capabilities import capabilities
 from training.config import compose
@@ -51,9 +52,9 @@ def compare(baseline: Workload, name: str, overrides: list[str], cfg: BenchConfi
     times = time_steps({"baseline": baseline, "variant": variant}, cfg.steps, cfg.repeats)
     return {
         "name": name,
-        **times["variant"].as_json("step_ms"),
-        **{f"baseline_{k}": v for k, v in times["baseline"].as_json("step_ms").items()},
-        "speed": times["baseline"].median / times["variant"].median,
+        **Spread.of(times["variant"]).as_json("step_ms"),
+        **{f"baseline_{k}": v for k, v in Spread.of(times["baseline"]).as_json("step_ms").items()},
+        "speed": times_as_fast(times["baseline"], times["variant"]),
         "memory_reserved_peak": variant.memory_peak,
         "baseline_memory_reserved_peak": baseline.memory_peak,
         "warm_up_s": variant.warm_up_seconds,
@@ -146,9 +147,11 @@ def main(words: list[str]) -> None:
     torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
     device = pick_device("auto")
     over_eager = alone(overrides, cfg, device)
-    print(f"\neach alone, over eager\n{shown(over_eager)}", flush=True)
+    texts = [f"each alone, over eager\n{shown(over_eager)}"]
+    print(f"\n{texts[0]}", flush=True)
     from_max = removed(overrides, cfg)
-    print(f"\neach removed from max\n{shown(from_max)}", flush=True)
+    texts.append(f"each removed from max\n{shown(from_max)}")
+    print(f"\n{texts[1]}", flush=True)
     assert cfg.out is not None
     settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps}
-    write_result(cfg.out, settings | {"alone": over_eager, "removed": from_max}, device)
+    write_result(cfg.out, settings | {"alone": over_eager, "removed": from_max}, device, *texts)

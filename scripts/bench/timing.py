@@ -46,6 +46,11 @@ class Spread:
         return {name: self.median, f"{name}_min": self.low, f"{name}_max": self.high, "n": self.n}
 
 
+def times_as_fast(base: Sequence[float], other: Sequence[float]) -> float:
+    """How many times as fast as `base` `other` was: the median over rounds, each of which drift hits alike."""
+    return statistics.median(a / b for a, b in zip(base, other, strict=True))
+
+
 def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of each run, `repeats` times, taken in turn and every other round backwards, so that drift hits all."""
     taken: dict[str, list[float]] = {name: [] for name in runs}

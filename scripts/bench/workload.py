@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from accel.ledger import Ledger
-from scripts.bench.timing import MemoryPeak, Spread, interleaved
+from scripts.bench.timing import MemoryPeak, interleaved
 from training.build import build
 from training.config import compose
 from training.run import pick_device
@@ -103,8 +103,8 @@ def attempt(make: Callable[[], Any]) -> Any:
     return f"out of memory: {message}"
 
 
-def time_steps(workloads: dict[str, Any], steps: int, repeats: int) -> dict[str, Spread]:
-    """Milliseconds a step of each runnable, measured in turn, after one more warm round for all."""
+def time_steps(workloads: Mapping[str, Runnable], steps: int, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds a step of each runnable, round by round, after one more warm step for all."""
 
     def runner(workload: Runnable) -> Callable[[], None]:
         def run() -> None:
@@ -113,10 +113,9 @@ def time_steps(workloads: dict[str, Any], steps: int, repeats: int) -> dict[str,
 
         return run
 
-    runs = {name: runner(workload) for name, workload in workloads.items()}
     for workload in workloads.values():
         workload.activate()
         workload.run(1)
     device = next(iter(workloads.values())).device
-    taken = interleaved(runs, repeats, device)
-    return {name: Spread.of([1e3 * s / steps for s in values]) for name, values in taken.items()}
+    taken = interleaved({name: runner(workload) for name, workload in workloads.items()}, repeats, device)
+    return {name: [1e3 * s / steps for s in values] for name, values in taken.items()}
