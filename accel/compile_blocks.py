@@ -56,6 +56,7 @@ class CompileBlocks(Technique):
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
+            torch._dynamo.reset()  # a run before this one, in the same process, would count against the limits
             torch._dynamo.utils.counters.clear()
             self.compiled = [model] if self.scope == "model" else list(blocks_of(model))
             how = {} if self.mode == "default" or self.backend != "inductor" else {"mode": self.mode}

@@ -53,13 +53,6 @@ class CudaGraph(Technique):
         self.update.armed = True
         return True
 
-    def recover(self, error: BaseException) -> str | None:
-        if self.update is None or not self.update.capturing:
-            return None
-        self.update.armed = self.update.capturing = False
-        self.failure = f"the step could not be captured: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        return self.failure
-
     def observe(self, evidence: Evidence) -> Observation:
         if self.failure:
             return Observation(False, self.failure)
@@ -73,15 +66,20 @@ class CapturedUpdate:
     """`update(batches) -> named tuple of device scalars`, run as it is until `armed`, then captured and replayed.
 
     Batches are named tuples of tensors and must keep their number and shapes. Everything runs on one side stream, so
-    that what autograd keeps from the calls before belongs to the stream of the capture.
+    that what autograd keeps from the calls before belongs to the stream of the capture. At least one call must come
+    before the capture: what it makes (moments, workspaces, kernels) must not be made anew by each replay.
+
+    ValueError if the step cannot be captured. That ends the run: after a failed capture the allocator of some versions
+    of PyTorch is not to be trusted.
     """
 
     def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
         self.inner = update
         self.stream = torch.cuda.Stream(device)
-        self.armed = self.capturing = False
+        self.calls = 0
+        self.armed = False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.buffers: list[Any] = []
+        self.buffers: list[Tensor] = []
         self.kind: Callable[..., Any] | None = None
         self.result: Tensor | None = None
 
@@ -91,6 +89,7 @@ class CapturedUpdate:
             with torch.cuda.stream(self.stream):
                 output = self.inner(batches)
             torch.cuda.current_stream().wait_stream(self.stream)
+            self.calls += 1
             return output
         if self.graph is None:
             self.capture(batches)
@@ -98,17 +97,28 @@ class CapturedUpdate:
         assert self.result is not None
         assert self.kind is not None
         given = [t for batch in batches for t in batch]
-        torch._foreach_copy_([t for buffer in self.buffers for t in buffer], given, non_blocking=True)
+        assert [t.shape for t in given] == [t.shape for t in self.buffers], "a captured step has one shape"
+        torch._foreach_copy_(self.buffers, given, non_blocking=True)
         self.graph.replay()
         return self.kind(*self.result.clone().unbind())  # the next replay overwrites the result
 
     def capture(self, batches: Sequence[Any]) -> None:
-        self.buffers = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
-        graph = torch.cuda.CUDAGraph()
-        self.capturing = True
-        # Loaders may copy on streams of their own meanwhile: only this thread's calls can break the capture.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            output = self.inner(self.buffers)
-            self.result = torch.stack([t.float() for t in output])
-        self.capturing = False
+        assert self.calls > 0
+        static = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
+        graph, failure = torch.cuda.CUDAGraph(), None
+        try:
+            # Loaders may copy on streams of their own meanwhile: only this thread's calls can break the capture.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                try:
+                    output = self.inner(static)
+                    self.result = torch.stack([t.float() for t in output])
+                except Exception as error:
+                    failure = error  # leaving the context raises another, which says less
+                    raise
+        except Exception as error:
+            cause = str(failure or error).strip().partition("\n")[0]
+            raise ValueError(
+                f"runtime.cuda_graph=true: the step cannot be captured ({cause}); use runtime.cuda_graph=false."
+            ) from failure or error
+        self.buffers = [t for batch in static for t in batch]
         self.kind, self.graph = type(output), graph

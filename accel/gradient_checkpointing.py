@@ -10,7 +10,6 @@ Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthi
 https://arxiv.org/abs/2205.05198
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,6 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
 """What "selective" keeps the results of: these products, ops whose names start so, and all ops of `OUR_OPS`."""
 OUR_OPS = "fastlatent"
-RUNS = itertools.count()
 
 
 class CheckpointBlocks(Technique):
@@ -48,14 +46,12 @@ class CheckpointBlocks(Technique):
 
     def selectively_recomputed(self, forward: Callable) -> Callable:
         decide, decisions = self.decide, self.decisions
-        run = next(RUNS)
 
         def contexts():
             decisions.clear()
             return create_selective_checkpoint_contexts(decide)
 
         def forward_recomputed(*inputs):
-            assert run >= 0  # Dynamo compiles anew for another number, so the decisions are always those of this run
             keep = keeps_generator()
             return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, context_fn=contexts)
 

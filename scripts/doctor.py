@@ -78,8 +78,11 @@ def machine(device: Any) -> dict[str, Any]:
         "gpu": None,
     }
     if device.type == "cuda":
+        from torch.utils import collect_env
+
         properties = torch.cuda.get_device_properties(device)
         facts |= {
+            "driver": collect_env.get_nvidia_driver_version(collect_env.run),
             "gpu": properties.name,
             "gpu_count": torch.cuda.device_count(),
             "compute_capability": f"{properties.major}.{properties.minor}",
@@ -127,6 +130,8 @@ def rates(device: Any) -> dict[str, float]:
         run()
         return Spread.of([seconds(run, device) for _ in range(10)]).median
 
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     for name, dtype in kinds.items():
         a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
         found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
@@ -134,6 +139,7 @@ def rates(device: Any) -> dict[str, float]:
             torch.set_float32_matmul_precision("high")
             found["tf32_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
             torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(before)
     source = torch.randn(2**28 if cuda else 2**24, device=device)
     target = torch.empty_like(source)
     found["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9

@@ -171,6 +171,16 @@ def test_the_phase_clock_sums_what_lies_between_marks():
     assert device == host == {"forward": 1500.0, "backward": 2000.0}
 
 
+def test_products_are_told_from_the_rest_by_name():
+    times = {
+        "nvjet_tst_128x256_64x4_2x1": 3e3,
+        "triton_poi_fused_convolution_mm_3": 2e3,
+        "aten::mm": 1e3,
+        "memcpy": 4e3,
+    }
+    assert step.work(times) == Work(10.0, 4.0)
+
+
 ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw", "tf32")} | {"runtime.precision=bf16"}
 
 
@@ -209,6 +219,7 @@ def test_techniques_are_measured_alone_and_removed(tmp_path):
     for entries in by_key.values():
         for e in entries:
             assert ("reason" in e) != ("speed" in e)
+            assert "speed" not in e or e["lost"] == []
     assert {e["key"] for e in found["removed"]} >= {"compile", "fused_adamw"}
     assert all(e["ledger"][e["key"]] is False for e in found["removed"] if e["key"] in ("compile", "fused_adamw"))
     assert len(by_key["gradient_checkpointing"]) == len(techniques.WAYS["gradient_checkpointing"])

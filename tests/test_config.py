@@ -281,3 +281,36 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback():
         np.zeros(-1)
     with pytest.raises(ValueError, match="invalid literal"), one_sentence():
         enum.IntEnum("Number", {"one": "not a number"})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["runtime.compile_mode=reduce-overhead"],
+        ["runtime.compile_mode=reduce-overhead", "runtime.compile_scope=model", "accumulation_steps=2"],
+        ["runtime.compile_mode=reduce-overhead", "runtime.compile_scope=model", "runtime.cuda_graph=true"],
+    ],
+)
+def test_inductors_graphs_are_refused_where_they_are_wrong(words):
+    with pytest.raises(ValueError, match=r"wrong gradients.*runtime\.cuda_graph=true"):
+        compose(["runtime=production", *words])
+    compose(["runtime=production", "runtime.compile_mode=reduce-overhead", "runtime.compile_scope=model"])
+
+
+def test_timed_kernel_choice_is_refused_where_runs_must_be_equal():
+    words = ["runtime=production", "runtime.compile_mode=max-autotune-no-cudagraphs"]
+    with pytest.raises(ValueError, match="deterministic=true"):
+        compose([*words, "deterministic=true"])
+    assert compose(words).cfg.runtime.compile_mode.value == "max-autotune-no-cudagraphs"
+
+
+def test_presets_build_on_each_other():
+    """max ⊃ production ⊃ fast ⊃ eager, and each says in its first line when to use it."""
+    on = {}
+    for file in sorted((CONF / "runtime").glob("*.yaml")):
+        assert file.read_text().startswith("# ")
+        runtime = compose([f"runtime={file.stem}"]).cfg.runtime
+        on[file.stem] = {name for name, value in vars(runtime).items() if value is True}
+    assert on["eager"] < on["fast"] < on["production"] < on["max"]
+    assert on["max"] - on["production"] == {"cuda_graph"}
+    assert on["lowmem"] - on["fast"] == {"gradient_checkpointing", "empty_cache_at_eval"}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from accel.compile_blocks import CompileBlocks
 from precompute_latents import precompute
+from scripts.bench.__main__ import main as bench
+from scripts.doctor import main as doctor
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
 from train import train
@@ -49,8 +53,24 @@ def test_every_command_is_one_that_this_test_knows():
     assert len(COMMANDS) >= 10
 
 
+def module(name: str, words: list[str]) -> None:
+    """`python -m name words`, shrunk."""
+    if name == "scripts.sample":
+        _, npz = sample_run(from_words(SampleConfig, [*words, "steps=2"], ""))
+        assert np.load(npz)["arr_0"].shape == (16, 32, 32, 3)
+    elif name == "scripts.doctor":
+        assert doctor(words) == 0
+    elif words[0] == "compare":
+        bench(["compare", words[1], str(next(Path("runs").glob("[0-9]")))])
+    else:
+        assert name == "scripts.bench"
+        workers = ["num_workers=0"] if words[0] == "ladder" else []
+        bench([*words, "setting=tiny", "steps=1", "repeats=1", *workers])
+
+
 def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
     save_images(tmp_path / "photos", classes=("apple", "pear"), per_class=12)
     encoder = save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
     ran = 0
@@ -69,9 +89,8 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
             every = ["save_every=1", "eval_every=1", "sample_every=0"]
             assert train(compose([*words, *folder, *SMALL_TRAINING, *every, *small]))["steps"] == 2
         else:
-            assert (program, words[0]) == ("-m", "scripts.sample")
-            _, npz = sample_run(from_words(SampleConfig, [*words[1:], "steps=2"], ""))
-            assert np.load(npz)["arr_0"].shape == (16, 32, 32, 3)
+            assert program == "-m"
+            module(words[0], words[1:])
         ran += 1
     assert ran >= 7
     assert "latest fastrun of this model and runtime" in capsys.readouterr().out

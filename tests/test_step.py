@@ -187,6 +187,8 @@ def test_on_a_gpu_the_step_never_waits_for_the_device(variant):
     if variant and (reason := cannot_be_had(variant, CUDA)):
         pytest.skip(reason)
     _, step, stack, loader = assemble("dit", device=CUDA, **{"fused_adamw": True} | variant)
+    for _ in range(2):
+        step([next(loader)])
     for technique in stack.techniques:
         technique.on_warm()
     for _ in range(3):

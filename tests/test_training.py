@@ -27,6 +27,7 @@ from training.evaluate import evaluate
 from training.loggers import NoLogger, SafeLogger, WandbLogger
 from training.metrics import Meter
 from training.objective import FlowMatching
+from training.peak_flops import peak_flops
 from training.schedule import Schedule
 from training.state import TrainState
 
@@ -330,3 +331,23 @@ def test_a_step_that_is_not_finite_is_counted(run, monkeypatch):
 
     monkeypatch.setattr(DigitLatents, "__next__", poisoned)
     assert run("total_samples=32")["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989e12),
+        ("NVIDIA H100 NVL", "bf16", None),  # lower than its name says: not in the table
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", None),  # a share of the 16-bit peak would mean nothing
+        ("NVIDIA A40", "bf16", 149.7e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("Some other GPU", "bf16", None),
+    ],
+)
+def test_utilisation_is_of_a_known_peak_or_none(name, precision, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), precision) == peak
+    assert peak_flops(torch.device("cpu"), precision) is None

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.bench.naive import NaiveLoop
-from scripts.bench.report import bar_chart, gib, table, write_result
+from scripts.bench.report import Bar, bar_chart, gib, table, write_result
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread, times_as_fast
+from scripts.bench.timing import Spread, fresh_compiler, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
-from training.run import pick_device
+from training.run import describe_environment, pick_device
 
 RUNG_0 = "0 newcomer, items in memory"
 TECHNIQUES = (
@@ -60,7 +60,11 @@ def rungs(overrides: list[str], num_workers: int, folder: Path) -> Iterator[Rung
         return Rung(name, lambda: NaiveLoop(name, overrides, num_workers=num_workers, folder=folder, **how))
 
     def ours(name: str, added: list[str]) -> Rung:
-        return Rung(name, lambda: Workload(name, [*overrides, "runtime=eager", *added]))
+        def make() -> Workload:
+            with fresh_compiler():  # so that each rung's warm-up is that of a first start
+                return Workload(name, [*overrides, "runtime=eager", *added])
+
+        return Rung(name, make)
 
     yield naive("0 newcomer, a file per sample", storage="npy")
     yield naive(RUNG_0, storage="memory")
@@ -150,5 +154,14 @@ def main(words: list[str]) -> None:
     settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps, "num_workers": cfg.num_workers}
     file = write_result(cfg.out, settings | {"rungs": entries}, device, shown(entries))
     measured = [e for e in entries if "error" not in e]
-    bars = [(e["name"], e["samples_per_s"], f"{e['samples_per_s']:.0f}  ×{e['times_rung_0']:.1f}") for e in measured]
-    print(bar_chart(file.with_suffix(".png"), f"samples/s, setting {cfg.setting}, {device.type}", bars))
+    bars = [
+        Bar(
+            e["name"],
+            e["samples_per_s"],
+            f"{e['samples_per_s']:.0f}  x{e['times_rung_0']:.2f}" + ("" if e["confirmed"] is not False else "  not on"),
+            e["confirmed"] is False,
+        )
+        for e in measured
+    ]
+    hardware = describe_environment(device)["hardware"]
+    print(bar_chart(file.with_suffix(".png"), f"samples/s, and times rung 0; {hardware}", bars))

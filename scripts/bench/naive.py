@@ -26,6 +26,8 @@ from training.config import compose
 from training.run import pick_device
 from training.setup import build_loader, build_model, build_stack
 
+PREFETCHED = 2
+"""Batches that a worker of PyTorch's DataLoader makes ahead."""
 Storage = Literal["npy", "memory", "resident"]
 
 
@@ -90,49 +92,57 @@ class NaiveLoop:
         cfg = compose([*overrides, "runtime=eager"]).cfg
         self.name, self.cfg, self.batch_size, self.item_every_step = name, cfg, cfg.batch_size, item_every_step
         self.device = pick_device(cfg.runtime.device.value)
+        self.stack = build_stack(cfg, self.device)
+        self.stack.on_process()
+        self.num_workers = num_workers
+        self.source: InMemoryLatents = build_loader(cfg.data, cfg.seed, cfg.batch_size, self.device)  # pyright: ignore[reportAttributeAccessIssue]
+        spec = self.source.spec
+        self.items: ItemsInMemory | ItemsInFiles | None = None
+        if storage != "resident":
+            latents = self.source.normalise(self.source.train.latents).cpu()
+            labels = self.source.train.labels.cpu()
+            del self.source  # nothing of the set is on the device
+            assert storage == "memory" or folder is not None
+            self.items = ItemsInMemory(latents, labels)
+            if storage == "npy" and folder is not None:
+                self.items = ItemsInFiles(latents, labels, folder)
         memory = MemoryPeak(self.device)
         memory.start()
         torch.manual_seed(cfg.seed)
-        self.stack = build_stack(cfg, self.device)
-        self.activate()
-        latents: InMemoryLatents = build_loader(cfg.data, cfg.seed, cfg.batch_size, self.device)  # pyright: ignore[reportAssignmentType]
-        self.model = build_model(cfg.model, latents.spec, self.device)
+        self.model = build_model(cfg.model, spec, self.device)
         self.objective = build(cfg.objective, "objective")
-        self.storage, self.num_workers, self.folder = storage, num_workers, folder
         initial = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         began = time.perf_counter()
-        self.start(latents)
+        self.start()
         self.run(1)
         self.final_loss(1)
         self.warm_up_seconds = time.perf_counter() - began
         self.model.load_state_dict(initial)
-        self.start(latents)
+        self.start()
         self.memory_peak = memory.read()
 
-    def start(self, latents: InMemoryLatents) -> None:
+    def start(self) -> None:
         """From the first sample, with a new optimizer."""
         self.averages = [p.detach().clone() for p in self.model.parameters()]
         rates = {name: value for name, value in self.cfg.optim.items() if name != "_target_"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
-        self.batches = self.read(latents)
+        self.batches = self.read()
         self.samples = 0
 
-    def read(self, source: InMemoryLatents) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.storage == "resident":
-            source.load_state_dict({"samples_seen": 0})
-            return ((batch.latents, batch.labels) for batch in source)
-        latents, labels = source.normalise(source.train.latents).cpu(), source.train.labels.cpu()
-        if self.storage == "npy":
-            assert self.folder is not None
-            items = ItemsInFiles(latents, labels, self.folder)
-        else:
-            items = ItemsInMemory(latents, labels)
-        order = StreamOrder(len(items), self.cfg.seed)
-        loader = DataLoader(items, self.batch_size, sampler=order, num_workers=self.num_workers)
+    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.items is None:
+            self.source.load_state_dict({"samples_seen": 0})
+            return ((batch.latents, batch.labels) for batch in self.source)
+        order = StreamOrder(len(self.items), self.cfg.seed)
+        loader = DataLoader(self.items, self.batch_size, sampler=order, num_workers=self.num_workers)
         return ((latents.to(self.device), labels.to(self.device)) for latents, labels in loader)
 
-    def activate(self) -> None:
+    def prepare(self) -> None:
+        """Flags; and the batches that workers have prefetched while something else ran are used up."""
         self.stack.on_process()
+        if self.items is not None:
+            for _ in range(PREFETCHED * self.num_workers):
+                next(self.batches)
 
     def one_step(self, comparable: bool = False) -> Tensor:
         latents, labels = next(self.batches)
@@ -168,7 +178,7 @@ class NaiveLoop:
             self.one_step()
 
     def final_loss(self, steps: int) -> float:
-        self.activate()
+        self.stack.on_process()
         losses = [self.one_step(comparable=True) for _ in range(steps)]
         return torch.stack(losses[len(losses) // 2 :]).mean().item()
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,10 @@ def write_result(file: str | Path, content: Mapping[str, Any], device: torch.dev
     """
     path = Path(file).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    environment = describe_environment(device) | {"device": device.type, "date": time.strftime("%Y-%m-%d")}
+    environment: dict[str, Any] = describe_environment(device) | {
+        "device": device.type,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     write_atomically(path, json.dumps({"environment": environment} | dict(content), indent=1) + "\n")
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch", "triton"))
     git = environment["git"]
@@ -58,21 +61,30 @@ def gib(size: int | None) -> str | None:
     return None if size is None else f"{size / 2**30:.2f}"
 
 
-def bar_chart(file: Path, title: str, bars: Sequence[tuple[str, float, str]]) -> Path:
-    """Horizontal bars (label, length, note) as a PNG."""
+class Bar(NamedTuple):
+    """One bar of a chart; a pale one was measured without what its label says."""
+
+    label: str
+    length: float
+    note: str
+    pale: bool = False
+
+
+def bar_chart(file: Path, title: str, bars: Sequence[Bar]) -> Path:
+    """Horizontal bars as a PNG."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, line, left, width = ImageFont.load_default(20), 34, 430, 1400
     image = Image.new("RGB", (width, line * (len(bars) + 2)), "white")
     draw = ImageDraw.Draw(image)
     draw.text((16, 14), title, fill="black", font=font)
-    longest = max(length for _, length, _ in bars)
-    notes = max(draw.textlength(note, font=font) for _, _, note in bars) + 24
-    for i, (label, length, note) in enumerate(bars):
+    longest = max(bar.length for bar in bars)
+    notes = max(draw.textlength(bar.note, font=font) for bar in bars) + 24
+    for i, (label, length, note, pale) in enumerate(bars):
         top = line * (i + 1) + 18
         end = left + int((width - left - notes) * length / longest)
         draw.text((left - 12 - draw.textlength(label, font=font), top), label, fill="black", font=font)
-        draw.rectangle((left, top + 2, max(end, left + 2), top + line - 10), fill="#3b76af")
+        draw.rectangle((left, top + 2, max(end, left + 2), top + line - 10), fill="#c4d3e0" if pale else "#3b76af")
         draw.text((end + 10, top), note, fill="black", font=font)
     image.save(file)
     return file

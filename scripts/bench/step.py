@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
@@ -54,7 +55,8 @@ def phases_of(workload: Workload, steps: int) -> tuple[dict[str, float], dict[st
     clock = PhaseClock(workload.device)
     workload.step.mark = clock.mark
     meter = workload.state.meter
-    meter.start()
+    workload.prepare()
+    meter.restart()
     clock.mark("start")
     for _ in range(steps):
         batches = [next(workload.loader) for _ in range(workload.cfg.accumulation_steps)]
@@ -67,7 +69,7 @@ def phases_of(workload: Workload, steps: int) -> tuple[dict[str, float], dict[st
         workload.state.advance(workload.batch_size)
     device, host = clock.read()
     workload.step.mark = lambda phase: None
-    if workload.stack.value("cuda_graph"):  # the phases inside were not marked: all of it is one launch
+    if any(row.key == "cuda_graph" and row.active for row in workload.ledger):  # the phases inside were not marked: all of it is one launch
         device["whole step"], host["whole step"] = device.pop("rest"), host.pop("rest")
     return tuple({phase: ms / steps for phase, ms in part.items()} for part in (device, host))  # pyright: ignore[reportReturnType]
 
@@ -80,20 +82,14 @@ class Work(NamedTuple):
     """In matrix products, attention and convolutions."""
 
 
-PRODUCT_KERNELS = (
-    "gemm",
-    "cutlass",
-    "matmul",
-    "_mm",
-    "::mm",
-    "bmm",
-    "addmm",
-    "xmma",
-    "wgmma",
-    "attention",
-    "flash",
-    "conv",
+PRODUCTS = (
+    *("gemm", "nvjet", "cutlass", "splitk", "xmma", "wgmma", "triton_tem", "triton_mm", "triton_bmm"),
+    *("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "::mkldnn", "::conv"),
+    *("attention", "flash", "fmha", "conv2d", "cudnn"),
 )
+"""Parts of the names of kernels and ops that multiply; pointwise and reduction kernels of Inductor are no products,
+though their names may list what they stand next to."""
+POINTWISE = ("triton_poi", "triton_red", "triton_per")
 
 
 def work_of(workload: Workload) -> Work:
@@ -102,14 +98,26 @@ def work_of(workload: Workload) -> Work:
     cuda = workload.device.type == "cuda"
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    workload.prepare()
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         workload.run(1)
         synchronise(workload.device)
     times: Counter[str] = Counter()
     for event in profiler.key_averages():
-        times[event.key.lower()] += event.self_device_time_total if cuda else event.self_cpu_time_total
-    products = sum(us for name, us in times.items() if any(part in name for part in PRODUCT_KERNELS))
-    return Work(sum(times.values()) / 1e3, products / 1e3)
+        if not cuda:
+            times[event.key.lower()] += event.self_cpu_time_total
+        elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:  # an op's row repeats its kernels'
+            times[event.key.lower()] += event.self_device_time_total
+    return work(times)
+
+
+def work(times: Mapping[str, float]) -> Work:
+    """Sorts microseconds by name into products and the rest."""
+
+    def multiplies(name: str) -> bool:
+        return not name.startswith(POINTWISE) and any(part in name for part in PRODUCTS)
+
+    return Work(sum(times.values()) / 1e3, sum(us for name, us in times.items() if multiplies(name)) / 1e3)
 
 
 class Verdict(NamedTuple):
@@ -120,7 +128,7 @@ class Verdict(NamedTuple):
     keys: list[str]
 
 
-def verdict(step_ms: float, data_ms: float, work: Work, left: Collection[str], cuda: bool) -> Verdict:
+def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], cuda: bool) -> Verdict:
     """Data, then launches, then the kind of work that takes most of the device's time.
 
     `left` are the words, such as runtime.compile=true, that this machine can do and this run has not on; only these
@@ -133,11 +141,11 @@ def verdict(step_ms: float, data_ms: float, work: Work, left: Collection[str], c
     if data_ms > 0.1 * step_ms:
         reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
         return Verdict("data-bound", reason, ["data=resident", "data.num_workers (streamed data)"])
-    if cuda and work.busy < 0.8 * step_ms:
-        reason = f"the GPU works for {work.busy:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
+    if cuda and done.busy < 0.8 * step_ms:
+        reason = f"the GPU works for {done.busy:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
         keys = propose("runtime.cuda_graph=true", "runtime.compile=true", "a larger batch_size")
         return Verdict("launch-bound", reason, keys)
-    share = work.products / work.busy if work.busy else 0.0
+    share = done.products / done.busy if done.busy else 0.0
     reason = f"{share:.0%} of the busy time goes into products"
     if share >= 0.5:
         keys = propose("runtime.precision=bf16", "runtime.tf32=true")
@@ -159,11 +167,11 @@ def main(words: list[str]) -> None:
     print(workload.ledger.table(), flush=True)
     spread = Spread.of(time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"])
     device, host = phases_of(workload, cfg.steps)
-    work = work_of(workload)
+    done = work_of(workload)
     active = {row.key: row.active for row in workload.ledger}
     possible = [c for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value]
     left = {f"runtime.{c.key}={str(c.value).lower()}" for c in possible}
-    found = verdict(spread.median, device["data"], work, left, workload.device.type == "cuda")
+    found = verdict(spread.median, device["data"], done, left, workload.device.type == "cuda")
     rows: list[tuple[object, ...]] = [("phase", "ms", "naive host timer, ms")]
     shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
     rows += [(phase, f"{device[phase]:.3f}", f"{host[phase]:.3f}") for phase in shown]
@@ -180,8 +188,8 @@ def main(words: list[str]) -> None:
         "memory_reserved_peak": workload.memory_peak,
         "warm_up_s": workload.warm_up_seconds,
         "phases": [{"name": p, "device_ms": device[p], "host_ms": host[p]} for p in shown],
-        "busy_ms": work.busy,
-        "products_ms": work.products,
+        "busy_ms": done.busy,
+        "products_ms": done.products,
         "verdict": found._asdict(),
         "ledger": workload.ledger.as_dict(),
     }

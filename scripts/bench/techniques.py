@@ -57,9 +57,9 @@ def compare(baseline: Workload, name: str, overrides: list[str], cfg: BenchConfi
         "speed": times_as_fast(times["baseline"], times["variant"]),
         "memory_reserved_peak": variant.memory_peak,
         "baseline_memory_reserved_peak": baseline.memory_peak,
-        "warm_up_s": variant.warm_up_seconds,
         "final_loss": loss,
         "not_on": variant.missing(),
+        "lost": [key for key in variant.missing() if key not in baseline.missing()],
         "ledger": {row.key: row.active for row in variant.ledger},
     }
 
@@ -116,8 +116,8 @@ def removed(overrides: list[str], cfg: BenchConfig) -> list[dict[str, Any]]:
 
 def comment(entry: dict[str, Any]) -> str | None:
     """What the ledger says against the figures of an entry, if anything."""
-    if entry["key"] in entry["not_on"]:
-        return "not on"
+    if entry["lost"]:
+        return f"not on: {', '.join(entry['lost'])}"
     return "the model has no use for it" if entry["ledger"].get(entry["key"]) == UNUSED else None
 
 

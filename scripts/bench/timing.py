@@ -51,11 +51,20 @@ def times_as_fast(base: Sequence[float], other: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(base, other, strict=True))
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each run, `repeats` times, taken in turn and every other round backwards, so that drift hits all."""
+def interleaved(
+    runs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    prepare: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Seconds of each run, `repeats` times, taken in turn and every other round backwards, so that drift hits all.
+
+    `prepare(name)` comes before each and is not timed.
+    """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+            prepare(name)
             taken[name].append(seconds(runs[name], device))
     return taken
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +25,8 @@ class Runnable(Protocol):
     batch_size: int
     warm_up_seconds: float
 
-    def activate(self) -> None:
-        """Sets the process-wide flags of this one; call it before `run`."""
+    def prepare(self) -> None:
+        """Sets the process-wide flags of this one and does what must not be timed; call it before `run`."""
         ...
 
     def run(self, steps: int) -> None:
@@ -38,7 +39,10 @@ class Runnable(Protocol):
 
 
 class Workload:
-    """The framework's own training step under `overrides`; built, warmed up and observed."""
+    """The framework's own training step under `overrides`; built, warmed up and observed.
+
+    `warm_up_seconds` are those of a first start where it is built inside `fresh_compiler()`.
+    """
 
     def __init__(self, name: str, overrides: list[str]) -> None:
         composed = compose([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
@@ -65,7 +69,7 @@ class Workload:
         self.warm_up_seconds = time.perf_counter() - began
         self.memory_peak = memory.read()
 
-    def activate(self) -> None:
+    def prepare(self) -> None:
         self.stack.on_process()
 
     def one_step(self) -> torch.Tensor:
@@ -80,7 +84,7 @@ class Workload:
             self.one_step()
 
     def final_loss(self, steps: int) -> float:
-        self.activate()
+        self.prepare()
         losses = [self.one_step() for _ in range(steps)]
         return torch.stack(losses[len(losses) // 2 :]).mean().item()
 
@@ -105,17 +109,10 @@ def attempt(make: Callable[[], Any]) -> Any:
 
 def time_steps(workloads: Mapping[str, Runnable], steps: int, repeats: int) -> dict[str, list[float]]:
     """Milliseconds a step of each runnable, round by round, after one more warm step for all."""
-
-    def runner(workload: Runnable) -> Callable[[], None]:
-        def run() -> None:
-            workload.activate()
-            workload.run(steps)
-
-        return run
-
     for workload in workloads.values():
-        workload.activate()
+        workload.prepare()
         workload.run(1)
     device = next(iter(workloads.values())).device
-    taken = interleaved({name: runner(workload) for name, workload in workloads.items()}, repeats, device)
+    runs = {name: partial(workload.run, steps) for name, workload in workloads.items()}
+    taken = interleaved(runs, repeats, device, prepare=lambda name: workloads[name].prepare())
     return {name: [1e3 * s / steps for s in values] for name, values in taken.items()}
