@@ -24,6 +24,7 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

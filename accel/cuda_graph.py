@@ -10,14 +10,14 @@ Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from accel.evidence import Evidence
 from accel.fused_adamw import is_fused
-from accel.technique import AnyStep, Observation, Technique
+from accel.technique import AnyStep, Observation, Technique, TrainingStep
 
 GraphedUpdate = Callable[[Sequence[Any]], Any]
 
@@ -40,10 +40,11 @@ class CudaGraph(Technique):
         return {"capturable": True} if self.enabled else {}
 
     def on_step(self, step: AnyStep) -> AnyStep:
-        if self.enabled and is_fused(step.optimizer):  # pyright: ignore[reportAttributeAccessIssue]
-            self.update = CapturedUpdate(step.update, self.device)  # pyright: ignore[reportAttributeAccessIssue]
-            step.update = self.update  # pyright: ignore[reportAttributeAccessIssue]
-        elif self.enabled:
+        if self.enabled:
+            training = cast(TrainingStep, step)
+            if is_fused(training.optimizer):
+                training.update = self.update = CapturedUpdate(training.update, self.device)
+                return step
             self.failure = "the optimizer is not fused and decides on the host, which a graph cannot do"
         return step
 

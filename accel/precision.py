@@ -9,13 +9,14 @@ it counts as unavailable. Speed on a GPU: not measured yet.
 
 import functools
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from accel.evidence import Evidence
 from accel.loss_scaler import LossScaler
-from accel.technique import AnyStep, Observation, Technique
+from accel.technique import AnyStep, Observation, Technique, TrainingStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
@@ -59,8 +60,7 @@ class Precision(Technique):
 
             step.forward = autocast_forward
         if self.value == "fp16" and hasattr(step, "scaler"):  # an encoder's step has no backward pass
-            self.scaler = LossScaler(self.device)
-            step.scaler = self.scaler  # pyright: ignore[reportAttributeAccessIssue]
+            cast(TrainingStep, step).scaler = self.scaler = LossScaler(self.device)
         return step
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from accel.evidence import Evidence
+    from accel.loss_scaler import LossScaler
 
 
 class Observation(NamedTuple):
@@ -22,12 +23,17 @@ class Observation(NamedTuple):
 
 
 class Step(Protocol):
-    """What a technique may wrap: `forward` is the denoiser's forward pass, or the encoder's where latents are made.
-
-    A training step has more: `update`, the whole of it from batches to device scalars, `optimizer`, and `scaler`.
-    """
+    """What a technique may wrap: `forward` is the denoiser's forward pass, or the encoder's where latents are made."""
 
     forward: Callable[..., Any]
+
+
+class TrainingStep(Step, Protocol):
+    """A step that trains: `update` is the whole of it, from batches to a named tuple of device scalars."""
+
+    update: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
 
 
 Model = TypeVar("Model", bound="nn.Module")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.add_norm import add_norm
+from accel.kernels.add_norm import add_norm, fused_add_norm
 
 
 class SwiGLU(nn.Module):
@@ -46,6 +46,7 @@ class Block(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.eps = eps
         self.residual_in_fp32 = True
+        self.fused_add_norm = False
 
     def forward(
         self,
@@ -54,9 +55,10 @@ class Block(nn.Module):
         residual: Float[Tensor, "B L D"],
         cond: Float[Tensor, "B M D"],
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B D"], Float[Tensor, "B L D"]]:
+        normalise = fused_add_norm if self.fused_add_norm else add_norm
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = cond[:, 3 * i : 3 * i + 3].unbind(1)
-            h, residual = add_norm(branch, gate, residual, scale, shift, self.eps, self.residual_in_fp32)
+            h, residual = normalise(branch, gate, residual, scale, shift, self.eps, self.residual_in_fp32)
             branch, gate = layer(h), next_gate
         return branch, gate, residual
 

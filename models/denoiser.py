@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from accel.kernels.add_norm import add_norm
+from accel.kernels.add_norm import add_norm, fused_add_norm
 from models.block import Block, SwiGLU
 from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positions
 
@@ -111,7 +111,8 @@ class Denoiser(nn.Module):
         residual = self.pos_embed.expand_as(branch).contiguous()
         for i, block in enumerate(self.blocks):
             branch, gate, residual = block(branch, gate, residual, cond[:, i])
-        h, _ = add_norm(branch, gate, residual, last[:, 0], last[:, 1], self.eps)
+        normalise = fused_add_norm if self.blocks[-1].fused_add_norm else add_norm
+        h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps)
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,0 +1,250 @@
+"""Triton kernels of `add_norm`. Imported only where they are launched or compiled.
+
+Each element of the stream is read and written once: 12 bytes forward and 18 backward with a 16-bit branch. A tile holds
+some rows of one sample, all D channels of each; statistics are taken from z as it is stored. The backward pass gives
+each program a stretch of rows of one sample and keeps the sums for gate, scale and shift in registers, so there are no
+atomics and equal runs give equal bits.
+
+Letters: B samples, L tokens, D width; BLOCK_L rows and BLOCK_D ≥ D columns of a tile.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def add_norm_kernel(
+    BRANCH,
+    GATE,
+    RESIDUAL,
+    SCALE,
+    SHIFT,
+    WEIGHT,
+    BIAS,
+    BRANCH_ROWS,
+    H_ROWS,
+    H,
+    Z,
+    RSTD,
+    MEAN,
+    L,
+    gate_stride,
+    scale_stride,
+    shift_stride,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    b = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    c = tl.arange(0, BLOCK_D)
+    row, column = t < L, c < D
+    mask = row[:, None] & column[None, :]
+    rows = b * L + t
+    branch_rows = rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
+    h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
+    branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(RESIDUAL + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(GATE + b * gate_stride + c, mask=column, other=0.0).to(tl.float32)
+    z = (residual + gate[None, :] * branch).to(Z.dtype.element_ty)
+    tl.store(Z + rows[:, None] * D + c[None, :], z, mask=mask)
+    x = z.to(tl.float32)
+    if MEAN is not None:
+        mean = tl.sum(x, 1) / D
+        tl.store(MEAN + rows, mean, mask=row)
+        x = tl.where(column[None, :], x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)
+    tl.store(RSTD + rows, rstd, mask=row)
+    x = x * rstd[:, None]
+    if WEIGHT is not None:
+        x = x * tl.load(WEIGHT + c, mask=column, other=0.0).to(tl.float32)[None, :]
+    if BIAS is not None:
+        x = x + tl.load(BIAS + c, mask=column, other=0.0).to(tl.float32)[None, :]
+    scale = tl.load(SCALE + b * scale_stride + c, mask=column, other=0.0).to(tl.float32)
+    shift = tl.load(SHIFT + b * shift_stride + c, mask=column, other=0.0).to(tl.float32)
+    h = x * (1.0 + scale)[None, :] + shift[None, :]
+    tl.store(H + h_rows[:, None] * D + c[None, :], h.to(H.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_norm_backward_kernel(
+    DH,
+    DZ,
+    Z,
+    BRANCH,
+    GATE,
+    SCALE,
+    WEIGHT,
+    BRANCH_ROWS,
+    H_ROWS,
+    RSTD,
+    MEAN,
+    DBRANCH,
+    DRESIDUAL,
+    SUMS,
+    L,
+    gate_stride,
+    scale_stride,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    c = tl.arange(0, BLOCK_D)
+    column = c < D
+    gate = tl.load(GATE + b * gate_stride + c, mask=column, other=0.0).to(tl.float32)
+    slope = 1.0 + tl.load(SCALE + b * scale_stride + c, mask=column, other=0.0).to(tl.float32)
+    if WEIGHT is not None:
+        slope = slope * tl.load(WEIGHT + c, mask=column, other=0.0).to(tl.float32)
+    dgate = tl.zeros([BLOCK_D], tl.float32)
+    dslope = tl.zeros([BLOCK_D], tl.float32)
+    dshift = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.range(0, ROWS, BLOCK_L, num_stages=STAGES):
+        t = split * ROWS + start + tl.arange(0, BLOCK_L)
+        row = t < L
+        mask = row[:, None] & column[None, :]
+        rows = b * L + t
+        branch_rows = rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
+        h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
+        here, of_branch = rows[:, None] * D + c[None, :], branch_rows[:, None] * D + c[None, :]
+        z = tl.load(Z + here, mask=mask, other=0.0).to(tl.float32)
+        dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        branch = tl.load(BRANCH + of_branch, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(RSTD + rows, mask=row, other=0.0)
+        if MEAN is not None:
+            z = tl.where(column[None, :], z - tl.load(MEAN + rows, mask=row, other=0.0)[:, None], 0.0)
+        normed = z * rstd[:, None]
+        w = dh * slope[None, :]
+        d = w - normed * (tl.sum(normed * w, 1) / D)[:, None]
+        if MEAN is not None:
+            d = d - (tl.sum(w, 1) / D)[:, None]
+        d = d * rstd[:, None]
+        if DZ is not None:
+            d += tl.load(DZ + here, mask=mask, other=0.0).to(tl.float32)
+        d = tl.where(mask, d, 0.0)
+        tl.store(DRESIDUAL + here, d.to(DRESIDUAL.dtype.element_ty), mask=mask)
+        tl.store(DBRANCH + of_branch, (d * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
+        dgate += tl.sum(d * branch, 0)
+        dslope += tl.sum(dh * normed, 0)
+        dshift += tl.sum(dh, 0)
+    sums = SUMS + ((b * tl.num_programs(0) + split) * 3) * D + c
+    tl.store(sums, dgate, mask=column)
+    tl.store(sums + D, dslope, mask=column)
+    tl.store(sums + 2 * D, dshift, mask=column)
+
+
+def tile(dim: int) -> dict[str, int]:
+    """Static configuration by width: about 2,048 elements a tile."""
+    block_d = triton.next_power_of_2(dim)
+    return {"BLOCK_D": block_d, "BLOCK_L": max(1, 2048 // block_d), "num_warps": 4 if block_d <= 1024 else 8}
+
+
+def launch_forward(
+    branch: Tensor,
+    gate: Tensor,
+    residual: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    branch_rows: Tensor | None,
+    h_rows: Tensor | None,
+    eps: float,
+    layer_norm: bool,
+    residual_in_fp32: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h, z, rstd and mean (empty for RMSNorm). Rows are contiguous; gate, scale and shift have unit stride in D."""
+    batch, length, dim = branch.shape
+    h = torch.empty_like(branch)
+    z = torch.empty_like(residual, dtype=torch.float32 if residual_in_fp32 else branch.dtype)
+    rstd = branch.new_empty(batch, length, dtype=torch.float32)
+    mean = branch.new_empty((batch, length) if layer_norm else (0,), dtype=torch.float32)
+    shape = tile(dim)
+    add_norm_kernel[(triton.cdiv(length, shape["BLOCK_L"]), batch)](
+        branch,
+        gate,
+        residual,
+        scale,
+        shift,
+        weight,
+        bias,
+        branch_rows,
+        h_rows,
+        h,
+        z,
+        rstd,
+        mean if layer_norm else None,
+        length,
+        gate.stride(0),
+        scale.stride(0),
+        shift.stride(0),
+        D=dim,
+        EPS=eps,
+        **shape,
+    )
+    return h, z, rstd, mean
+
+
+def splits_of(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
+    """Stretches a sample is cut into, so that about eight programs come to each processor, and rows in a stretch."""
+    wanted = max(1, min(triton.cdiv(8 * processors, batch), triton.cdiv(length, block)))
+    rows = triton.cdiv(triton.cdiv(length, wanted), block) * block
+    return triton.cdiv(length, rows), rows
+
+
+def launch_backward(
+    dh: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    branch: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    branch_rows: Tensor | None,
+    h_rows: Tensor | None,
+    rstd: Tensor,
+    mean: Tensor,
+    residual_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of branch and residual, and sums over tokens (B, 3, D): of gate, of the normed stream, of shift."""
+    batch, length, dim = branch.shape
+    dbranch = torch.empty_like(branch)
+    dresidual = torch.empty_like(z, dtype=residual_dtype)
+    shape = tile(dim)
+    cuda = branch.is_cuda
+    processors = torch.cuda.get_device_properties(branch.device).multi_processor_count if cuda else 1
+    splits, rows = splits_of(batch, length, shape["BLOCK_L"], processors)
+    sums = branch.new_empty(batch, splits, 3, dim, dtype=torch.float32)
+    add_norm_backward_kernel[(splits, batch)](
+        dh,
+        dz,
+        z,
+        branch,
+        gate,
+        scale,
+        weight,
+        branch_rows,
+        h_rows,
+        rstd,
+        mean if mean.numel() else None,
+        dbranch,
+        dresidual,
+        sums,
+        length,
+        gate.stride(0),
+        scale.stride(0),
+        D=dim,
+        ROWS=rows,
+        STAGES=2,
+        **shape,
+    )
+    return dbranch, dresidual, sums.sum(1)

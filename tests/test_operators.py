@@ -1,0 +1,134 @@
+"""The fused operators, on a CPU, where they compute their definition: gradients, compile, checkpointing, autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from accel.gradient_checkpointing import CheckpointBlocks
+from accel.kernels.add_norm import add_norm, fused_add_norm
+from tests.harness import CPU
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def add_norm_inputs(dtype=torch.float64, B=2, L=5, D=12):
+    torch.manual_seed(0)
+    vectors = [normal(B, D, dtype=dtype) for _ in range(3)]
+    return normal(B, L, D, dtype=dtype), vectors[0], normal(B, L, D), *vectors[1:]
+
+
+def options(layer_norm: bool, affine: bool, rows: bool, D=12, L=5) -> dict:
+    chosen: dict = {"layer_norm": layer_norm}
+    if affine:
+        chosen |= {"weight": normal(D), "bias": normal(D)}
+    if rows:
+        chosen |= {"branch_rows": torch.randperm(L), "h_rows": torch.randperm(L)}
+    return chosen
+
+
+def assert_equal_with_gradients(actual, expected, inputs, rtol=1e-10):
+    weights = [torch.randn_like(e) for e in expected]
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=rtol, atol=rtol)
+    of_actual = torch.autograd.grad(actual, inputs, weights)
+    for a, e in zip(of_actual, torch.autograd.grad(expected, inputs, weights), strict=True):
+        torch.testing.assert_close(a, e, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_fused_add_norm_has_the_gradients_of_its_definition(layer_norm, affine, rows):
+    inputs, chosen = add_norm_inputs(), options(layer_norm, affine, rows)
+    differentiable = [*inputs, *(t for t in chosen.values() if isinstance(t, torch.Tensor) and t.requires_grad)]
+    assert_equal_with_gradients(fused_add_norm(*inputs, **chosen), add_norm(*inputs, **chosen), differentiable)
+
+
+def test_add_norm_with_layer_norm_is_pytorchs():
+    branch, gate, residual, scale, shift = add_norm_inputs()
+    chosen = options(True, True, False)
+    h, z = add_norm(branch, gate, residual, scale, shift, **chosen)
+    expected = torch.nn.functional.layer_norm(z, (12,), chosen["weight"], chosen["bias"], 1e-6)
+    torch.testing.assert_close(h, expected * (1 + scale)[:, None] + shift[:, None])
+
+
+def test_row_maps_are_gathers_left_out():
+    branch, gate, residual, scale, shift = add_norm_inputs()
+    there, back = torch.randperm(5), torch.randperm(5)
+    h, z = add_norm(branch, gate, residual, scale, shift, branch_rows=there, h_rows=back)
+    plain, z_plain = add_norm(branch[:, there], gate, residual, scale, shift)
+    assert torch.equal(z, z_plain)
+    assert torch.equal(h[:, back], plain)
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_an_output_without_gradient_costs_none(unused):
+    inputs = add_norm_inputs()
+    actual, expected = fused_add_norm(*inputs)[1 - unused], add_norm(*inputs)[1 - unused]
+    needed = inputs if unused == 1 else inputs[:3]  # z does not depend on scale and shift
+    weight = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad(actual, needed, weight), torch.autograd.grad(expected, needed, weight), strict=True
+    ):
+        torch.testing.assert_close(a, e)
+
+
+def test_strided_inputs_are_handled():
+    branch, gate, residual, scale, shift = add_norm_inputs()
+    strided = branch.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    rest = (gate, residual, scale, shift)
+    assert torch.equal(fused_add_norm(strided, *rest)[0], fused_add_norm(branch, *rest)[0])
+    cond = torch.randn(2, 4, 12, dtype=torch.float64)
+    views = (cond[:, 0], residual, cond[:, 1], cond[:, 2])
+    assert torch.equal(fused_add_norm(branch, *views)[0], add_norm(branch, *views)[0])
+
+
+@pytest.mark.parametrize("residual_in_fp32", [True, False])
+def test_under_autocast_the_stream_keeps_its_dtype(residual_in_fp32):
+    branch, gate, residual, scale, shift = add_norm_inputs(torch.bfloat16)
+    with torch.amp.autocast("cpu", torch.bfloat16):
+        h, z = fused_add_norm(branch, gate, residual.float(), scale, shift, residual_in_fp32=residual_in_fp32)
+    assert h.dtype == torch.bfloat16
+    assert z.dtype == (torch.float32 if residual_in_fp32 else torch.bfloat16)
+    grads = torch.autograd.grad(h.float().sum() + z.float().sum(), (branch, gate, residual, scale, shift))
+    assert [g.dtype for g in grads] == [torch.bfloat16] * 2 + [torch.float64] + [torch.bfloat16] * 2
+
+
+def test_the_operators_are_well_formed():
+    inputs = [t.detach() for t in add_norm_inputs(torch.float32)]
+    inputs[2] = inputs[2].float()
+    arguments = (*inputs, None, None, None, None, 1e-6, True, True)
+    torch.library.opcheck(
+        torch.ops.fastlatent.add_norm.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+    h, z, rstd, mean = torch.ops.fastlatent.add_norm(*arguments)
+    branch, gate, _, scale, _ = inputs
+    backward = (h, None, z, branch, gate, scale, None, None, None, rstd, mean, torch.float32)
+    torch.library.opcheck(
+        torch.ops.fastlatent.add_norm_backward.default, backward, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def through(inputs, wrap):
+    h, z = wrap(lambda *t: fused_add_norm(*t))(*inputs)
+    return [h, z, *torch.autograd.grad((h.sin() + z.cos()).sum(), inputs)]
+
+
+def test_operators_survive_compiling_and_checkpointing():
+    inputs = add_norm_inputs()
+    plain = through(inputs, lambda f: f)
+    compiled = through(inputs, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
+    recomputed = through(inputs, lambda f: lambda *t: checkpoint(f, *t, use_reentrant=False))
+    policy = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
+    selective = through(inputs, policy.selectively_recomputed)
+    both = through(
+        inputs, lambda f: torch.compile(policy.selectively_recomputed(f), fullgraph=True, backend="aot_eager")
+    )
+    assert policy.decisions[True] > 0  # our operators are kept
+    for other in (compiled, recomputed, selective, both):
+        for a, e in zip(other, plain, strict=True):
+            torch.testing.assert_close(a, e)
