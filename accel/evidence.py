@@ -62,6 +62,12 @@ class BlockProbe(nn.Module):
         self.block = block
         self.notes = notes
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.block, name)  # switches that the model reads
+
     def forward(self, *inputs: torch.Tensor) -> Any:
         own = [*self.block.parameters(), *self.block.buffers()]
         parameters = {tensor.untyped_storage().data_ptr() for tensor in own}

@@ -52,8 +52,7 @@ class FusedScan(FusedKernel):
     """Both directions of the state-space scan in one kernel."""
 
     key = "fused_scan"
-    op = "bidirectional_ssd"
-    written = False
+    op = "ssd"
 
 
 class FusedConv(FusedKernel):

@@ -38,6 +38,8 @@ class Case(NamedTuple):
     """Its loop loads ahead, asynchronously."""
     multiplies: bool = False
     """It uses the matrix units."""
+    narrow_loads: bool = False
+    """It turns a layout round, so its loads cannot be wide."""
     quick: bool = False
     """A common size: checked in every run of the tests."""
 
@@ -64,7 +66,7 @@ def measure(case: Case, architecture: int) -> Resources:
     from triton.compiler import ASTSource
 
     names = case.kernel.arg_names
-    types = {name: kind for name, kind in case.types.items() if name in names}
+    types = {name: kind for name, kind in case.types.items() if name in names and name not in case.constants}
     signature = {name: "constexpr" if name in case.constants else types[name] for name in names}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     # Pointers and sizes are multiples of 16 in every shipped shape, and Triton specialises on that.
@@ -106,9 +108,10 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def cases() -> Iterator[Case]:
-    """Every kernel in every configuration that is shipped."""
+def cases(architecture: int) -> Iterator[Case]:
+    """Every kernel in every configuration that is shipped for an architecture."""
     yield from add_norm_cases()
+    yield from ssd_cases(architecture)
 
 
 def add_norm_cases() -> Iterator[Case]:
@@ -135,6 +138,29 @@ def add_norm_cases() -> Iterator[Case]:
             )
 
 
+def ssd_cases(architecture: int) -> Iterator[Case]:
+    """24 heads; the flagship's head dim and state size, and the largest and smallest."""
+    from accel.kernels import bidirectional_ssd_triton as ssd
+
+    narrow = {name: "*bf16" for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS")}
+    wide = {name: "*fp32" for name in ("DT", "SUMS", "D", "DD", "DT_IN", "A_IN", "DDT", "DA")}
+    wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND")}
+    strides = {f"{of}_{what}": "i32" for of in "xbc" for what in ("batch", "token")}
+    types = narrow | wide | strides | {"L": "i32"}
+    for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), (256, 128, 128), (256, 32, 16)):
+        quick = (length, head_dim) == (256, 64)
+        sizes = {"L": length, "K": 24, "N": state_dim, "P": head_dim, "PRECISION": "tf32"}
+        for part, kernel in (("forward", ssd.ssd_kernel), ("dx", ssd.ssd_dx_kernel), ("ds", ssd.ssd_ds_kernel)):
+            name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
+            block, warps = ssd.configuration(part, head_dim, state_dim, architecture)
+            constants = sizes | {"BLOCK": block}
+            yield Case(name, kernel, types, constants, warps, stages=2, multiplies=True, quick=quick)
+    sums = {"K": 24, "BLOCK_L": 256, "BLOCK_K": 8, "LOG2": ssd.LOG2E}
+    yield Case("ssd sums L=256", ssd.ssd_sums_kernel, types, sums, 4, narrow_loads=True, quick=True)
+    decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256}
+    yield Case("ssd decay L=256", ssd.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
+
+
 @dataclass(frozen=True)
 class ResourcesConfig:
     """Which kernels, for which architecture."""
@@ -150,9 +176,9 @@ def main() -> None:
         if cfg.arch not in (None, *ARCHITECTURES):
             raise ValueError(f"arch={cfg.arch}: choose one of {', '.join(map(str, ARCHITECTURES))}.")
         rows: list[tuple[object, ...]] = [("kernel", "sm", *Resources._fields)]
-        for case in cases():
-            if cfg.like in case.name:
-                for architecture in ARCHITECTURES if cfg.arch is None else (cfg.arch,):
+        for architecture in ARCHITECTURES if cfg.arch is None else (cfg.arch,):
+            for case in cases(architecture):
+                if cfg.like in case.name:
                     rows.append((case.name, architecture, *measure(case, architecture)))
         print(table(rows))
 

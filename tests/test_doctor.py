@@ -20,7 +20,7 @@ def test_every_technique_is_examined_in_every_way(capsys):
     assert values == ["flash", "cudnn", "efficient", "math", "flex"]
     assert all(row["available"] == (row["reason"] is None) for row in found["techniques"])
     assert found["machine"]["cpu_threads"] == torch.get_num_threads()
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert {row["name"] for row in found["planned"]} == {"FP8 matrix products", "FlashAttention-3"}
 
 

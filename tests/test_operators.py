@@ -7,8 +7,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from accel.gradient_checkpointing import CheckpointBlocks
+from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.add_norm import add_norm, fused_add_norm
+from accel.kernels.bidirectional_ssd import bidirectional_ssd
+from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from tests.harness import CPU
+
+CHECKS = ("test_schema", "test_faketensor")
 
 
 def normal(*shape, dtype=torch.float64):
@@ -102,33 +107,107 @@ def test_the_operators_are_well_formed():
     inputs = [t.detach() for t in add_norm_inputs(torch.float32)]
     inputs[2] = inputs[2].float()
     arguments = (*inputs, None, None, None, None, 1e-6, True, True)
-    torch.library.opcheck(
-        torch.ops.fastlatent.add_norm.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(torch.ops.fastlatent.add_norm.default, arguments, test_utils=CHECKS)
     h, z, rstd, mean = torch.ops.fastlatent.add_norm(*arguments)
     branch, gate, _, scale, _ = inputs
     backward = (h, None, z, branch, gate, scale, None, None, None, rstd, mean, torch.float32)
-    torch.library.opcheck(
-        torch.ops.fastlatent.add_norm_backward.default, backward, test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(torch.ops.fastlatent.add_norm_backward.default, backward, test_utils=CHECKS)
+
+
+def ssd_inputs(length=9, dtype=torch.float64, B=2, K=3, P=16, N=16):
+    torch.manual_seed(length)
+    dt = torch.rand(B, length, 2, K, dtype=torch.float64, requires_grad=True)
+    A = (-torch.rand(2, K, dtype=torch.float64)).requires_grad_()
+    groups = [normal(B, length, 2, N, dtype=dtype) for _ in range(2)]
+    return normal(B, length, K, P, dtype=dtype), dt, A, *groups, normal(K)
+
+
+@pytest.mark.parametrize(("length", "longest"), [(1, 512), (9, 512), (40, 512), (40, 16), (37, 16)])
+def test_the_fused_scan_has_the_gradients_of_its_definition(length, longest, monkeypatch):
+    monkeypatch.setattr(definition, "MAX_QUADRATIC", longest)
+    monkeypatch.setattr(definition, "CHUNK", min(longest, 256))
+    inputs = ssd_inputs(length)
+    assert_equal_with_gradients([fused_bidirectional_ssd(*inputs)], [bidirectional_ssd(*inputs)], inputs, rtol=1e-9)
+
+
+def test_the_fused_scan_takes_slices_and_copies_what_it_must():
+    x, dt, A, B_in, C_out, D = ssd_inputs()
+    joined = torch.cat([x.flatten(2), B_in.flatten(2), C_out.flatten(2)], dim=-1)
+    parts = joined.split((48, 32, 32), dim=-1)
+    slices = (parts[0].unflatten(-1, (3, 16)), dt, A, *(p.unflatten(-1, (2, 16)) for p in parts[1:]), D)
+    turned = (x.transpose(2, 3).contiguous().transpose(2, 3), dt, A, B_in, C_out, D)
+    expected = bidirectional_ssd(x, dt, A, B_in, C_out, D)
+    for values in (slices, turned):
+        torch.testing.assert_close(fused_bidirectional_ssd(*values), expected)
+
+
+def test_sizes_that_the_matrix_units_do_not_take_are_refused():
+    with pytest.raises(ValueError, match=r"fused_scan=true.*got 24 and 16.*fused_scan=false"):
+        fused_bidirectional_ssd(*ssd_inputs(P=24))
+
+
+def test_the_fused_scan_counts_its_flops():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = ssd_inputs(length=32)
+    with FlopCounterMode(display=False) as counter:
+        y = fused_bidirectional_ssd(*inputs)
+    forward = 2 * definition.bidirectional_ssd_flops(32, 3, 16, 16)
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    products = 2 * (2 * 2 * 2 * 32 * 32 * 16)  # dB and dC of both directions, two samples
+    assert counter.get_total_flops() == 2 * forward + products
+
+
+def test_the_scans_operators_are_well_formed():
+    x, dt, A, B_in, C_out, D = (t.detach().float() for t in ssd_inputs())
+    arguments = (x, dt, dt * A, B_in, C_out, D)
+    torch.library.opcheck(torch.ops.fastlatent.ssd.default, arguments, test_utils=CHECKS)
+    y, dt_rows, sums = torch.ops.fastlatent.ssd(*arguments)
+    backward = (y, x, dt_rows, sums, B_in, C_out, D)
+    torch.library.opcheck(torch.ops.fastlatent.ssd_backward.default, backward, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])
+def test_a_model_with_fused_operators_is_the_same_model(family):
+    """The switches, not the techniques: those need a GPU."""
+    from tests.harness import assemble
+
+    losses = []
+    for fused in (False, True):
+        model, step, _, loader = assemble(family)
+        for block in model.blocks:
+            for module in block.modules():
+                for switch in ("fused_add_norm", "fused_scan", "fused_conv"):
+                    if hasattr(module, switch):
+                        setattr(module, switch, fused)
+        losses.append(torch.stack([step([next(loader)]).loss for _ in range(3)]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0.0)
+
+
+def both(*t):
+    """A block's two operators, one after the other."""
+    h, z = fused_add_norm(*t[:5])
+    return fused_bidirectional_ssd(h.unflatten(-1, (3, 16)), *t[5:]).flatten(2), z
 
 
 def through(inputs, wrap):
-    h, z = wrap(lambda *t: fused_add_norm(*t))(*inputs)
+    h, z = wrap(both)(*inputs)
     return [h, z, *torch.autograd.grad((h.sin() + z.cos()).sum(), inputs)]
 
 
 def test_operators_survive_compiling_and_checkpointing():
-    inputs = add_norm_inputs()
+    inputs = (*add_norm_inputs(D=48, L=9), *ssd_inputs()[1:])
     plain = through(inputs, lambda f: f)
     compiled = through(inputs, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
     recomputed = through(inputs, lambda f: lambda *t: checkpoint(f, *t, use_reentrant=False))
     policy = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
     selective = through(inputs, policy.selectively_recomputed)
-    both = through(
+    compiled_too = through(
         inputs, lambda f: torch.compile(policy.selectively_recomputed(f), fullgraph=True, backend="aot_eager")
     )
     assert policy.decisions[True] > 0  # our operators are kept
-    for other in (compiled, recomputed, selective, both):
+    for other in (compiled, recomputed, selective, compiled_too):
         for a, e in zip(other, plain, strict=True):
             torch.testing.assert_close(a, e)

@@ -5,11 +5,15 @@ y_i = C_i·h_i with a = dt·A, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} 
 tokens before i and i itself come from a forward scan, the tokens after i from a backward scan with its own dt, A, B
 and C, so each pair (i, j) is counted once and nothing is doubled.
 
+`bidirectional_ssd` is the definition, in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) the same as one operator.
+
 Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward.
 B and C are shared by all heads and called `B_in` and `C_out`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -35,9 +39,8 @@ def bidirectional_ssd(
     dt ≥ 0 and A < 0 are fp32 (dt after softplus); decays and their sums stay in fp32, matrix products run in the dtype
     of x, which is also the dtype of y. Quadratic in L up to 512 tokens, linear in L beyond.
     """
-    length = x.shape[1]
     a = upcast(dt) * upcast(A)
-    mix = within if length <= MAX_QUADRATIC else chunked
+    mix = within if x.shape[1] <= MAX_QUADRATIC else chunked
     y = mix(x, dt, a, B_in, C_out)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
@@ -80,8 +83,13 @@ def within(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Ten
     return (mask.to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
 
 
-def chunked(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Tensor:
-    """Quadratic inside chunks of `CHUNK` tokens; between them a state (N, P) a head is carried in each direction."""
+def chunked(
+    x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, inside_of: Callable[..., Tensor] = within
+) -> Tensor:
+    """Quadratic inside chunks of `CHUNK` tokens; between them a state (N, P) a head is carried in each direction.
+
+    `inside_of` is what computes the inside: `within`, or an operator that equals it.
+    """
     batch, length = x.shape[:2]
     pad = -length % CHUNK  # padded tokens have dt = a = B = x = 0: no input, no decay
     parts = []
@@ -91,7 +99,7 @@ def chunked(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Te
         parts.append(padded.unflatten(1, (-1, CHUNK)))
     x, dt, a, B_in, C_out = parts
     flat = [part.flatten(0, 1) for part in parts]
-    inside = within(*flat).unflatten(0, (batch, -1))
+    inside = inside_of(*flat).unflatten(0, (batch, -1))
     ahead = carried(x, dt[..., 0, :], a[..., 0, :], B_in[..., 0, :], C_out[..., 0, :])
     reverse = [t.flip(1, 2) for t in (x, dt[..., 1, :], a[..., 1, :], B_in[..., 1, :], C_out[..., 1, :])]
     behind = carried(*reverse).flip(1, 2)

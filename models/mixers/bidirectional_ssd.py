@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
+from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import local_mix, local_mix_flops
 from models.mixers.checks import heads_of
 
@@ -32,6 +33,7 @@ class BidirectionalSSD(nn.Module):
         self.inner = expand * dim
         self.heads = heads_of(self.inner, head_dim, what="expand·dim")
         self.head_dim, self.state_dim, self.grid, self.eps = head_dim, state_dim, grid, eps
+        self.fused_scan = False
         self.mixed = self.inner + 4 * state_dim  # x, and B and C of both directions
         self.in_proj = nn.Linear(dim, self.inner + self.mixed + 2 * self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.mixed, 1, 3, 3))
@@ -58,7 +60,8 @@ class BidirectionalSSD(nn.Module):
         z, xBC, dt = self.in_proj(h).split((self.inner, self.mixed, 2 * self.heads), dim=-1)
         xBC = local_mix(xBC, self.conv_weight, self.conv_bias, self.grid)
         x, B_in, C_out = xBC.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
-        y = bidirectional_ssd(
+        scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
+        y = scan(
             x.unflatten(-1, (self.heads, self.head_dim)),
             F.softplus(dt.float().unflatten(-1, (2, self.heads)) + self.dt_bias),
             -self.A_log.float().exp(),
