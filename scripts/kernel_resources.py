@@ -140,6 +140,7 @@ def add_norm_cases() -> Iterator[Case]:
 
 def ssd_cases(architecture: int) -> Iterator[Case]:
     """24 heads; the flagship's head dim and state size, and the largest and smallest."""
+    from accel.kernels import bidirectional_ssd_backward_triton as backward
     from accel.kernels import bidirectional_ssd_triton as ssd
 
     narrow = {name: "*bf16" for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS")}
@@ -150,7 +151,11 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), (256, 128, 128), (256, 32, 16)):
         quick = (length, head_dim) == (256, 64)
         sizes = {"L": length, "K": 24, "N": state_dim, "P": head_dim, "PRECISION": "tf32"}
-        for part, kernel in (("forward", ssd.ssd_kernel), ("dx", ssd.ssd_dx_kernel), ("ds", ssd.ssd_ds_kernel)):
+        for part, kernel in (
+            ("forward", ssd.ssd_kernel),
+            ("dx", backward.ssd_dx_kernel),
+            ("ds", backward.ssd_ds_kernel),
+        ):
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
             block, warps = ssd.configuration(part, head_dim, state_dim, architecture)
             constants = sizes | {"BLOCK": block}
@@ -158,7 +163,7 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     sums = {"K": 24, "BLOCK_L": 256, "BLOCK_K": 8, "LOG2": ssd.LOG2E}
     yield Case("ssd sums L=256", ssd.ssd_sums_kernel, types, sums, 4, narrow_loads=True, quick=True)
     decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256}
-    yield Case("ssd decay L=256", ssd.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
+    yield Case("ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
 
 
 @dataclass(frozen=True)

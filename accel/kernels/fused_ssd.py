@@ -77,7 +77,7 @@ def forward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    from accel.kernels.bidirectional_ssd_triton import launch_backward
+    from accel.kernels.bidirectional_ssd_backward_triton import launch_backward
 
     return launch_backward(*arguments)
 

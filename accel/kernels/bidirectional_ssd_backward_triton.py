@@ -1,0 +1,294 @@
+"""Triton kernels of the backward pass of `bidirectional_ssd`; the forward one is in bidirectional_ssd_triton.py.
+
+dx by the transposed mask; dS = Σ_heads dy·xᵀ·E·dt in one kernel, reduced over heads in registers, with row and column
+sums of dS∘S taken from the same fp32 tile for the gradients of the decays; plain matrix products turn dS into dB and
+dC. No atomics: equal runs give equal bits.
+
+Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accel.kernels.bidirectional_ssd_triton import chosen, strides_of
+
+
+@triton.jit
+def ssd_dx_kernel(
+    DY,
+    X,
+    B_IN,
+    C_OUT,
+    DT,
+    SUMS,
+    D,
+    DX,
+    DD,
+    x_batch,
+    x_token,
+    b_batch,
+    b_token,
+    c_batch,
+    c_token,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dx_j = Σ_i M_ij dy_i + D dy_j. S is computed transposed: turning an accumulator is wrong before Triton 3.7.1."""
+    tile, k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    j0 = tile * BLOCK
+    r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
+    j = j0 + r
+    inside = j < L
+    X += b * x_batch + k * P
+    DY += b * L * K * P + k * P
+    B_IN += b * b_batch
+    C_OUT += b * c_batch
+    ahead = (b * 2 * K + k) * L
+    behind = ahead + K * L
+    sum_ahead = tl.load(SUMS + ahead + j, mask=inside, other=0.0)
+    sum_behind = tl.load(SUMS + behind + j, mask=inside, other=0.0)
+    dt_ahead = tl.load(DT + ahead + j, mask=inside, other=0.0)
+    dt_behind = tl.load(DT + behind + j, mask=inside, other=0.0)
+    b_ahead = tl.load(B_IN + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0)
+    b_behind = tl.load(B_IN + N + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0)
+    g = tl.zeros([BLOCK, P], tl.float32)
+    if j0 + BLOCK < L:
+        pivot = tl.load(SUMS + ahead + j0 + BLOCK - 1)
+        for i0 in range(j0 + BLOCK, L, BLOCK):
+            i = i0 + r
+            there = i < L
+            c_t = tl.load(C_OUT + i[None, :] * c_token + n[:, None], mask=there[None, :], other=0.0)
+            dy = tl.load(DY + i[:, None] * (K * P) + p[None, :], mask=there[:, None], other=0.0)
+            weight = tl.exp2(tl.minimum(tl.load(SUMS + ahead + i, mask=there, other=0.0) - pivot, 0.0))
+            m = tl.dot(b_ahead, c_t, input_precision=PRECISION) * weight[None, :]
+            g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
+        g = g * (tl.exp2(tl.minimum(pivot - sum_ahead, 0.0)) * dt_ahead)[:, None]
+    if j0 > 0:
+        pivot = tl.load(SUMS + behind + j0)
+        u = tl.zeros([BLOCK, P], tl.float32)
+        for i0 in range(0, j0, BLOCK):
+            i = i0 + r
+            c_t = tl.load(C_OUT + N + i[None, :] * c_token + n[:, None])
+            dy = tl.load(DY + i[:, None] * (K * P) + p[None, :])
+            weight = tl.exp2(tl.minimum(tl.load(SUMS + behind + i) - pivot, 0.0))
+            m = tl.dot(b_behind, c_t, input_precision=PRECISION) * weight[None, :]
+            u = tl.dot(m.to(dy.dtype), dy, u, input_precision=PRECISION)
+        g += u * (tl.exp2(tl.minimum(pivot - sum_behind, 0.0)) * dt_behind)[:, None]
+    c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
+    c_behind = tl.load(C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
+    dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
+    lower = r[None, :] >= r[:, None]  # [j, i]: i ≥ j
+    exponent = tl.where(lower, sum_ahead[None, :] - sum_ahead[:, None], sum_behind[None, :] - sum_behind[:, None])
+    m = tl.where(
+        lower,
+        tl.dot(b_ahead, c_ahead, input_precision=PRECISION) * dt_ahead[:, None],
+        tl.dot(b_behind, c_behind, input_precision=PRECISION) * dt_behind[:, None],
+    )
+    m = m * tl.exp2(tl.minimum(exponent, 0.0))
+    g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
+    g += dy.to(tl.float32) * tl.load(D + k)
+    out = (b * L + j[:, None]) * (K * P) + k * P + p[None, :]
+    tl.store(DX + out, g.to(DX.dtype.element_ty), mask=inside[:, None])
+    x = tl.load(X + j[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(DD + (b * K + k) * tl.num_programs(0) + tile, tl.sum(x * dy.to(tl.float32)))
+
+
+@triton.jit
+def ssd_ds_kernel(
+    DY,
+    X,
+    B_IN,
+    C_OUT,
+    DT,
+    SUMS,
+    DS,
+    ROWS,
+    COLUMNS,
+    ROWS_BEHIND,
+    COLUMNS_BEHIND,
+    x_batch,
+    x_token,
+    b_batch,
+    b_token,
+    c_batch,
+    c_token,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile (i, j) of dS, all heads in turn. ROWS, COLUMNS (B, K, T, L) hold the sums of the tile's own direction; a
+    tile on the diagonal has both, and those of direction 1 go to ROWS_BEHIND, COLUMNS_BEHIND (B, K, L)."""
+    i_tile, j_tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tiles = tl.num_programs(0)
+    r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
+    i, j = i_tile * BLOCK + r, j_tile * BLOCK + r
+    i_in, j_in = i < L, j < L
+    X += b * x_batch
+    DY += b * L * K * P
+    B_IN += b * b_batch
+    C_OUT += b * c_batch
+    diagonal = i_tile == j_tile
+    direction = tl.where(i_tile >= j_tile, 0, 1)
+    lower = i[:, None] >= j[None, :]
+    C_OUT += direction * N
+    B_IN += direction * N
+    c = tl.load(C_OUT + i[:, None] * c_token + n[None, :], mask=i_in[:, None], other=0.0)
+    b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None], mask=j_in[None, :], other=0.0)
+    scores = tl.dot(c, b_t, input_precision=PRECISION)
+    if diagonal:
+        c = tl.load(C_OUT + N + i[:, None] * c_token + n[None, :], mask=i_in[:, None], other=0.0)
+        b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=j_in[None, :], other=0.0)
+        scores = tl.where(lower, scores, tl.dot(c, b_t, input_precision=PRECISION))
+    ds = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for k in range(0, K):
+        dy = tl.load(DY + i[:, None] * (K * P) + k * P + p[None, :], mask=i_in[:, None], other=0.0)
+        x_t = tl.load(X + j[None, :] * x_token + k * P + p[:, None], mask=j_in[None, :], other=0.0)
+        g = tl.dot(dy, x_t, input_precision=PRECISION)
+        head = b * K + k
+        own = ((b * 2 + direction) * K + k) * L
+        sum_i = tl.load(SUMS + own + i, mask=i_in, other=0.0)
+        sum_j = tl.load(SUMS + own + j, mask=j_in, other=0.0)
+        dt = tl.load(DT + own + j, mask=j_in, other=0.0)
+        if diagonal:
+            behind = own + K * L
+            other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
+            other_dt = tl.load(DT + behind + j, mask=j_in, other=0.0)
+            exponent = tl.where(lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :])
+            g = g * tl.exp2(tl.minimum(exponent, 0.0))
+            q = g * scores
+            q_ahead = tl.where(lower, q, 0.0)
+            q_behind = tl.where(lower, 0.0, q)
+            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q_ahead * dt[None, :], 1), mask=i_in)
+            tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q_ahead, 0), mask=j_in)
+            tl.store(ROWS_BEHIND + head * L + i, tl.sum(q_behind * other_dt[None, :], 1), mask=i_in)
+            tl.store(COLUMNS_BEHIND + head * L + j, tl.sum(q_behind, 0), mask=j_in)
+            ds += g * tl.where(lower, dt[None, :], other_dt[None, :])
+        else:
+            edge = tl.where(direction == 0, j_tile * BLOCK + BLOCK - 1, j_tile * BLOCK)
+            pivot = tl.load(SUMS + own + edge)
+            g = g * tl.exp2(tl.minimum(sum_i - pivot, 0.0))[:, None]
+            g = g * tl.exp2(tl.minimum(pivot - sum_j, 0.0))[None, :]
+            q = g * scores
+            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q * dt[None, :], 1), mask=i_in)
+            tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)
+            ds += g * dt[None, :]
+    # dS of both directions: (B, 2, L, L), each zero where the other one rules.
+    out = b * 2 * L * L + i[:, None] * L + j[None, :]
+    mask = i_in[:, None] & j_in[None, :]
+    kind = DS.dtype.element_ty
+    tl.store(DS + out, tl.where(lower, ds, 0.0).to(kind), mask=mask)
+    tl.store(DS + out + L * L, tl.where(lower, 0.0, ds).to(kind), mask=mask)
+
+
+@triton.jit
+def ssd_decay_kernel(
+    ROWS,
+    COLUMNS,
+    ROWS_BEHIND,
+    COLUMNS_BEHIND,
+    DT,
+    DDT,
+    DA,
+    L,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Row and column sums to the gradients of dt and a, both (B, L, 2, K)."""
+    k, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    t = tl.arange(0, BLOCK_L)
+    inside = t < L
+    own = t // BLOCK
+    head = b * K + k
+    row_ahead = tl.zeros([BLOCK_L], tl.float32)
+    row_behind = tl.load(ROWS_BEHIND + head * L + t, mask=inside, other=0.0)
+    column_ahead = tl.zeros([BLOCK_L], tl.float32)
+    column_behind = tl.load(COLUMNS_BEHIND + head * L + t, mask=inside, other=0.0)
+    for tile in range(0, TILES):
+        rows = tl.load(ROWS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
+        columns = tl.load(COLUMNS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
+        row_ahead += tl.where(tile <= own, rows, 0.0)
+        row_behind += tl.where(tile > own, rows, 0.0)
+        column_ahead += tl.where(tile >= own, columns, 0.0)
+        column_behind += tl.where(tile < own, columns, 0.0)
+    ahead = (b * 2 * K + k) * L + t
+    ds_ahead = row_ahead - column_ahead * tl.load(DT + ahead, mask=inside, other=0.0)
+    ds_behind = row_behind - column_behind * tl.load(DT + ahead + K * L, mask=inside, other=0.0)
+    out = (b * L + t) * 2 * K + k
+    tl.store(DDT + out, column_ahead, mask=inside)
+    tl.store(DDT + out + K, column_behind, mask=inside)
+    tl.store(DA + out, tl.cumsum(ds_ahead, 0, reverse=True), mask=inside)
+    tl.store(DA + out + K, tl.cumsum(ds_behind, 0), mask=inside)
+
+
+def launch_backward(
+    dy: Tensor, x: Tensor, dt_rows: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, d(dt), da, dS (B, 2, L, L) in the dtype of x, and dD (K)."""
+    batch, length, heads, head_dim = x.shape
+    strides, how = strides_of(x, B_in, C_out), chosen("dx", x, B_in)
+    tiles = triton.cdiv(length, how["BLOCK"])
+    dx = x.new_empty(batch, length, heads, head_dim)
+    dD = sums.new_empty(batch, heads, tiles)
+    ssd_dx_kernel[(tiles, heads, batch)](
+        dy,
+        x,
+        B_in,
+        C_out,
+        dt_rows,
+        sums,
+        D,
+        dx,
+        dD,
+        *strides,
+        **how,
+    )
+    how = chosen("ds", x, B_in)
+    tiles = triton.cdiv(length, how["BLOCK"])
+    dS = x.new_empty(batch, 2, length, length)
+    rows, columns = (sums.new_empty(batch, heads, tiles, length) for _ in range(2))
+    rows_behind, columns_behind = (sums.new_empty(batch, heads, length) for _ in range(2))
+    ssd_ds_kernel[(tiles, tiles, batch)](
+        dy,
+        x,
+        B_in,
+        C_out,
+        dt_rows,
+        sums,
+        dS,
+        rows,
+        columns,
+        rows_behind,
+        columns_behind,
+        *strides,
+        **how,
+    )
+    ddt, da = (sums.new_empty(batch, length, 2, heads) for _ in range(2))
+    ssd_decay_kernel[(heads, batch)](
+        rows,
+        columns,
+        rows_behind,
+        columns_behind,
+        dt_rows,
+        ddt,
+        da,
+        length,
+        K=heads,
+        BLOCK=how["BLOCK"],
+        TILES=tiles,
+        BLOCK_L=triton.next_power_of_2(length),
+    )
+    return dx, ddt, da, dS, dD.sum((0, 2))
