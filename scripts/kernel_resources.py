@@ -2,6 +2,7 @@
 
     python -m scripts.kernel_resources                    all kernels and shipped configurations for all architectures
     python -m scripts.kernel_resources arch=90 like=ssd   some of them
+    python -m scripts.kernel_resources out=docs/benchmarks/kernel_resources.json    the table that tests compare with
 
 Registers a thread, bytes of shared memory, stack and spills, 128-bit loads, asynchronous copies, matrix instructions,
 and whether any fp64 arithmetic slipped in.
@@ -9,6 +10,7 @@ and whether any fp64 arithmetic slipped in.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.manifest import write_atomically
 from scripts.bench.report import table
 from training.config import from_words, one_sentence
 
@@ -112,6 +115,7 @@ def cases(architecture: int) -> Iterator[Case]:
     """Every kernel in every configuration that is shipped for an architecture."""
     yield from add_norm_cases()
     yield from ssd_cases(architecture)
+    yield from local_mix_cases()
 
 
 def add_norm_cases() -> Iterator[Case]:
@@ -166,6 +170,22 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     yield Case("ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
 
 
+def local_mix_cases() -> Iterator[Case]:
+    """3 × 3 taps on a 16 × 16 grid, and 7 taps along 1,024 tokens."""
+    from accel.kernels import local_mix_triton as mix
+
+    types = {name: "*bf16" for name in ("X", "Y", "DY", "DU")}
+    types |= {name: "*fp32" for name in ("WEIGHT", "BIAS", "SUMS")}
+    types |= {name: "i32" for name in ("x_batch", "x_token", "D")}
+    for rows, columns, r, c in ((16, 16, 3, 3), (1, 1024, 1, 7)):
+        sizes = {"ROWS": rows, "COLUMNS": columns, "R": r, "C": c, "BLOCK_L": mix.BLOCK_L, "BLOCK_C": mix.BLOCK_C}
+        name, quick = f"local_mix {r}×{c} on {rows}×{columns}", rows == 16
+        forward = sizes | {"BACKWARDS": False}
+        yield Case(name, mix.local_mix_kernel, types, forward, mix.WARPS, quick=quick)
+        yield Case(f"{name}, turned", mix.local_mix_kernel, types, sizes | {"BACKWARDS": True}, mix.WARPS)
+        yield Case(f"{name}, backward", mix.local_mix_backward_kernel, types, sizes, mix.WARPS, quick=quick)
+
+
 @dataclass(frozen=True)
 class ResourcesConfig:
     """Which kernels, for which architecture."""
@@ -173,19 +193,29 @@ class ResourcesConfig:
     arch: int | None = None
     like: str = ""
     """Part of a case's name."""
+    out: str | None = None
+    """A JSON file to write the table to."""
 
 
 def main() -> None:
+    import triton
+
     with one_sentence():
         cfg = from_words(ResourcesConfig, sys.argv[1:], __doc__ or "")
         if cfg.arch not in (None, *ARCHITECTURES):
             raise ValueError(f"arch={cfg.arch}: choose one of {', '.join(map(str, ARCHITECTURES))}.")
-        rows: list[tuple[object, ...]] = [("kernel", "sm", *Resources._fields)]
-        for architecture in ARCHITECTURES if cfg.arch is None else (cfg.arch,):
-            for case in cases(architecture):
-                if cfg.like in case.name:
-                    rows.append((case.name, architecture, *measure(case, architecture)))
-        print(table(rows))
+        found = {
+            f"{case.name} sm_{architecture}": measure(case, architecture)
+            for architecture in (ARCHITECTURES if cfg.arch is None else (cfg.arch,))
+            for case in cases(architecture)
+            if cfg.like in case.name
+        }
+        print(table([("kernel", *Resources._fields), *((name, *resources) for name, resources in found.items())]))
+        if cfg.out is not None:
+            rows = {name: resources._asdict() for name, resources in found.items()}
+            write_atomically(
+                Path(cfg.out), json.dumps({"triton": triton.__version__, "kernels": rows}, indent=1) + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
+from accel.kernels.local_mix import fused_local_mix, local_mix
 from tests.harness import CPU
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -167,6 +168,23 @@ def test_the_scans_operators_are_well_formed():
     y, dt_rows, sums = torch.ops.fastlatent.ssd(*arguments)
     backward = (y, x, dt_rows, sums, B_in, C_out, D)
     torch.library.opcheck(torch.ops.fastlatent.ssd_backward.default, backward, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize(("grid", "taps"), [((3, 4), (3, 3)), ((1, 12), (1, 7)), ((12, 1), (3, 3))])
+def test_fused_local_mixing_has_the_gradients_of_its_definition(grid, taps):
+    torch.manual_seed(0)
+    inputs = (normal(2, 12, 5), normal(5, 1, *taps), normal(5))
+    actual, expected = fused_local_mix(*inputs, grid), local_mix(*inputs, grid)
+    assert_equal_with_gradients([actual], [expected], inputs)
+    turned = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(fused_local_mix(turned, *inputs[1:], grid), expected)
+
+
+def test_local_mixings_operators_are_well_formed():
+    x, weight, bias = torch.randn(2, 12, 5), torch.randn(5, 1, 3, 3), torch.randn(5)
+    torch.library.opcheck(torch.ops.fastlatent.local_mix.default, (x, weight, bias, 3, 4), test_utils=CHECKS)
+    backward = torch.ops.fastlatent.local_mix_backward.default
+    torch.library.opcheck(backward, (x, x, weight, bias, 3, 4), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])

@@ -1,25 +1,133 @@
-"""Local mixing: a depthwise 3×3 convolution over the token grid, then SiLU.
+"""Local mixing: a depthwise convolution over the token grid, then SiLU.
 
-Shapes: B samples, L = rows · columns tokens in raster order, D width.
+`local_mix` is the definition, in PyTorch; `fused_local_mix` the same as one operator with its own backward pass: Triton
+on a GPU (local_mix_triton.py), plain PyTorch elsewhere.
+
+Letters: B samples, L = rows · columns tokens in raster order, D width, R × C taps (both odd).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from accel.kernels.upcast import upcast
+
+LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
+LIBRARY.define("local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor")
+LIBRARY.define(
+    "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 
 
 def local_mix(
-    x: Float[Tensor, "B L D"], weight: Float[Tensor, "D 1 3 3"], bias: Float[Tensor, "D"], grid: tuple[int, int]
+    x: Float[Tensor, "B L D"], weight: Float[Tensor, "D 1 R C"], bias: Float[Tensor, "D"], grid: tuple[int, int]
 ) -> Float[Tensor, "B L D"]:
-    """`silu(depthwise_conv(x))` with zero padding; each token sees its eight neighbours on the grid."""
-    rows, columns = grid
-    image = x.transpose(1, 2).unflatten(2, (rows, columns))
-    mixed = F.conv2d(image, weight.to(x.dtype), bias.to(x.dtype), padding=1, groups=x.shape[2])
+    """`silu(depthwise_conv(x))` with zero padding: 3 × 3 taps reach the eight neighbours on the grid, 1 × k taps on a
+    grid of one row the neighbours in the sequence."""
+    mixed = convolved(x, weight.to(x.dtype), bias.to(x.dtype), grid)
     return F.silu(mixed).flatten(2).transpose(1, 2)
 
 
-def local_mix_flops(tokens: int, channels: int) -> int:
-    """FLOPs of one forward pass of one sample: nine multiply-adds an element."""
-    return 2 * 9 * tokens * channels
+def convolved(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Float[Tensor, "B D rows columns"]:
+    image = x.transpose(1, 2).unflatten(2, grid)
+    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
+    return F.conv2d(image, weight, bias, padding=padding, groups=x.shape[2])
+
+
+def local_mix_flops(tokens: int, channels: int, taps: int = 9) -> int:
+    """FLOPs of one forward pass of one sample: a multiply-add a tap and element."""
+    return 2 * taps * tokens * channels
+
+
+def forward_reference(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+    return local_mix(x, weight, bias, (rows, columns)).contiguous()
+
+
+def backward_reference(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias; the convolution is done again instead of being kept."""
+    wide, kernel = upcast(x), upcast(weight)
+    u = convolved(wide, kernel, upcast(bias), (rows, columns))
+    gate = torch.sigmoid(u)
+    du = upcast(dy).transpose(1, 2).unflatten(2, (rows, columns)) * gate * (1.0 + u * (1.0 - gate))
+    image = wide.transpose(1, 2).unflatten(2, (rows, columns))
+    padding = [weight.shape[2] // 2, weight.shape[3] // 2]
+    dx, dweight, dbias = torch.ops.aten.convolution_backward(
+        du, image, kernel, [x.shape[2]], [1, 1], padding, [1, 1], False, [0, 0], x.shape[2], [True, True, True]
+    )
+    return dx.flatten(2).transpose(1, 2).to(x.dtype).contiguous(), dweight, dbias
+
+
+def forward_cuda(*arguments: Any) -> Tensor:
+    from accel.kernels.local_mix_triton import launch_forward
+
+    return launch_forward(*arguments)
+
+
+def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
+    from accel.kernels.local_mix_triton import launch_backward
+
+    return launch_backward(*arguments)
+
+
+def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def backward_fake(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dweight, dbias = weight.new_empty(weight.shape, dtype=dtype), bias.new_empty(bias.shape, dtype=dtype)
+    return x.new_empty(x.shape), dweight, dbias
+
+
+for name, reference, cuda, fake in (
+    ("local_mix", forward_reference, forward_cuda, forward_fake),
+    ("local_mix_backward", backward_reference, backward_cuda, backward_fake),
+):
+    LIBRARY.impl(name, reference, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+
+
+@register_flop_formula(torch.ops.fastlatent.local_mix)
+def forward_flops(x: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
+    return x[0] * local_mix_flops(x[1], x[2], weight[2] * weight[3])
+
+
+@register_flop_formula(torch.ops.fastlatent.local_mix_backward)
+def backward_flops(dy: Any, x: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
+    return 2 * forward_flops(x, weight)
+
+
+class FusedLocalMix(torch.autograd.Function):
+    """The operators as one differentiable function of x, weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.grid = (rows, columns)
+        return torch.ops.fastlatent.local_mix(x, weight, bias, rows, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        dx, dweight, dbias = torch.ops.fastlatent.local_mix_backward(grads[0].contiguous(), x, weight, bias, *ctx.grid)
+        return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
+
+
+def fused_local_mix(
+    x: Float[Tensor, "B L D"], weight: Float[Tensor, "D 1 R C"], bias: Float[Tensor, "D"], grid: tuple[int, int]
+) -> Float[Tensor, "B L D"]:
+    """`local_mix` as one operator. A slice of a projection is taken as it lies; channels must be neighbours in memory,
+    or x is copied."""
+    assert weight.shape[2] % 2 == weight.shape[3] % 2 == 1, "a tap in the middle"
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return FusedLocalMix.apply(x, weight.contiguous(), bias, *grid)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.local_mix import local_mix, local_mix_flops
+from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from models.mixers.checks import heads_of
 
 
@@ -33,7 +33,7 @@ class BidirectionalSSD(nn.Module):
         self.inner = expand * dim
         self.heads = heads_of(self.inner, head_dim, what="expand·dim")
         self.head_dim, self.state_dim, self.grid, self.eps = head_dim, state_dim, grid, eps
-        self.fused_scan = False
+        self.fused_scan = self.fused_conv = False
         self.mixed = self.inner + 4 * state_dim  # x, and B and C of both directions
         self.in_proj = nn.Linear(dim, self.inner + self.mixed + 2 * self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.mixed, 1, 3, 3))
@@ -58,7 +58,8 @@ class BidirectionalSSD(nn.Module):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         z, xBC, dt = self.in_proj(h).split((self.inner, self.mixed, 2 * self.heads), dim=-1)
-        xBC = local_mix(xBC, self.conv_weight, self.conv_bias, self.grid)
+        mix = fused_local_mix if self.fused_conv else local_mix
+        xBC = mix(xBC, self.conv_weight, self.conv_bias, self.grid)
         x, B_in, C_out = xBC.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
         scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
         y = scan(

@@ -1,0 +1,144 @@
+"""Triton kernels of `local_mix`. Tokens lie in raster order with their channels side by side, so a tap is a shift.
+
+Forward: one pass; neighbours come from the cache. Backward: one pass computes the convolution again and gives the
+gradient before the activation with the sums for weight and bias, each program those of a stretch of one sample, without
+atomics; a second convolves that gradient with the taps turned round.
+
+Letters: B samples, L tokens, D width.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_L, BLOCK_C, WARPS = 32, 64, 4
+
+
+@triton.jit
+def tap_of(
+    X,
+    t,
+    c,
+    mask,
+    x_token,
+    TAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """What tap TAP sees from tokens t: their neighbours, zero outside the grid."""
+    row, column = t // COLUMNS + TAP // C - R // 2, t % COLUMNS + TAP % C - C // 2
+    seen = mask & ((row >= 0) & (row < ROWS) & (column >= 0) & (column < COLUMNS))[:, None]
+    return tl.load(X + (row * COLUMNS + column)[:, None] * x_token + c[None, :], mask=seen, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def local_mix_kernel(
+    X,
+    WEIGHT,
+    BIAS,
+    Y,
+    x_batch,
+    x_token,
+    D,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The convolution, and SiLU after it; BACKWARDS instead turns the taps round, without bias and SiLU."""
+    b = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = (t < ROWS * COLUMNS)[:, None] & (c < D)[None, :]
+    X += b * x_batch
+    u = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
+    for tap in tl.static_range(R * C):
+        weight = tl.load(WEIGHT + c * (R * C) + (R * C - 1 - tap if BACKWARDS else tap), mask=c < D, other=0.0)
+        u += weight.to(tl.float32)[None, :] * tap_of(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+    if not BACKWARDS:
+        u += tl.load(BIAS + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+        u = u * tl.sigmoid(u)
+    out = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
+    tl.store(Y + out, u.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def local_mix_backward_kernel(
+    DY,
+    X,
+    WEIGHT,
+    BIAS,
+    DU,
+    SUMS,
+    x_batch,
+    x_token,
+    D,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Gradient before SiLU, and a tile's sums for the R·C taps and the bias: SUMS (B, tiles, R·C + 1, D)."""
+    tile, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = c < D
+    mask = (t < ROWS * COLUMNS)[:, None] & channel[None, :]
+    X += b * x_batch
+    u = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
+    for tap in tl.static_range(R * C):
+        weight = tl.load(WEIGHT + c * (R * C) + tap, mask=channel, other=0.0).to(tl.float32)
+        u += weight[None, :] * tap_of(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+    u += tl.load(BIAS + c, mask=channel, other=0.0).to(tl.float32)[None, :]
+    here = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
+    gate = tl.sigmoid(u)
+    du = tl.load(DY + here, mask=mask, other=0.0).to(tl.float32) * gate * (1.0 + u * (1.0 - gate))
+    tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
+    sums = SUMS + (b * tl.num_programs(0) + tile) * (R * C + 1) * D + c
+    for tap in tl.static_range(R * C):
+        x = tap_of(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+        tl.store(sums + tap * D, tl.sum(du * x, 0), mask=channel)
+    tl.store(sums + R * C * D, tl.sum(du, 0), mask=channel)
+
+
+def grid_of(x: Tensor) -> tuple[int, int, int]:
+    return triton.cdiv(x.shape[1], BLOCK_L), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
+
+
+def shape_of(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
+    taps = {"R": weight.shape[2], "C": weight.shape[3]}
+    return {"ROWS": rows, "COLUMNS": columns, **taps, "BLOCK_L": BLOCK_L, "BLOCK_C": BLOCK_C, "num_warps": WARPS}
+
+
+def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+    y = x.new_empty(x.shape)
+    how = shape_of(weight, rows, columns)
+    local_mix_kernel[grid_of(x)](x, weight, bias, y, x.stride(0), x.stride(1), x.shape[2], BACKWARDS=False, **how)
+    return y
+
+
+def launch_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x (its dtype), weight and bias (fp32)."""
+    batch, _, dim = x.shape
+    grid, how = grid_of(x), shape_of(weight, rows, columns)
+    du, dx = x.new_empty(x.shape), x.new_empty(x.shape)
+    taps = weight.shape[2] * weight.shape[3]
+    sums = x.new_empty(batch, grid[0], taps + 1, dim, dtype=torch.float32)
+    local_mix_backward_kernel[grid](dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **how)
+    local_mix_kernel[grid](du, weight, bias, dx, du.stride(0), du.stride(1), dim, BACKWARDS=True, **how)
+    total = sums.sum((0, 1))
+    return dx, total[:taps].t().reshape(weight.shape).contiguous(), total[taps].clone()

@@ -1,0 +1,30 @@
+"""The kernels of local mixing against their definition in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel.kernels.local_mix import backward_reference, forward_reference
+from accel.kernels.local_mix_triton import launch_backward, launch_forward
+from tests.interpreted.conftest import assert_near
+
+GRIDS = [((1, 1), (3, 3)), ((4, 7), (3, 3)), ((16, 16), (3, 3)), ((1, 50), (1, 7)), ((1, 33), (1, 3)), ((5, 2), (1, 5))]
+
+
+@pytest.mark.parametrize(("grid", "taps"), GRIDS)
+@pytest.mark.parametrize("dim", [96, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_equal_the_definition(grid, taps, dim, dtype, poison):
+    torch.manual_seed(dim)
+    length = grid[0] * grid[1]
+    joined = torch.randn(2, length, dim + 40).to(dtype)
+    x = joined[..., 24 : 24 + dim]  # a slice of a projection
+    weight, bias, dy = torch.randn(dim, 1, *taps), torch.randn(dim), torch.randn(2, length, dim).to(dtype)
+    exact = [t.double() for t in (x, weight, bias)]
+    expected = forward_reference(*exact, *grid)
+    gradients = backward_reference(dy.double(), *exact, *grid)
+    poison()
+    assert_near(launch_forward(x, weight, bias, *grid), expected.to(dtype), dtype)
+    for a, e in zip(launch_backward(dy, x, weight, bias, *grid), gradients, strict=True):
+        assert_near(a, e.to(a.dtype), dtype)
