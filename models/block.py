@@ -5,8 +5,9 @@ Letters: B samples, L tokens, D width, M = 3 modulations a branch.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
@@ -33,18 +34,36 @@ class SwiGLU(nn.Module):
         return 2 * tokens * (self.w13.weight.numel() + self.w2.weight.numel())
 
 
+def register_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> None:
+    """Makes room for where each token stands in `order`; a buffer, for an integer would recompile every block."""
+    module.register_buffer(
+        name, None if order is None else torch.empty(len(order), dtype=torch.int32), persistent=False
+    )
+
+
+def fill_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> None:
+    if order is not None:
+        getattr(module, name).copy_(order.argsort())
+
+
 class Block(nn.Module):
     """`(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract that every block keeps.
 
     The stream is `residual + gate·branch`. A block adds the *previous* branch inside the pass that also normalises, and
     returns its own last branch with its gate, unadded. It never returns a normalised residual: with gate 0 a block
     leaves the stream as it was.
+
+    A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th. The norm before it puts them so,
+    and the sum after it puts its branch back, both on the way. `arriving` is the order of the branch that comes in.
     """
 
-    def __init__(self, layers: list[nn.Module], eps: float = 1e-6) -> None:
+    def __init__(self, layers: list[nn.Module], eps: float = 1e-6, arriving: Int[Tensor, "L"] | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.eps = eps
+        self.orders = [arriving, *(getattr(layer, "order", None) for layer in layers)]
+        for i, order in enumerate(self.orders):
+            register_rows(self, f"rows_{i}", order)
         self.residual_in_fp32 = True
         self.fused_add_norm = False
 
@@ -58,13 +77,16 @@ class Block(nn.Module):
         normalise = fused_add_norm if self.fused_add_norm else add_norm
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = cond[:, 3 * i : 3 * i + 3].unbind(1)
-            h, residual = normalise(branch, gate, residual, scale, shift, self.eps, self.residual_in_fp32)
+            rows = {"branch_rows": getattr(self, f"rows_{i}"), "h_rows": getattr(self, f"rows_{i + 1}")}
+            h, residual = normalise(branch, gate, residual, scale, shift, self.eps, self.residual_in_fp32, **rows)
             branch, gate = layer(h), next_gate
         return branch, gate, residual
 
     def init_weights(self) -> None:
         for layer in self.layers:
             layer.init_weights()  # pyright: ignore[reportCallIssue]
+        for i, order in enumerate(self.orders):
+            fill_rows(self, f"rows_{i}", order)
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""

@@ -5,6 +5,7 @@ Letters: B samples, C channels, H W latent height and width, L tokens, D width.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
-from models.block import Block, SwiGLU
+from models.block import Block, SwiGLU, fill_rows, register_rows
 from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positions
 
 
@@ -20,8 +21,9 @@ class Denoiser(nn.Module):
     """A velocity model `v(x, t, y)` for latents of any size, with any mixer.
 
     channels, height, width, num_classes describe the data; `dim`, `depth`, `head_dim`, `patch_size`, `drop_path` the
-    model. `mixer(dim=, head_dim=, grid=)` builds one token mixer. `mlp_ratio` 0 gives blocks of the mixer alone (the
-    Mamba recipe), otherwise a SwiGLU of that hidden width follows the mixer (the transformer recipe).
+    model. `mixer(dim=, head_dim=, grid=)` builds one token mixer, with `layer=` where it takes that. `mlp_ratio` 0
+    gives blocks of the mixer alone (the Mamba recipe), otherwise a SwiGLU of that hidden width follows the mixer (the
+    transformer recipe).
 
     What training needs of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract of
     models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none), `init_weights()`,
@@ -29,6 +31,8 @@ class Denoiser(nn.Module):
 
     Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is the null label.
     """
+
+    rows: Tensor | None
 
     def __init__(
         self,
@@ -67,10 +71,15 @@ class Denoiser(nn.Module):
         self.time_embed = TimestepEmbedding(dim)
         self.label_embed = LabelEmbedding(dim, num_classes)
         hidden = 32 * round(mlp_ratio * dim / 32)
-        self.blocks = nn.ModuleList(
-            Block([mixer(dim=dim, head_dim=head_dim, grid=self.grid)] + ([SwiGLU(dim, hidden)] if hidden else []), eps)
-            for _ in range(depth)
-        )
+        by_layer = "layer" in inspect.signature(mixer).parameters
+        self.blocks = nn.ModuleList()
+        self.leaving = None
+        for i in range(depth):
+            layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **({"layer": i} if by_layer else {}))]
+            block = Block(layers + ([SwiGLU(dim, hidden)] if hidden else []), eps, self.leaving)
+            self.blocks.append(block)
+            self.leaving = block.orders[-1]
+        register_rows(self, "rows", self.leaving)
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)  # all blocks, and the last norm's two
         self.head = nn.Linear(dim, channels * patch_size**2)
@@ -88,6 +97,7 @@ class Denoiser(nn.Module):
         self.label_embed.init_weights()
         for block in self.blocks:
             block.init_weights()  # pyright: ignore[reportCallIssue]
+        fill_rows(self, "rows", self.leaving)
         for layer in (self.modulation, self.head):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -112,7 +122,7 @@ class Denoiser(nn.Module):
         for i, block in enumerate(self.blocks):
             branch, gate, residual = block(branch, gate, residual, cond[:, i])
         normalise = fused_add_norm if self.blocks[-1].fused_add_norm else add_norm
-        h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps)
+        h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps, branch_rows=self.rows)
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:

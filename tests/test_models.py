@@ -12,12 +12,19 @@ from models.conditioning import sincos_positions
 from models.denoiser import Denoiser
 from models.mixers.attention import Attention, axial_rotations, rotate
 from models.mixers.bidirectional_ssd import BidirectionalSSD
+from models.mixers.convolution import Convolution
+from models.mixers.zigzag_ssd import PATHS, ZigzagSSD, zigzag_path
 from training.build import build
 from training.config import CONF, compose
 
 SPEC = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
 # Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and every comparison.
 PARAMETERS = {
+    "conv_xs": 511_952,
+    "conv_s": 32_977_168,
+    "conv_b": 130_540_048,
+    "conv_l": 458_195_472,
+    "conv_xl": 675_250_960,
     "dit_xs": 509_520,
     "dit_s": 32_917_264,
     "dit_b": 130_418_704,
@@ -33,12 +40,20 @@ PARAMETERS = {
     "ssd_mlp_b": 126_052_576,
     "ssd_mlp_l": 439_324_560,
     "ssd_mlp_xl": 647_509_736,
+    "zigzag_xs": 547_656,
+    "zigzag_s": 35_712_688,
+    "zigzag_b": 136_404_304,
+    "zigzag_l": 474_584_592,
+    "zigzag_xl": 697_266_800,
 }
+SCANS = ("mamba", "ssd_mlp", "zigzag")
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 FAMILIES = {
     "mamba": dict(mixer=partial(BidirectionalSSD, expand=2, state_dim=16)),
     "ssd_mlp": dict(mixer=partial(BidirectionalSSD, expand=1, state_dim=16), mlp_ratio=8 / 3),
     "dit": dict(mixer=Attention, mlp_ratio=8 / 3),
+    "zigzag": dict(mixer=partial(ZigzagSSD, expand=2, state_dim=16)),
+    "conv": dict(mixer=Convolution, mlp_ratio=8 / 3),
     "dit_plain": dict(mixer=partial(Attention, qk_norm=False), mlp_ratio=8 / 3),
 }
 
@@ -208,7 +223,7 @@ def attention_flops(query, key, value, *_, **__):
     return 4 * query[0] * query[1] * query[2] * key[2] * query[3]
 
 
-@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "dit"])
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "zigzag", "conv", "dit"])
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_flops_agree_with_a_counter(family, size):
     """PyTorch's counter, which counts what runs, against the closed form, which counts what is needed."""
@@ -219,7 +234,7 @@ def test_flops_agree_with_a_counter(family, size):
         model(x, t, y)
     counted = counter.get_total_flops()
     # The reference scan computes scores of both directions for all pairs and then masks: N more products a pair.
-    extra = 2 * model.tokens**2 * 16 * model.depth if family != "dit" else 0
+    extra = 2 * model.tokens**2 * 16 * model.depth if family in SCANS else 0
     assert counted == model.flops_per_sample() + extra
 
 
@@ -232,7 +247,11 @@ def test_flops_of_real_sizes_agree_with_a_counter(name):
         x, t, y = torch.empty(1, 4, 32, 32), torch.empty(1), torch.zeros(1, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             model(x, t, y)
-    extra = 2 * model.tokens**2 * node["mixer"].get("state_dim", 64) * model.depth if "dit" not in name else 0
+    extra = (
+        2 * model.tokens**2 * node["mixer"].get("state_dim", 64) * model.depth
+        if name.rpartition("_")[0] in SCANS
+        else 0
+    )
     assert counter.get_total_flops() == model.flops_per_sample() + extra
 
 
@@ -245,3 +264,39 @@ def test_a_training_step_costs_three_forward_passes():
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         model(*inputs(batch=1)).sum().backward()
     assert abs(counter.get_total_flops() / (3 * model.flops_per_sample()) - 1.0) < 0.02
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 6), (5, 2)])
+@pytest.mark.parametrize("layer", range(PATHS))
+def test_a_zigzag_path_visits_every_token_and_steps_to_neighbours(grid, layer):
+    path = zigzag_path(grid, layer)
+    assert sorted(path.tolist()) == list(range(grid[0] * grid[1]))
+    rows, columns = path // grid[1], path % grid[1]
+    assert ((rows.diff().abs() + columns.diff().abs()) == 1).all()
+
+
+def test_the_eight_paths_differ():
+    assert len({tuple(zigzag_path((4, 4), layer).tolist()) for layer in range(PATHS)}) == PATHS
+
+
+def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer():
+    """The norms apply the orders; here the same is done by gathers around each mixer, with no order in the norms."""
+    model, reference = woken(tiny("zigzag", depth=5)), woken(tiny("zigzag", depth=5))
+    reference.load_state_dict(model.state_dict())
+    for block in reference.blocks:
+        mixer = block.layers[0]
+        order, plain = mixer.order, mixer.forward
+        mixer.forward = lambda h, order=order, plain=plain: plain(h[:, order])[:, order.argsort()]
+        block.rows_0 = block.rows_1 = None
+    reference.rows = None
+    torch.testing.assert_close(model(*inputs()), reference(*inputs()))
+
+
+def test_mixers_keep_rows_as_buffers_that_are_not_saved():
+    model = tiny("zigzag")
+    assert not any("rows" in name for name in model.state_dict())
+    assert {name for name, _ in model.named_buffers() if "rows" in name} >= {
+        "rows",
+        "blocks.0.rows_1",
+        "blocks.1.rows_0",
+    }

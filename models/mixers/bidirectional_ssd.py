@@ -26,6 +26,9 @@ class BidirectionalSSD(nn.Module):
     Initial dt is log-uniform in [0.001, 0.1] and -A uniform in [1, 16], as in Mamba-2.
     """
 
+    taps = (3, 3)
+    """Of the convolution."""
+
     def __init__(
         self, dim: int, head_dim: int, grid: tuple[int, int], expand: int = 2, state_dim: int = 64, eps: float = 1e-6
     ) -> None:
@@ -36,7 +39,7 @@ class BidirectionalSSD(nn.Module):
         self.fused_scan = self.fused_conv = False
         self.mixed = self.inner + 4 * state_dim  # x, and B and C of both directions
         self.in_proj = nn.Linear(dim, self.inner + self.mixed + 2 * self.heads, bias=False)
-        self.conv_weight = nn.Parameter(torch.empty(self.mixed, 1, 3, 3))
+        self.conv_weight = nn.Parameter(torch.empty(self.mixed, 1, *self.taps))
         self.conv_bias = nn.Parameter(torch.empty(self.mixed))
         self.A_log = nn.Parameter(torch.empty(2, self.heads))
         self.dt_bias = nn.Parameter(torch.empty(2, self.heads))
@@ -78,4 +81,4 @@ class BidirectionalSSD(nn.Module):
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
         projections = 2 * tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
         scan = bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
-        return projections + scan + local_mix_flops(tokens, self.mixed)
+        return projections + scan + local_mix_flops(tokens, self.mixed, math.prod(self.taps))

@@ -1,0 +1,46 @@
+"""Convolution as the only mixing of tokens: what the others are compared with.
+
+DiCo (Ai et al. 2025, https://arxiv.org/abs/2505.11196) reports that it does most of the work at 256 tokens.
+Letters: B samples, L tokens, D width, E inner width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+
+
+class Convolution(nn.Module):
+    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`, which starts as the identity inside.
+
+    `expand` is E / D, rounded to a multiple of 32; at 4/3 the parameters are those of attention. There are no heads:
+    `head_dim` is taken because every mixer takes it, and ignored.
+    """
+
+    def __init__(self, dim: int, head_dim: int, grid: tuple[int, int], expand: float = 4 / 3) -> None:
+        super().__init__()
+        self.grid, self.inner, self.fused_conv = grid, max(32, 32 * round(expand * dim / 32)), False
+        self.in_proj = nn.Linear(dim, 2 * self.inner, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(self.inner, 1, 3, 3))
+        self.conv_bias = nn.Parameter(torch.empty(self.inner))
+        self.out_proj = nn.Linear(self.inner, dim, bias=False)
+
+    def init_weights(self) -> None:
+        nn.init.xavier_uniform_(self.in_proj.weight)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.dirac_(self.conv_weight, groups=self.inner)
+        nn.init.zeros_(self.conv_bias)
+
+    def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        z, x = self.in_proj(h).chunk(2, dim=-1)
+        mix = fused_local_mix if self.fused_conv else local_mix
+        return self.out_proj(F.silu(z) * mix(x, self.conv_weight, self.conv_bias, self.grid))
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        projections = 2 * tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
+        return projections + local_mix_flops(tokens, self.inner)
