@@ -9,6 +9,7 @@ import importlib.util
 import torch
 
 from accel.evidence import Evidence
+from accel.ledger import UNUSED
 from accel.technique import Model, Observation, Technique, blocks_of
 
 
@@ -26,14 +27,19 @@ class FusedKernel(Technique):
             return "The Triton kernels need compute capability 8.0 or newer."
         return None
 
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.switches: list[torch.nn.Module] = []
+
     def on_model(self, model: Model) -> Model:
-        for block in blocks_of(model):
-            for module in block.modules():
-                if hasattr(module, self.key):
-                    setattr(module, self.key, self.enabled)
+        self.switches = [m for block in blocks_of(model) for m in block.modules() if hasattr(m, self.key)]
+        for module in self.switches:
+            setattr(module, self.key, self.enabled)
         return model
 
     def observe(self, evidence: Evidence) -> Observation:
+        if self.enabled and not self.switches:
+            return Observation(UNUSED, f"the model has no {self.op}")
         launches = sum(n for name, n in evidence.ops.items() if name.startswith(f"{self.op}_"))
         return Observation(launches > 0, f"{launches} launches of Triton kernels of {self.op} in one step")
 

@@ -34,6 +34,12 @@ def quick_compiler(monkeypatch):
     torch._dynamo.config.recompile_limit = 8
 
 
+@pytest.fixture
+def quick_kernels(monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_(f, **{"backend": "aot_eager"} | k))
+
+
 def result(command: str, tmp_path, *words: str) -> dict:
     out = tmp_path / f"{command}.json"
     bench([command, *QUICK, f"out={out}", *words])
@@ -224,6 +230,23 @@ def test_techniques_are_measured_alone_and_removed(tmp_path):
     assert all(e["ledger"][e["key"]] is False for e in found["removed"] if e["key"] in ("compile", "fused_adamw"))
     assert len(by_key["gradient_checkpointing"]) == len(techniques.WAYS["gradient_checkpointing"])
     readme.section([found | {"file": "techniques_x.json"}])
+
+
+def test_operators_are_measured_beside_their_definitions(tmp_path, quick_kernels):
+    found = result("kernels", tmp_path)
+    names = [entry["name"] for entry in found["ops"]]
+    assert len(names) == 3 * 3 * 2
+    assert "bidirectional_ssd fused, both passes" in names
+    assert all(entry["us"] > 0 and entry["gb_s"] > 0 for entry in found["ops"])
+
+
+def test_mixers_are_measured_at_equal_parameters(tmp_path):
+    found = result("mixers", tmp_path, "size=xs", "batch_size=8")["mixers"]
+    assert [entry["name"] for entry in found] == ["dit", "conv", "mamba", "ssd_mlp", "zigzag"]
+    assert found[0]["times_attention"] == 1.0
+    assert all(abs(entry["parameters"] / found[0]["parameters"] - 1) < 0.2 for entry in found)
+    with pytest.raises(ValueError, match="size=huge"):
+        bench(["mixers", "setting=tiny", "size=huge"])
 
 
 def test_mistakes_are_measured(tmp_path):

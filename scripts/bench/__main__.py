@@ -9,7 +9,10 @@ import sys
 import scripts.bench
 from training.config import one_sentence
 
-COMMANDS = ("ladder", "techniques", "step", "trace", "antipatterns", "precision", "claims", "compare", "readme")
+COMMANDS = (
+    *("ladder", "techniques", "kernels", "mixers", "step", "trace"),
+    *("antipatterns", "precision", "claims", "compare", "readme"),
+)
 
 
 def main(words: list[str]) -> None:

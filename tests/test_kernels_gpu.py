@@ -1,0 +1,113 @@
+"""The Triton kernels on a GPU, in bf16, against their definitions in fp64; run by `make test-gpu`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from accel.kernels.add_norm import add_norm, fused_add_norm
+from accel.kernels.bidirectional_ssd import bidirectional_ssd
+from accel.kernels.fused_ssd import fused_bidirectional_ssd
+from accel.kernels.local_mix import fused_local_mix, local_mix
+
+pytestmark = pytest.mark.gpu
+BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+"""Norm of the error over the norm of the answer."""
+
+
+def cuda(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
+
+
+def add_norm_case(seed, dtype):
+    draw = random.Random(seed)
+    B, L, D = draw.choice([1, 3, 32]), draw.choice([1, 63, 256, 300]), draw.choice([96, 384, 768, 1152])
+    inputs = [cuda(B, L, D, dtype=dtype), cuda(B, D, dtype=dtype), cuda(B, L, D)]
+    inputs += [cuda(B, D, dtype=dtype), cuda(B, D, dtype=dtype)]
+    rows = {name: torch.randperm(L, device="cuda").int() for name in ("branch_rows", "h_rows")} if seed % 2 else {}
+    return inputs, lambda *t: fused_add_norm(*t, **rows), lambda *t: add_norm(*t, **rows)
+
+
+def ssd_case(seed, dtype):
+    draw = random.Random(seed)
+    B, L, K = draw.choice([1, 3]), draw.choice([1, 63, 64, 100, 256, 300, 512, 1024]), draw.choice([1, 6, 24])
+    P, N = draw.choice([32, 64, 128]), draw.choice([16, 64, 128])
+    dt = F.softplus(torch.randn(B, L, 2, K, device="cuda") - 4.0).requires_grad_()
+    A = (-16.0 * torch.rand(2, K, device="cuda")).requires_grad_()
+    inputs = [cuda(B, L, K, P, dtype=dtype), dt, A, *(cuda(B, L, 2, N, dtype=dtype) for _ in range(2)), cuda(K)]
+    return inputs, fused_bidirectional_ssd, bidirectional_ssd
+
+
+def local_mix_case(seed, dtype):
+    draw = random.Random(seed)
+    grid, taps = draw.choice([((16, 16), (3, 3)), ((7, 5), (3, 3)), ((1, 300), (1, 7))])
+    D = draw.choice([96, 768, 1792])
+    inputs = [cuda(3, grid[0] * grid[1], D, dtype=dtype), cuda(D, 1, *taps), cuda(D)]
+    return inputs, lambda *t: fused_local_mix(*t, grid), lambda *t: local_mix(*t, grid)
+
+
+CASES = {"add_norm": add_norm_case, "ssd": ssd_case, "local_mix": local_mix_case}
+
+
+def outputs(function, inputs, seed):
+    found = function(*inputs)
+    found = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(t.shape, generator=generator).to(t) for t in found]
+    return [*found, *torch.autograd.grad(found, inputs, weights)]
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("op", CASES)
+def test_near_the_definition_and_the_same_twice(op, seed, dtype):
+    torch.manual_seed(seed)
+    inputs, fused, definition = CASES[op](seed, dtype)
+    actual, again = outputs(fused, inputs, seed), outputs(fused, inputs, seed)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    for i, (a, b, e) in enumerate(zip(actual, again, outputs(definition, exact, seed), strict=True)):
+        assert torch.equal(a, b), f"output {i} differs from run to run"
+        assert a.isfinite().all(), i
+        error = (a.double() - e).norm() / e.norm().clamp(min=1e-20)
+        # Gradients of dt and A are differences of sums that cancel.
+        assert error < BOUND[dtype] * (10.0 if op == "ssd" and i in (2, 3) else 1.0), f"output {i}: {error:.1e}"
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_operators_compile_and_replay_in_a_graph(op):
+    torch.manual_seed(0)
+    inputs, fused, _ = CASES[op](2, torch.bfloat16)
+    with torch.no_grad():
+        expected = fused(*inputs)
+        compiled = torch.compile(fused, fullgraph=True)(*inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fused(*inputs)
+        graph.replay()
+    for other in (compiled, captured):
+        for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (other, expected)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_scan_agrees_with_mamba_ssm():
+    """Two calls of its scan, one on the reversed sequence, against ours; only where that package is installed."""
+    combined = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
+    torch.manual_seed(0)
+    B, L, K, P, N = 2, 256, 8, 64, 64
+    x, dt = torch.randn(B, L, K, P, device="cuda"), F.softplus(torch.randn(B, L, 2, K, device="cuda") - 4.0)
+    A, groups = -torch.rand(2, K, device="cuda"), torch.randn(2, B, L, 2, N, device="cuda")
+
+    def one(direction, turned):
+        parts = [t.flip(1) if turned else t for t in (x, dt[:, :, direction], *(g[:, :, direction] for g in groups))]
+        y = combined.mamba_chunk_scan_combined(
+            parts[0], parts[1], A[direction], parts[2].unsqueeze(2), parts[3].unsqueeze(2), chunk_size=256
+        )
+        return y.flip(1) if turned else y
+
+    own = (groups[0] * groups[1])[:, :, 1].sum(-1)[..., None, None] * dt[:, :, 1, :, None] * x  # counted once
+    expected = one(0, False) + one(1, True) - own
+    actual = fused_bidirectional_ssd(x, dt, A, *groups, torch.zeros(K, device="cuda"))
+    assert (actual - expected).norm() / expected.norm() < 5e-3
