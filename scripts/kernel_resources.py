@@ -116,6 +116,7 @@ def cases(architecture: int) -> Iterator[Case]:
     yield from add_norm_cases()
     yield from ssd_cases(architecture)
     yield from local_mix_cases()
+    yield from counter_noise_cases()
 
 
 def add_norm_cases() -> Iterator[Case]:
@@ -184,6 +185,18 @@ def local_mix_cases() -> Iterator[Case]:
         yield Case(name, mix.local_mix_kernel, types, forward, mix.WARPS, quick=quick)
         yield Case(f"{name}, turned", mix.local_mix_kernel, types, sizes | {"BACKWARDS": True}, mix.WARPS)
         yield Case(f"{name}, backward", mix.local_mix_backward_kernel, types, sizes, mix.WARPS, quick=quick)
+
+
+def counter_noise_cases() -> Iterator[Case]:
+    from accel.kernels import counter_noise_triton as noise
+
+    integers = dict.fromkeys(("purpose", "key_low", "key_high", "words", "half"), "i32")
+    for kind, number in noise.KINDS.items():
+        types = {"POSITION": "*i64", "OUT": "*i64" if kind == "bits" else "*fp32"} | integers
+        constants = {"KIND": number, "BLOCK": noise.BLOCK}
+        yield Case(
+            f"counter_noise {kind}", noise.counter_noise_kernel, types, constants, 4, narrow_loads=True, quick=True
+        )
 
 
 @dataclass(frozen=True)

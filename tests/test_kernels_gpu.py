@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
+from accel.kernels.counter_noise import counter_bits, counter_normal, counter_uniform
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix
 
@@ -56,7 +57,7 @@ def outputs(function, inputs, seed):
     found = function(*inputs)
     found = found if isinstance(found, tuple) else (found,)
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(t.shape, generator=generator).to(t) for t in found]
+    weights = [torch.randn(t.shape, generator=generator).bfloat16().to(t) for t in found]  # the same in every dtype
     return [*found, *torch.autograd.grad(found, inputs, weights)]
 
 
@@ -90,6 +91,15 @@ def test_operators_compile_and_replay_in_a_graph(op):
     for other in (compiled, captured):
         for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (other, expected)), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31 + 5, 2**40 + 1])
+def test_draws_are_those_of_the_definition(seed):
+    position = torch.tensor([0, 5, 2**33 + 5])
+    assert torch.equal(counter_bits(seed, 3, position.cuda(), 50).cpu(), counter_bits(seed, 3, position, 50))
+    assert torch.equal(counter_uniform(seed, 3, position.cuda(), 50).cpu(), counter_uniform(seed, 3, position, 50))
+    normal = counter_normal(seed, 3, position.cuda(), (3, 17))
+    torch.testing.assert_close(normal.cpu(), counter_normal(seed, 3, position, (3, 17)), rtol=1e-5, atol=1e-6)
 
 
 def test_the_scan_agrees_with_mamba_ssm():

@@ -1,6 +1,8 @@
 """Randomness without state: every draw is a hash of (seed, purpose, stream position).
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", http://www.thesalmons.org/john/random123/).
+On a GPU each draw is one launch (counter_noise_triton.py): the same integers, normals within rounding.
+
 The stream position of a sample is the number of samples seen before its batch plus its index in the global batch, so
 the draws are the same at any world size, after any resume and in any order of evaluation.
 
@@ -9,6 +11,7 @@ Shapes: B samples, W 32-bit words a sample.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from enum import IntEnum
@@ -57,11 +60,7 @@ def philox(
     return c0, c1, c2, c3
 
 
-def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int) -> Int[Tensor, "B W"]:
-    """`words` independent uniform 32-bit integers a sample, as int64 in [0, 2³²).
-
-    The Philox key is the seed's low and high 32 bits; the counter is (word // 4, purpose, position low, position high).
-    """
+def bits_of(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor, "B W"]:
     lanes = -(-words // 4)
     c0 = torch.arange(lanes, device=position.device).expand(len(position), lanes)
     c1 = torch.full_like(c0, purpose)
@@ -70,20 +69,46 @@ def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int
     return torch.stack(philox((c0, c1, c2, c3), (seed & MASK, (seed >> 32) & MASK)), dim=-1).flatten(1)[:, :words]
 
 
+def uniform_of(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
+    return ((bits_of(seed, purpose, position, words) >> 9).float() + 0.5) * 2.0**-23
+
+
+def normal_of(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
+    half = -(-words // 2)
+    u = uniform_of(seed, purpose, position, 2 * half)
+    radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
+    angle = 2.0 * math.pi * u[:, half:]
+    return torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)[:, :words]
+
+
+DEFINITIONS = {"bits": bits_of, "uniform": uniform_of, "normal": normal_of}
+WITH_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
+    """`words` draws a sample; by one launch on a GPU."""
+    if position.is_cuda and WITH_TRITON:
+        from accel.kernels.counter_noise_triton import launch
+
+        return launch(kind, seed, purpose, position, words)
+    return DEFINITIONS[kind](seed, purpose, position, words)
+
+
+def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int) -> Int[Tensor, "B W"]:
+    """`words` independent uniform 32-bit integers a sample, as int64 in [0, 2³²).
+
+    The Philox key is the seed's low and high 32 bits; the counter is (word // 4, purpose, position low, position high).
+    """
+    return draw("bits", seed, purpose, position, words)
+
+
 def counter_uniform(seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1) -> Float[Tensor, "B W"]:
     """Uniform fp32 numbers in (0, 1): the upper 23 bits, moved by half a step away from both ends."""
-    bits = counter_bits(seed, purpose, position, words) >> 9
-    return (bits.float() + 0.5) * 2.0**-23
+    return draw("uniform", seed, purpose, position, words)
 
 
 def counter_normal(
     seed: int, purpose: int, position: Int[Tensor, "B"], shape: Sequence[int] = ()
 ) -> Float[Tensor, "B ..."]:
     """Standard normal fp32 numbers of shape (B, *shape), by Box–Muller; |value| ≤ 5.8."""
-    count = math.prod(shape)
-    half = -(-count // 2)
-    u = counter_uniform(seed, purpose, position, 2 * half)
-    radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
-    angle = 2.0 * math.pi * u[:, half:]
-    normal = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)
-    return normal[:, :count].reshape(len(position), *shape)
+    return draw("normal", seed, purpose, position, math.prod(shape)).reshape(len(position), *shape)
