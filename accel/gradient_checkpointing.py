@@ -22,8 +22,8 @@ from accel.technique import Model, Observation, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
-"""What "selective" keeps the results of: these products, ops whose names start so, and all ops of `OUR_OPS`."""
-OUR_OPS = "fastlatent"
+"""What "selective" keeps the results of: these products, ops whose names start so, and the scan."""
+SCAN = "fastlatent::ssd"
 
 
 class CheckpointBlocks(Technique):
@@ -58,8 +58,8 @@ class CheckpointBlocks(Technique):
         return forward_recomputed
 
     def decide(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        namespace, _, name = op.name().rpartition("::")
-        kept = namespace == OUR_OPS or name.split(".")[0] in PRODUCTS or name.startswith(ATTENTION)
+        name = op.name().rpartition("::")[2].split(".")[0]
+        kept = op.name().startswith(SCAN) or name in PRODUCTS or name.startswith(ATTENTION)
         self.decisions[kept] += 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

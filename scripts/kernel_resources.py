@@ -116,6 +116,7 @@ def cases(architecture: int) -> Iterator[Case]:
     yield from add_norm_cases()
     yield from ssd_cases(architecture)
     yield from local_mix_cases()
+    yield from gated_norm_cases()
     yield from counter_noise_cases()
 
 
@@ -185,6 +186,18 @@ def local_mix_cases() -> Iterator[Case]:
         yield Case(name, mix.local_mix_kernel, types, forward, mix.WARPS, quick=quick)
         yield Case(f"{name}, turned", mix.local_mix_kernel, types, sizes | {"BACKWARDS": True}, mix.WARPS)
         yield Case(f"{name}, backward", mix.local_mix_backward_kernel, types, sizes, mix.WARPS, quick=quick)
+
+
+def gated_norm_cases() -> Iterator[Case]:
+    from accel.kernels import gated_norm_triton as norm
+
+    types = {name: "*bf16" for name in ("Y", "Z", "H", "DH", "DY", "DZ")}
+    types |= {"WEIGHT": "*fp32", "SUMS": "*fp32"} | dict.fromkeys(("z_batch", "z_token", "L", "K"), "i32")
+    for head_dim in (32, 64, 128):
+        sizes = {"EPS": 1e-6, "P": head_dim, "BLOCK_L": norm.BLOCK_L, "BLOCK_P": head_dim}
+        name, quick = f"gated_norm P={head_dim}", head_dim == 64
+        yield Case(name, norm.gated_norm_kernel, types, sizes, norm.WARPS, quick=quick)
+        yield Case(f"{name}, backward", norm.gated_norm_backward_kernel, types, sizes, norm.WARPS, quick=quick)
 
 
 def counter_noise_cases() -> Iterator[Case]:

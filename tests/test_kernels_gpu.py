@@ -12,6 +12,7 @@ from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.counter_noise import counter_bits, counter_normal, counter_uniform
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
+from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,14 @@ def local_mix_case(seed, dtype):
     return inputs, lambda *t: fused_local_mix(*t, grid), lambda *t: local_mix(*t, grid)
 
 
-CASES = {"add_norm": add_norm_case, "ssd": ssd_case, "local_mix": local_mix_case}
+def gated_norm_case(seed, dtype):
+    draw = random.Random(seed)
+    L, K, P = draw.choice([1, 63, 256]), draw.choice([1, 6, 24]), draw.choice([32, 64, 128])
+    inputs = [cuda(3, L, K, P, dtype=dtype), cuda(3, L, K * P, dtype=dtype), cuda(K, P)]
+    return inputs, fused_gated_norm, gated_norm
+
+
+CASES = {"gated_norm": gated_norm_case, "add_norm": add_norm_case, "ssd": ssd_case, "local_mix": local_mix_case}
 
 
 def outputs(function, inputs, seed):

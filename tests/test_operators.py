@@ -11,6 +11,7 @@ from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
+from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
 from tests.harness import CPU
 
@@ -180,6 +181,21 @@ def test_fused_local_mixing_has_the_gradients_of_its_definition(grid, taps):
     torch.testing.assert_close(fused_local_mix(turned, *inputs[1:], grid), expected)
 
 
+def test_the_fused_gated_norm_has_the_gradients_of_its_definition():
+    torch.manual_seed(0)
+    joined = normal(2, 5, 60)
+    inputs = (normal(2, 5, 3, 16), joined, normal(3, 16))
+
+    def both_ways(function):
+        return [function(inputs[0], joined[..., 4:52], inputs[2])]
+
+    assert_equal_with_gradients(both_ways(fused_gated_norm), both_ways(gated_norm), inputs)
+    y, z, weight = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 48), torch.randn(3, 16)
+    torch.library.opcheck(torch.ops.fastlatent.gated_norm.default, (y, z, weight, 1e-6), test_utils=CHECKS)
+    backward = torch.ops.fastlatent.gated_norm_backward.default
+    torch.library.opcheck(backward, (z, y, z, weight, 1e-6), test_utils=CHECKS)
+
+
 def test_local_mixings_operators_are_well_formed():
     x, weight, bias = torch.randn(2, 12, 5), torch.randn(5, 1, 3, 3), torch.randn(5)
     torch.library.opcheck(torch.ops.fastlatent.local_mix.default, (x, weight, bias, 3, 4), test_utils=CHECKS)
@@ -225,7 +241,8 @@ def test_operators_survive_compiling_and_checkpointing():
     compiled_too = through(
         inputs, lambda f: torch.compile(policy.selectively_recomputed(f), fullgraph=True, backend="aot_eager")
     )
-    assert policy.decisions[True] > 0  # our operators are kept
+    assert policy.decisions[True] > 0  # the scan is kept
+    assert policy.decisions[False] > 0  # the norm is not
     for other in (compiled, recomputed, selective, compiled_too):
         for a, e in zip(other, plain, strict=True):
             torch.testing.assert_close(a, e)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
+from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from models.mixers.checks import heads_of
 
@@ -73,9 +74,8 @@ class BidirectionalSSD(nn.Module):
             C_out.unflatten(-1, (2, self.state_dim)),
             self.D,
         )
-        y = y * F.silu(z).view_as(y)
-        y = F.rms_norm(y.float(), (self.head_dim,), eps=self.eps) * self.norm_weight
-        return self.out_proj(y.flatten(2).to(h.dtype))
+        normalise = fused_gated_norm if self.fused_scan else gated_norm
+        return self.out_proj(normalise(y, z, self.norm_weight, self.eps))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""

@@ -1,0 +1,102 @@
+"""Gate and per-head norm after the scan: `rms_norm(y·silu(z))·weight`, each head by itself.
+
+`gated_norm` is the definition, in PyTorch; `fused_gated_norm` the same as one operator with its own backward pass:
+Triton on a GPU (gated_norm_triton.py), plain PyTorch elsewhere. Nothing but y and z is kept for the backward pass.
+
+Letters: B samples, L tokens, K heads, P head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from accel.kernels.upcast import upcast
+
+LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
+LIBRARY.define("gated_norm(Tensor y, Tensor z, Tensor weight, float eps) -> Tensor")
+LIBRARY.define(
+    "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def gated_norm(
+    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L E"], weight: Float[Tensor, "K P"], eps: float = 1e-6
+) -> Float[Tensor, "B L E"]:
+    """(B, L, E = K·P) in the dtype of y; gate and statistics in fp32. RMSNorm: Zhang & Sennrich 2019."""
+    gated = upcast(y) * F.silu(upcast(z)).view_as(y)
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return (normed * upcast(weight)).to(y.dtype).flatten(2)
+
+
+def backward_reference(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y, z and weight."""
+    wide, gate = upcast(y), upcast(z).reshape(y.shape)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    gated = wide * silu
+    rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    normed, dh = gated * rstd, upcast(dh).view(y.shape)
+    dnormed = dh * upcast(weight)
+    dgated = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+    dz = dgated * wide * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return (dgated * silu).to(y.dtype), dz.to(z.dtype).flatten(2), (dh * normed).sum((0, 1))
+
+
+def forward_cuda(*arguments: Any) -> Tensor:
+    from accel.kernels.gated_norm_triton import launch_forward
+
+    return launch_forward(*arguments)
+
+
+def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
+    from accel.kernels.gated_norm_triton import launch_backward
+
+    return launch_backward(*arguments)
+
+
+def forward_fake(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return y.new_empty(z.shape)
+
+
+def backward_fake(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return y.new_empty(y.shape), z.new_empty(z.shape), weight.new_empty(weight.shape, dtype=wide)
+
+
+for name, reference, cuda, fake in (
+    ("gated_norm", gated_norm, forward_cuda, forward_fake),
+    ("gated_norm_backward", backward_reference, backward_cuda, backward_fake),
+):
+    LIBRARY.impl(name, reference, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+
+
+class FusedGatedNorm(torch.autograd.Function):
+    """The operators as one differentiable function of y, z and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(y, z, weight)
+        ctx.eps = eps
+        return torch.ops.fastlatent.gated_norm(y, z, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, z, weight = ctx.saved_tensors
+        backward = torch.ops.fastlatent.gated_norm_backward
+        dy, dz, dweight = backward(grads[0].contiguous(), y, z, weight, ctx.eps)
+        return dy, dz, dweight.to(weight.dtype), None
+
+
+def fused_gated_norm(
+    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L E"], weight: Float[Tensor, "K P"], eps: float = 1e-6
+) -> Float[Tensor, "B L E"]:
+    """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not contiguous."""
+    z = z if z.stride(2) == 1 else z.contiguous()
+    return FusedGatedNorm.apply(y.contiguous(), z, weight.contiguous(), eps)

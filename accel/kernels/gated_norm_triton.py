@@ -1,0 +1,107 @@
+"""Triton kernels of `gated_norm`: one pass forward, one backward, statistics taken anew in the second.
+
+A program has one head of some tokens of one sample. Sums for the weight are stored by program and added up afterwards:
+no atomics. Letters: B samples, L tokens, K heads, P head dim.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_L, WARPS = 32, 4
+
+
+@triton.jit
+def gated_norm_kernel(
+    Y,
+    Z,
+    WEIGHT,
+    H,
+    z_batch,
+    z_token,
+    L,
+    K,
+    EPS: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    k, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t, p = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P)
+    mask = (t < L)[:, None] & (p < P)[None, :]
+    here = ((b * L + t[:, None]) * K + k) * P + p[None, :]
+    z = tl.load(Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0).to(tl.float32)
+    gated = tl.load(Y + here, mask=mask, other=0.0).to(tl.float32) * z * tl.sigmoid(z)
+    rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
+    weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
+    tl.store(H + here, (gated * rstd[:, None] * weight[None, :]).to(H.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_norm_backward_kernel(
+    DH,
+    Y,
+    Z,
+    WEIGHT,
+    DY,
+    DZ,
+    SUMS,
+    z_batch,
+    z_token,
+    L,
+    K,
+    EPS: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    tile, k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t, p = tile * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P)
+    mask = (t < L)[:, None] & (p < P)[None, :]
+    here = ((b * L + t[:, None]) * K + k) * P + p[None, :]
+    z = tl.load(Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(Y + here, mask=mask, other=0.0).to(tl.float32)
+    dh = tl.load(DH + here, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(z)
+    gated = y * z * sigmoid
+    rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
+    normed = gated * rstd[:, None]
+    dnormed = dh * weight[None, :]
+    dgated = rstd[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / P)[:, None])
+    tl.store(DY + here, (dgated * z * sigmoid).to(DY.dtype.element_ty), mask=mask)
+    tl.store(DZ + here, (dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))).to(DZ.dtype.element_ty), mask=mask)
+    sums = SUMS + ((b * tl.num_programs(0) + tile) * K + k) * P + p
+    tl.store(sums, tl.sum(dh * normed, 0), mask=p < P)
+
+
+def grid_of(y: Tensor) -> tuple[int, int, int]:
+    return triton.cdiv(y.shape[1], BLOCK_L), y.shape[2], y.shape[0]
+
+
+def shape_of(y: Tensor, eps: float) -> dict[str, float | int]:
+    head_dim = y.shape[3]
+    block_p = triton.next_power_of_2(head_dim)
+    return {"EPS": eps, "P": head_dim, "BLOCK_L": BLOCK_L, "BLOCK_P": block_p, "num_warps": WARPS}
+
+
+def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    h = y.new_empty(z.shape)
+    strides = (z.stride(0), z.stride(1), y.shape[1], y.shape[2])
+    gated_norm_kernel[grid_of(y)](y, z, weight, h, *strides, **shape_of(y, eps))
+    return h
+
+
+def launch_backward(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y and z (their dtypes) and weight (fp32)."""
+    grid = grid_of(y)
+    dy, dz = y.new_empty(y.shape), z.new_empty(z.shape)
+    sums = y.new_empty(y.shape[0], grid[0], y.shape[2], y.shape[3], dtype=torch.float32)
+    strides = (z.stride(0), z.stride(1), y.shape[1], y.shape[2])
+    gated_norm_backward_kernel[grid](dh, y, z, weight, dy, dz, sums, *strides, **shape_of(y, eps))
+    return dy, dz, sums.sum((0, 1))
