@@ -18,6 +18,10 @@ class FusedKernel(Technique):
     """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
     loss_rtol = 1e-2
 
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.switches: list[torch.nn.Module] = []
+
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
             return f"The Triton kernels need an NVIDIA GPU; this run is on {self.device.type}."
@@ -26,10 +30,6 @@ class FusedKernel(Technique):
         if torch.cuda.get_device_capability(self.device) < (8, 0):
             return "The Triton kernels need compute capability 8.0 or newer."
         return None
-
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.switches: list[torch.nn.Module] = []
 
     def on_model(self, model: Model) -> Model:
         self.switches = [m for block in blocks_of(model) for m in block.modules() if hasattr(m, self.key)]

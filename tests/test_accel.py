@@ -24,7 +24,6 @@ from tests.harness import (
     technique,
 )
 from tests.helpers import pairwise
-from tests.test_models import FAMILIES
 
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
 EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=named)
@@ -48,7 +47,7 @@ def test_every_technique_is_enrolled():
     ) - {"device", "on_unavailable"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "zigzag", "dit"])
 @EVERY
 def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(variant, family, any_precision):
     if reason := cannot_be_had(variant):

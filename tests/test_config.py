@@ -77,7 +77,7 @@ def test_the_configuration_cannot_be_changed_after_it_was_composed():
 def test_help_is_quick_and_lists_groups_with_examples():
     result = command("--help", PYTHONPROFILEIMPORTTIME="1")
     assert result.returncode == 0
-    assert "model: dit_b" in result.stdout
+    assert "model: conv_b" in result.stdout
     assert "experiment=fastrun" in result.stdout
     assert "| torch" not in result.stderr, "torch was imported"
 

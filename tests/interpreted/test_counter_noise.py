@@ -11,10 +11,10 @@ from accel.kernels.counter_noise_triton import launch
 POSITION = torch.tensor([0, 1, 5, 2**31 + 3, 2**33 + 5, 2**40])
 
 
-@pytest.mark.parametrize("seed", [0, 1, 7, 2**31 + 5, 2**32 + 1, 2**63 - 1])
-@pytest.mark.parametrize("words", [1, 4, 7, 255, 600])
+@pytest.mark.parametrize("seed", [0, 1, 2**31 + 5, 2**63 - 1])
+@pytest.mark.parametrize("words", [1, 7, 600])
 def test_draws_are_those_of_the_definition(seed, words, poison):
-    for purpose in (Purpose.NOISE, Purpose.TIME, Purpose.SYNTHETIC):
+    for purpose in (Purpose.NOISE, Purpose.SYNTHETIC):
         expected = {kind: make(seed, purpose, POSITION, words) for kind, make in DEFINITIONS.items()}
         poison()
         assert torch.equal(launch("bits", seed, purpose, POSITION, words), expected["bits"])
