@@ -154,18 +154,20 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND")}
     strides = {f"{of}_{what}": "i32" for of in "xbc" for what in ("batch", "token")}
     types = narrow | wide | strides | {"L": "i32"}
+    kernels = {"forward": ssd.ssd_kernel, "dx": backward.ssd_dx_kernel, "ds": backward.ssd_ds_kernel}
     for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), (256, 128, 128), (256, 32, 16)):
         quick = (length, head_dim) == (256, 64)
         sizes = {"L": length, "K": 24, "N": state_dim, "P": head_dim, "PRECISION": "tf32"}
-        for part, kernel in (
-            ("forward", ssd.ssd_kernel),
-            ("dx", backward.ssd_dx_kernel),
-            ("ds", backward.ssd_ds_kernel),
-        ):
+        for part, kernel in kernels.items():
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
             block, warps = ssd.configuration(part, head_dim, state_dim, architecture)
             constants = sizes | {"BLOCK": block}
             yield Case(name, kernel, types, constants, warps, stages=2, multiplies=True, quick=quick)
+    sizes = {"L": 256, "K": 24, "N": 64, "P": 64, "PRECISION": "ieee"}
+    for part, kernel in kernels.items():
+        block, warps = ssd.configuration(part, 64, 64, architecture, fp32=True)
+        full = {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
+        yield Case(f"ssd {part} L=256 P=64 N=64 fp32", kernel, full, sizes | {"BLOCK": block}, warps, stages=2)
     sums = {"K": 24, "BLOCK_L": 256, "BLOCK_K": 8, "LOG2": ssd.LOG2E}
     yield Case("ssd sums L=256", ssd.ssd_sums_kernel, types, sums, 4, narrow_loads=True, quick=True)
     decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256}

@@ -72,6 +72,13 @@ def test_row_maps_are_gathers_left_out():
     assert torch.equal(h[:, back], plain)
 
 
+def test_one_map_may_serve_both_ways():
+    inputs, rows = add_norm_inputs(), torch.randperm(5)
+    compiled = torch.compile(fused_add_norm, fullgraph=True, backend="aot_eager")
+    actual = compiled(*inputs, branch_rows=rows, h_rows=rows)
+    assert_equal_with_gradients(actual, add_norm(*inputs, branch_rows=rows, h_rows=rows), inputs)
+
+
 @pytest.mark.parametrize("unused", [0, 1])
 def test_an_output_without_gradient_costs_none(unused):
     inputs = add_norm_inputs()

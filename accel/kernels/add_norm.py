@@ -131,13 +131,15 @@ def backward_reference(
 def forward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
     from accel.kernels.add_norm_triton import launch_forward
 
-    return launch_forward(*arguments)
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+        return launch_forward(*arguments)
 
 
 def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
     from accel.kernels.add_norm_triton import launch_backward
 
-    return launch_backward(*arguments)
+    with torch.cuda.device_of(arguments[0]):
+        return launch_backward(*arguments)
 
 
 def forward_fake(
@@ -234,7 +236,7 @@ def fused_add_norm(
         weight,
         bias,
         branch_rows,
-        h_rows,
+        h_rows.clone() if h_rows is not None and h_rows is branch_rows else h_rows,  # Dynamo refuses one tensor twice
         eps,
         layer_norm,
         residual_in_fp32,

@@ -122,12 +122,17 @@ def ssd_kernel(
     tl.store(Y + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
 
 
-def configuration(part: str, head_dim: int, state_dim: int, capability: int = 90) -> tuple[int, int]:
+def configuration(
+    part: str, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
+) -> tuple[int, int]:
     """Tokens a tile and warps, by compute capability, so that nothing spills (scripts/kernel_resources.py).
 
-    `part` is forward, dx or ds. Not tuned for speed yet: no GPU was at hand.
+    `part` is forward, dx or ds. fp32 products take far more registers; at head dim and state size 128 they still spill
+    a little. Not tuned for speed yet: no GPU was at hand.
     """
-    if capability < 90:
+    if fp32 and part != "ds":
+        return 16, 4
+    if capability < 90 or capability >= 120:  # little shared memory
         return 32, 4
     if capability >= 100 or part == "ds":
         return 64, 8
@@ -140,7 +145,7 @@ def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str]:
     if x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
         capability = 10 * major + minor
-    block, warps = configuration(part, x.shape[3], B_in.shape[3], capability)
+    block, warps = configuration(part, x.shape[3], B_in.shape[3], capability, x.dtype == torch.float32)
     highest = not x.is_cuda or torch.get_float32_matmul_precision() == "highest"
     return {
         "L": x.shape[1],

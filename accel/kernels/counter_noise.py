@@ -90,7 +90,8 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
     if position.is_cuda and WITH_TRITON:
         from accel.kernels.counter_noise_triton import launch
 
-        return launch(kind, seed, purpose, position, words)
+        with torch.cuda.device_of(position):
+            return launch(kind, seed, purpose, position, words)
     return DEFINITIONS[kind](seed, purpose, position, words)
 
 

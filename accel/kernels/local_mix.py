@@ -69,13 +69,15 @@ def backward_reference(
 def forward_cuda(*arguments: Any) -> Tensor:
     from accel.kernels.local_mix_triton import launch_forward
 
-    return launch_forward(*arguments)
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+        return launch_forward(*arguments)
 
 
 def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
     from accel.kernels.local_mix_triton import launch_backward
 
-    return launch_backward(*arguments)
+    with torch.cuda.device_of(arguments[0]):
+        return launch_backward(*arguments)
 
 
 def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:

@@ -19,7 +19,7 @@ from scripts.bench.naive import PREFETCHED, ItemsInMemory, StreamOrder
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.step import phases_of
-from scripts.bench.timing import Spread, fresh_compiler, interleaved, times_as_fast
+from scripts.bench.timing import fresh_compiler, interleaved, times_as_fast
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
 from training.config import compose

@@ -93,8 +93,9 @@ def operators(setting: str, device: torch.device) -> list[Op]:
 
 def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, backward: bool) -> Callable[[], None]:
     """`steps` calls, each on the next input set; with `backward` through both passes."""
-    firsts = [function(*inputs) for inputs in sets]
-    weights = [[torch.randn_like(t) for t in (f if isinstance(f, tuple) else (f,))] for f in firsts]
+    with torch.no_grad():
+        first = function(*sets[0])
+    weights = [torch.randn_like(t) for t in (first if isinstance(first, tuple) else (first,))]
 
     def run() -> None:
         for i in range(steps):
@@ -102,7 +103,7 @@ def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, b
             with torch.set_grad_enabled(backward):
                 out = function(*inputs)
             if backward:
-                torch.autograd.grad(out, inputs, weights[i % len(sets)])
+                torch.autograd.grad(out, inputs, weights)
 
     return run
 

@@ -69,9 +69,11 @@ def phases_of(workload: Workload, steps: int) -> tuple[dict[str, float], dict[st
         workload.state.advance(workload.batch_size)
     device, host = clock.read()
     workload.step.mark = lambda phase: None
-    if any(row.key == "cuda_graph" and row.active for row in workload.ledger):  # the phases inside were not marked: all of it is one launch
+    graphed = any(row.key == "cuda_graph" and row.active for row in workload.ledger)
+    if graphed:  # the phases inside were not marked: all of it is one launch
         device["whole step"], host["whole step"] = device.pop("rest"), host.pop("rest")
-    return tuple({phase: ms / steps for phase, ms in part.items()} for part in (device, host))  # pyright: ignore[reportReturnType]
+    device, host = ({phase: ms / steps for phase, ms in part.items()} for part in (device, host))
+    return device, host
 
 
 class Work(NamedTuple):

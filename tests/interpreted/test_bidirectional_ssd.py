@@ -60,7 +60,7 @@ def test_any_size(head_dim, state_dim, poison):
     check(inputs(70, batch=1, heads=2, head_dim=head_dim, state_dim=state_dim), poison)
 
 
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("block", [32, 64])
 def test_other_tiles(block, poison, monkeypatch):
     monkeypatch.setattr(kernels, "configuration", lambda *a: (block, 4))
     check(inputs(100), poison)
