@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accel.evidence import Evidence
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Technique, blocks_of, first_line
 
 
 class CompileBlocks(Technique):
@@ -47,7 +47,7 @@ class CompileBlocks(Technique):
                 return "Compiling for a GPU needs triton; install it with pip."
             if torch.cuda.get_device_capability(self.device) < (7, 0):
                 return "Compiling for a GPU needs compute capability 7.0 or newer."
-        elif not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+        elif cxx_compiler() is None:
             return "Compiling for a CPU needs a C++ compiler, such as g++; there is none on the PATH."
         return None
 
@@ -83,13 +83,15 @@ class CompileBlocks(Technique):
         return Observation(regions > 0, f"{note}; scope {self.scope}, mode {self.mode}")
 
 
+def cxx_compiler() -> str | None:
+    """Path of the C++ compiler that Inductor needs on a CPU: $CXX, or the first of the usual names."""
+    names = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
 def is_compiler_failure(error: BaseException) -> bool:
     """True for errors of Dynamo, AOTAutograd or Inductor, False for the user's own mistakes found while tracing."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._inductor.exc import InductorError
 
     return isinstance(error, TorchDynamoException | InductorError) and not isinstance(error, TorchRuntimeError)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel.evidence import Evidence
 from accel.fused_adamw import is_fused
-from accel.technique import AnyStep, Observation, Technique, TrainingStep
+from accel.technique import AnyStep, Observation, Technique, TrainingStep, first_line
 
 GraphedUpdate = Callable[[Sequence[Any]], Any]
 
@@ -117,7 +117,7 @@ class CapturedUpdate:
                     failure = error  # leaving the context raises another, which says less
                     raise
         except Exception as error:
-            cause = str(failure or error).strip().partition("\n")[0]
+            cause = first_line(failure or error)
             raise ValueError(
                 f"runtime.cuda_graph=true: the step cannot be captured ({cause}); use runtime.cuda_graph=false."
             ) from failure or error

@@ -103,12 +103,15 @@ def probed(blocks: nn.ModuleList, notes: list[BlockEvidence], count: int = 2) ->
             blocks[start + i] = block
 
 
+def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
+    """What the profiler can see on this machine: the host, and the GPU where there is one."""
+    device = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [torch.profiler.ProfilerActivity.CPU, *device]
+
+
 def profiled_events(run: Callable[[], object]) -> list[Any]:
     """The profiler's events of one call of `run`, host and device."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=profiler_activities(), record_shapes=True, acc_events=True) as profiler:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

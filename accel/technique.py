@@ -45,6 +45,11 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return cast("nn.ModuleList", model.blocks)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Technique(ABC):
     """The same training step, cheaper.
 

@@ -20,6 +20,11 @@ class Capability(NamedTuple):
     value: bool | str
     reason: str | None
 
+    @property
+    def word(self) -> str:
+        """The override that asks for it, such as runtime.tf32=true."""
+        return f"runtime.{self.key}={str(self.value).lower()}"
+
 
 def values_of(technique: type[Technique]) -> list[bool | str]:
     """The values of a technique's key that switch it on."""

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,13 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "machine": machine(device),
         "versions": environment["versions"],
         "techniques": [
-            {"key": f"runtime.{c.key}", "value": c.value, "available": c.reason is None, "reason": c.reason}
+            {
+                "key": f"runtime.{c.key}",
+                "word": c.word,
+                "value": c.value,
+                "available": c.reason is None,
+                "reason": c.reason,
+            }
             for c in capabilities(device)
         ],
         "planned": planned(device),
@@ -56,6 +61,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
 def machine(device: Any) -> dict[str, Any]:
     """Hardware and drivers as PyTorch sees them."""
     import torch
+
+    from accel.compile_blocks import cxx_compiler
 
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -71,9 +78,7 @@ def machine(device: Any) -> dict[str, Any]:
             )
             if has
         ],
-        "cxx_compiler": next(
-            (path for name in (os.environ.get("CXX", "c++"), "g++", "clang++") if (path := shutil.which(name))), None
-        ),
+        "cxx_compiler": cxx_compiler(),
         "torch_built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
         "gpu": None,
     }
@@ -153,7 +158,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines += [f"  {key.replace('_', ' '):<22}{value}" for key, value in facts.items()]
     lines += ["", "versions", "  " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()), "", "techniques"]
     for row in found["techniques"]:
-        word = f"{row['key']}={str(row['value']).lower()}"
+        word = row["word"]
         lines.append(f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip())
     lines += ["", "planned, not in this version"]
     for row in found["planned"]:

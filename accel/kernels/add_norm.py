@@ -14,19 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
-
-LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
-LIBRARY.define(
-    "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? weight, Tensor? bias, "
-    "Tensor? branch_rows, Tensor? h_rows, float eps, bool layer_norm, bool residual_in_fp32) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor scale, Tensor? weight, "
-    "Tensor? branch_rows, Tensor? h_rows, Tensor rstd, Tensor mean, ScalarType residual_dtype) "
-    "-> (Tensor, Tensor, Tensor)"
-)
 
 
 def add_norm(
@@ -128,20 +117,6 @@ def backward_reference(
     return dbranch, d.to(residual_dtype, copy=True), sums
 
 
-def forward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    from accel.kernels.add_norm_triton import launch_forward
-
-    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
-        return launch_forward(*arguments)
-
-
-def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    from accel.kernels.add_norm_triton import launch_backward
-
-    with torch.cuda.device_of(arguments[0]):
-        return launch_backward(*arguments)
-
-
 def forward_fake(
     branch: Tensor,
     gate: Tensor,
@@ -168,13 +143,22 @@ def backward_fake(dh: Tensor, dz: Any, z: Tensor, branch: Tensor, gate: Tensor, 
     return torch.empty_like(branch), z.new_empty(z.shape, dtype=residual_dtype), sums
 
 
-for name, reference, cuda, fake in (
-    ("add_norm", forward_reference, forward_cuda, forward_fake),
-    ("add_norm_backward", backward_reference, backward_cuda, backward_fake),
-):
-    LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+register(
+    "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? weight, Tensor? bias, "
+    "Tensor? branch_rows, Tensor? h_rows, float eps, bool layer_norm, bool residual_in_fp32) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    forward_reference,
+    forward_fake,
+    "add_norm_triton.launch_forward",
+)
+register(
+    "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor scale, Tensor? weight, "
+    "Tensor? branch_rows, Tensor? h_rows, Tensor rstd, Tensor mean, ScalarType residual_dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    backward_reference,
+    backward_fake,
+    "add_norm_triton.launch_backward",
+)
 
 
 class FusedAddNorm(torch.autograd.Function):

@@ -41,7 +41,11 @@ def bidirectional_ssd(
     """
     a = upcast(dt) * upcast(A)
     mix = within if x.shape[1] <= MAX_QUADRATIC else chunked
-    y = mix(x, dt, a, B_in, C_out)
+    return with_skip(mix(x, dt, a, B_in, C_out), x, D)
+
+
+def with_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
+    """`y + D·x` in fp32, then in the dtype of x."""
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
 

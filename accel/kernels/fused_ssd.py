@@ -15,26 +15,19 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
+from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
 
 LOG2E = 1.0 / math.log(2.0)
 SIZES = (16, 32, 64, 128)
 """What head dim and state size may be: the matrix units' shapes."""
 
-LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
-LIBRARY.define("ssd(Tensor x, Tensor dt, Tensor a, Tensor B_in, Tensor C_out, Tensor D) -> (Tensor, Tensor, Tensor)")
-LIBRARY.define(
-    "ssd_backward(Tensor dy, Tensor x, Tensor dt_rows, Tensor sums, Tensor B_in, Tensor C_out, Tensor D) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
 
 def forward_reference(
     x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and what the backward pass needs: dt, and the running sums of a in units of log2, both (B, 2, K, L)."""
-    y = definition.within(x, dt, a, B_in, C_out)
-    y = (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
+    y = definition.with_skip(definition.within(x, dt, a, B_in, C_out), x, D)
     ahead = definition.prefix_sums(a[:, :, 0], dim=1)
     behind = definition.prefix_sums(a[:, :, 1].flip(1), dim=1).flip(1)
     sums = LOG2E * torch.stack((ahead, behind), dim=1).transpose(2, 3)
@@ -70,20 +63,6 @@ def backward_reference(
     return dx.transpose(1, 2).to(x.dtype).contiguous(), ddt, da, dS, dD
 
 
-def forward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    from accel.kernels.bidirectional_ssd_triton import launch_forward
-
-    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
-        return launch_forward(*arguments)
-
-
-def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    from accel.kernels.bidirectional_ssd_backward_triton import launch_backward
-
-    with torch.cuda.device_of(arguments[0]):
-        return launch_backward(*arguments)
-
-
 def forward_fake(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> tuple[Tensor, ...]:
     rows = dt.new_empty(x.shape[0], 2, x.shape[2], x.shape[1])
     return x.new_empty(x.shape), rows, torch.empty_like(rows)
@@ -98,13 +77,19 @@ def backward_fake(
     return x.new_empty(x.shape), ddt, torch.empty_like(ddt), dS, sums.new_empty(heads)
 
 
-for name, reference, cuda, fake in (
-    ("ssd", forward_reference, forward_cuda, forward_fake),
-    ("ssd_backward", backward_reference, backward_cuda, backward_fake),
-):
-    LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+register(
+    "ssd(Tensor x, Tensor dt, Tensor a, Tensor B_in, Tensor C_out, Tensor D) -> (Tensor, Tensor, Tensor)",
+    forward_reference,
+    forward_fake,
+    "bidirectional_ssd_triton.launch_forward",
+)
+register(
+    "ssd_backward(Tensor dy, Tensor x, Tensor dt_rows, Tensor sums, Tensor B_in, Tensor C_out, Tensor D) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    backward_reference,
+    backward_fake,
+    "bidirectional_ssd_backward_triton.launch_backward",
+)
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd)
@@ -165,8 +150,7 @@ def fused_bidirectional_ssd(
     a = upcast(dt) * upcast(A)
     if x.shape[1] <= definition.MAX_QUADRATIC:
         return inside(x, dt, a, B_in, C_out, D)
-    y = definition.chunked(x, dt, a, B_in, C_out, inside)
-    return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
+    return definition.with_skip(definition.chunked(x, dt, a, B_in, C_out, inside), x, D)
 
 
 def inside(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor | None = None) -> Tensor:

@@ -15,13 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
-
-LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
-LIBRARY.define("gated_norm(Tensor y, Tensor z, Tensor weight, float eps) -> Tensor")
-LIBRARY.define(
-    "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def gated_norm(
@@ -47,20 +42,6 @@ def backward_reference(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: fl
     return (dgated * silu).to(y.dtype), dz.to(z.dtype).flatten(2), (dh * normed).sum((0, 1))
 
 
-def forward_cuda(*arguments: Any) -> Tensor:
-    from accel.kernels.gated_norm_triton import launch_forward
-
-    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
-        return launch_forward(*arguments)
-
-
-def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    from accel.kernels.gated_norm_triton import launch_backward
-
-    with torch.cuda.device_of(arguments[0]):
-        return launch_backward(*arguments)
-
-
 def forward_fake(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.new_empty(z.shape)
 
@@ -70,13 +51,18 @@ def backward_fake(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) 
     return y.new_empty(y.shape), z.new_empty(z.shape), weight.new_empty(weight.shape, dtype=wide)
 
 
-for name, reference, cuda, fake in (
-    ("gated_norm", gated_norm, forward_cuda, forward_fake),
-    ("gated_norm_backward", backward_reference, backward_cuda, backward_fake),
-):
-    LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+register(
+    "gated_norm(Tensor y, Tensor z, Tensor weight, float eps) -> Tensor",
+    gated_norm,
+    forward_fake,
+    "gated_norm_triton.launch_forward",
+)
+register(
+    "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    backward_reference,
+    backward_fake,
+    "gated_norm_triton.launch_backward",
+)
 
 
 class FusedGatedNorm(torch.autograd.Function):

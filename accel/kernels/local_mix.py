@@ -16,14 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
-
-LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
-LIBRARY.define("local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor")
-LIBRARY.define(
-    "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns) "
-    "-> (Tensor, Tensor, Tensor)"
-)
 
 
 def local_mix(
@@ -66,20 +60,6 @@ def backward_reference(
     return dx.flatten(2).transpose(1, 2).to(x.dtype).contiguous(), dweight, dbias
 
 
-def forward_cuda(*arguments: Any) -> Tensor:
-    from accel.kernels.local_mix_triton import launch_forward
-
-    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
-        return launch_forward(*arguments)
-
-
-def backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    from accel.kernels.local_mix_triton import launch_backward
-
-    with torch.cuda.device_of(arguments[0]):
-        return launch_backward(*arguments)
-
-
 def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -90,13 +70,19 @@ def backward_fake(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int
     return x.new_empty(x.shape), dweight, dbias
 
 
-for name, reference, cuda, fake in (
-    ("local_mix", forward_reference, forward_cuda, forward_fake),
-    ("local_mix_backward", backward_reference, backward_cuda, backward_fake),
-):
-    LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+register(
+    "local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor",
+    forward_reference,
+    forward_fake,
+    "local_mix_triton.launch_forward",
+)
+register(
+    "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns) "
+    "-> (Tensor, Tensor, Tensor)",
+    backward_reference,
+    backward_fake,
+    "local_mix_triton.launch_backward",
+)
 
 
 @register_flop_formula(torch.ops.fastlatent.local_mix)

@@ -125,14 +125,14 @@ class Claim(NamedTuple):
     unit: str
     measure: Callable[[Bench], float]
     needs: str | None = None
-    """`key=value` of the technique without which it cannot be measured."""
+    """The override of the technique without which it cannot be measured."""
     cuda: bool = False
 
 
 CLAIMS = (
     Claim("resident indexing over a DataLoader", 10, 50, "×", resident_over_dataloader),
-    Claim("TF32, a step", 2, 3, "×", lambda b: b.speed(["runtime=eager"], ["runtime.tf32=true"]), "tf32=True"),
-    Claim("bf16 over fp32, matrix products", 8, 16, "×", bf16_over_fp32_products, "precision=bf16"),
+    Claim("TF32, a step", 2, 3, "×", lambda b: b.speed(["runtime=eager"], ["runtime.tf32=true"]), "runtime.tf32=true"),
+    Claim("bf16 over fp32, matrix products", 8, 16, "×", bf16_over_fp32_products, "runtime.precision=bf16"),
     Claim("fused AdamW saves of norm, clipping and update", 10, 20, "%", fused_adamw_saves),
     Claim("checkpointing slows a step by", 10, 10, "%", checkpointing_slows),
     Claim("checkpointing saves memory", 50, 50, "%", checkpointing_saves, cuda=True),
@@ -150,7 +150,7 @@ CLAIMS = (
         5,
         "×",
         lambda b: b.speed(["runtime=fast", "batch_size=8"], ["runtime.cuda_graph=true"]),
-        "cuda_graph=True",
+        "runtime.cuda_graph=true",
     ),
     Claim("empty_cache() every step slows a step", 1, 2, "×", empty_cache_slows, cuda=True),
 )
@@ -169,7 +169,7 @@ def main(words: list[str]) -> None:
     device = pick_device(compose(overrides).cfg.runtime.device.value)
     torch._dynamo.config.recompile_limit = 64
     bench = Bench(overrides, cfg, device)
-    cannot = {f"{c.key}={c.value}": c.reason for c in capabilities(device)}
+    cannot = {c.word: c.reason for c in capabilities(device)}
     entries: list[dict[str, Any]] = []
     for claim in CLAIMS:
         reason = cannot.get(claim.needs or "") or (

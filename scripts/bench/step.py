@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import DeviceType
 
+from accel.evidence import profiler_activities
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise
@@ -96,12 +97,9 @@ POINTWISE = ("triton_poi", "triton_red", "triton_per")
 
 def work_of(workload: Workload) -> Work:
     """From a profile of one step: kernels on a GPU, operators on a CPU."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
     cuda = workload.device.type == "cuda"
-    if cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     workload.prepare()
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=profiler_activities(), acc_events=True) as profiler:
         workload.run(1)
         synchronise(workload.device)
     times: Counter[str] = Counter()
@@ -171,8 +169,7 @@ def main(words: list[str]) -> None:
     device, host = phases_of(workload, cfg.steps)
     done = work_of(workload)
     active = {row.key: row.active for row in workload.ledger}
-    possible = [c for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value]
-    left = {f"runtime.{c.key}={str(c.value).lower()}" for c in possible}
+    left = {c.word for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value}
     found = verdict(spread.median, device["data"], done, left, workload.device.type == "cuda")
     rows: list[tuple[object, ...]] = [("phase", "ms", "naive host timer, ms")]
     shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]

@@ -43,7 +43,9 @@ NEEDS = {"cuda_graph": ["runtime.fused_adamw=true"]}
 """What a technique cannot do without; its baseline has it too."""
 
 
-def compare(baseline: Workload, name: str, overrides: list[str], cfg: BenchConfig) -> dict[str, Any]:
+def compare(
+    baseline: Workload, baseline_loss: float, name: str, overrides: list[str], cfg: BenchConfig
+) -> dict[str, Any]:
     """One variant beside its baseline: both measured now, in turn."""
     variant = attempt(lambda: Workload(name, overrides))
     if isinstance(variant, str):
@@ -58,6 +60,7 @@ def compare(baseline: Workload, name: str, overrides: list[str], cfg: BenchConfi
         "memory_reserved_peak": variant.memory_peak,
         "baseline_memory_reserved_peak": baseline.memory_peak,
         "final_loss": loss,
+        "loss_deviation": loss / baseline_loss - 1.0,
         "not_on": variant.missing(),
         "lost": [key for key in variant.missing() if key not in baseline.missing()],
         "ledger": {row.key: row.active for row in variant.ledger},
@@ -75,7 +78,7 @@ def alone(overrides: list[str], cfg: BenchConfig, device: torch.device) -> list[
     eager = [*overrides, "runtime=eager"]
     baseline, loss = with_loss("eager", eager, cfg)
     for capability in capabilities(device):
-        key, word = capability.key, f"runtime.{capability.key}={str(capability.value).lower()}"
+        key, word = capability.key, capability.word
         if capability.reason is not None:
             entries.append({"name": word, "key": key, "value": capability.value, "reason": capability.reason})
             continue
@@ -88,10 +91,8 @@ def alone(overrides: list[str], cfg: BenchConfig, device: torch.device) -> list[
             own, own_loss = with_loss("baseline", base, cfg)
         for way in WAYS.get(key, [[]]):
             name = " ".join([word, *way])
-            found = compare(own, name, [*base, word, *way], cfg)
+            found = compare(own, own_loss, name, [*base, word, *way], cfg)
             entries.append({"key": key, "value": capability.value, "baseline": base[len(overrides) :]} | found)
-            if "final_loss" in found:
-                entries[-1]["loss_deviation"] = found["final_loss"] / own_loss - 1.0
     return entries
 
 
@@ -107,10 +108,7 @@ def removed(overrides: list[str], cfg: BenchConfig) -> list[dict[str, Any]]:
         if field.name not in techniques or old == new or field.name in baseline.missing():
             continue
         word = f"runtime.{field.name}={str(getattr(old, 'value', old)).lower()}"
-        found = compare(baseline, f"max {word}", [*full, word], cfg)
-        entries.append({"key": field.name} | found)
-        if "final_loss" in found:
-            entries[-1]["loss_deviation"] = found["final_loss"] / loss - 1.0
+        entries.append({"key": field.name} | compare(baseline, loss, f"max {word}", [*full, word], cfg))
     return entries
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from accel.evidence import profiler_activities
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import synchronise
 from scripts.bench.workload import Workload
@@ -19,10 +20,7 @@ from scripts.bench.workload import Workload
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "trace", words, __doc__ or "")
     workload = Workload("trace", overrides)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if workload.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=profiler_activities(), record_shapes=True, acc_events=True) as profiler:
         workload.run(cfg.steps)
         synchronise(workload.device)
     order = "self_cuda_time_total" if workload.device.type == "cuda" else "self_cpu_time_total"

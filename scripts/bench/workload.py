@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from accel.ledger import Ledger
+from accel.technique import first_line
 from scripts.bench.timing import MemoryPeak, interleaved
 from training.build import build
 from training.config import compose
@@ -102,7 +103,7 @@ def attempt(make: Callable[[], Any]) -> Any:
     try:
         return make()
     except torch.OutOfMemoryError as error:
-        message = str(error).splitlines()[0]
+        message = first_line(error)
     torch.cuda.empty_cache()
     return f"out of memory: {message}"
 

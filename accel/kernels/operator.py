@@ -1,0 +1,30 @@
+"""How our operators become PyTorch's: one registration for all of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
+
+
+def register(schema: str, definition: Callable[..., Any], fake: Callable[..., Any], launcher: str) -> None:
+    """Defines `fastlatent::<schema>`: `definition` computes it on a CPU, `launcher` on a GPU, `fake` gives its shapes.
+
+    `launcher` is "<module of accel.kernels>.<function>"; it is imported at the first launch, for it needs Triton.
+    """
+    name = schema.partition("(")[0]
+    module, _, function = launcher.partition(".")
+
+    def on_gpu(*arguments: Any) -> Any:
+        launch = getattr(importlib.import_module(f"accel.kernels.{module}"), function)
+        with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+            return launch(*arguments)
+
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, definition, "CPU")
+    LIBRARY.impl(name, on_gpu, "CUDA")
+    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
