@@ -122,7 +122,8 @@ class Denoiser(nn.Module):
         for i, block in enumerate(self.blocks):
             branch, gate, residual = block(branch, gate, residual, cond[:, i])
         normalise = fused_add_norm if self.blocks[-1].fused_add_norm else add_norm
-        h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps, branch_rows=self.rows)
+        wide = self.blocks[-1].residual_in_fp32
+        h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps, wide, branch_rows=self.rows)
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from scripts.bench.report import table
 from training.config import from_words, one_sentence
 
 ARCHITECTURES = (80, 86, 89, 90, 100)
+NO_GATE = {"Z": None, "NORM": None, "H": None, "EPS": 0.0}
+"""Constants of the scan's forward kernel without its epilogue."""
 
 
 class Case(NamedTuple):
@@ -148,29 +150,39 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     """24 heads; the flagship's head dim and state size, and the largest and smallest."""
     from accel.kernels import bidirectional_ssd_backward_triton as backward
     from accel.kernels import bidirectional_ssd_triton as ssd
+    from accel.kernels import ssd_decays_triton as prelude
+    from accel.kernels.fused_ssd import LN2
 
-    narrow = {name: "*bf16" for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS")}
-    wide = {name: "*fp32" for name in ("DT", "SUMS", "D", "DD", "DT_IN", "A_IN", "DDT", "DA")}
-    wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND")}
-    strides = {f"{of}_{what}": "i32" for of in "xbc" for what in ("batch", "token")}
+    narrow = {name: "*bf16" for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS", "Z", "H", "DT", "DDT")}
+    wide = {name: "*fp32" for name in ("STEPS", "SUMS", "D", "DD", "BIAS", "A_LOG", "DSTEPS", "DSUMS", "TOTALS")}
+    wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND", "NORM")}
+    strides = {f"{of}_{what}": "i32" for of in ("x", "b", "c", "z", "dt") for what in ("batch", "token")}
     types = narrow | wide | strides | {"L": "i32"}
     kernels = {"forward": ssd.ssd_kernel, "dx": backward.ssd_dx_kernel, "ds": backward.ssd_ds_kernel}
-    for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), (256, 128, 128), (256, 32, 16)):
+    corners = ((256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128))
+    for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), *corners):
         quick = (length, head_dim) == (256, 64)
         sizes = {"L": length, "K": 24, "N": state_dim, "P": head_dim, "PRECISION": "tf32"}
         for part, kernel in kernels.items():
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
             block, warps = ssd.configuration(part, head_dim, state_dim, architecture)
             constants = sizes | {"BLOCK": block}
+            if part == "forward":
+                gated = constants | {"EPS": 1e-6}
+                yield Case(f"{name}, gated", kernel, types, gated, warps, stages=2, multiplies=True, quick=quick)
+                constants |= NO_GATE
             yield Case(name, kernel, types, constants, warps, stages=2, multiplies=True, quick=quick)
-    sizes = {"L": 256, "K": 24, "N": 64, "P": 64, "PRECISION": "ieee"}
-    for part, kernel in kernels.items():
-        block, warps = ssd.configuration(part, 64, 64, architecture, fp32=True)
-        full = {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
-        yield Case(f"ssd {part} L=256 P=64 N=64 fp32", kernel, full, sizes | {"BLOCK": block}, warps, stages=2)
-    sums = {"K": 24, "BLOCK_L": 256, "BLOCK_K": 8, "LOG2": ssd.LOG2E}
-    yield Case("ssd sums L=256", ssd.ssd_sums_kernel, types, sums, 4, narrow_loads=True, quick=True)
-    decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256}
+    full = {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
+    for size in (64, 128):
+        for part, kernel in kernels.items():
+            block, warps = ssd.configuration(part, size, size, architecture, fp32=True)
+            sizes = {"L": 256, "K": 24, "N": size, "P": size, "PRECISION": "ieee", "BLOCK": block}
+            constants = sizes | (NO_GATE if part == "forward" else {})
+            yield Case(f"ssd {part} L=256 P={size} N={size} fp32", kernel, full, constants, warps, stages=2)
+    for kernel, way in ((prelude.ssd_decays_kernel, ""), (prelude.ssd_decays_backward_kernel, ", backward")):
+        shape = prelude.tile(24, 256)
+        yield Case(f"ssd decays L=256{way}", kernel, types, shape, prelude.WARPS, narrow_loads=True, quick=True)
+    decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256, "LN2": LN2}
     yield Case("ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 
 from accel.compile_blocks import CompileBlocks
+from accel.kernels.add_norm import add_norm
+from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
-from scripts.bench import antipatterns, claims, compare, ladder, precision, readme, step, techniques, trace
+from scripts.bench import antipatterns, claims, compare, ladder, peers, precision, readme, step, techniques, trace
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
 from scripts.bench.naive import NaiveLoop, StreamOrder
@@ -235,9 +238,75 @@ def test_techniques_are_measured_alone_and_removed(tmp_path):
 def test_operators_are_measured_beside_their_definitions(tmp_path, quick_kernels):
     found = result("kernels", tmp_path)
     names = [entry["name"] for entry in found["ops"]]
-    assert len(names) == 3 * 3 * 2
-    assert "bidirectional_ssd fused, both passes" in names
+    assert len(names) == 4 * 3 * 2
+    assert "bidirectional_ssd, gated fused, both passes" in names
     assert all(entry["us"] > 0 and entry["gb_s"] > 0 for entry in found["ops"])
+    assert found["absent"] == {"all": "they need a GPU"}
+    assert (tmp_path / "kernels.png").stat().st_size > 0
+
+
+def scan_of_raw_steps(x, dt, A, B_in, C_out, chunk_size, *, D, dt_bias, dt_softplus):
+    """What mamba-ssm's function of these arguments computes."""
+    assert dt_softplus
+    step = torch.nn.functional.softplus(dt + dt_bias)
+    y = causal_scan(x, step, step * A, B_in, C_out)
+    return y if D is None else y + D[:, None] * x
+
+
+def causal_scan(x, step, a, B_in, C_out):
+    """Token by token."""
+    state = torch.zeros(x.shape[0], x.shape[2], B_in.shape[-1], x.shape[3], dtype=x.dtype)
+    y = []
+    for i in range(x.shape[1]):
+        decay = a[:, i].exp()[..., None, None]
+        state = state * decay + torch.einsum("bk,bn,bkp->bknp", step[:, i], B_in[:, i, 0], x[:, i])
+        y.append(torch.einsum("bn,bknp->bkp", C_out[:, i, 0], state))
+    return torch.stack(y, 1)
+
+
+def test_other_packages_are_called_for_the_same_work():
+    """Their glue, on stand-ins that compute what their documentation says."""
+    from tests.test_kernels import ssd_inputs
+    from tests.test_operators import add_norm_inputs
+
+    def rms_norm(x, weight, bias, *, residual, eps, prenorm, residual_in_fp32, is_rms_norm=True):
+        assert prenorm
+        assert residual_in_fp32
+        z = x + residual
+        return torch.nn.functional.rms_norm(z, weight.shape, weight.to(z), eps), z
+
+    def liger(x, residual, weight, eps):
+        return rms_norm(x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True)
+
+    def simple_gla(q, k, v, *, g, scale):
+        one = torch.ones_like(g)
+        heads = [
+            causal_scan(v[:, :, [h]], one[..., [h]], g[..., [h]], k[:, :, [h]], q[:, :, [h]]) for h in range(v.shape[2])
+        ]
+        return scale * torch.cat(heads, 2), None
+
+    inputs = [t.detach() for t in add_norm_inputs()]
+    for made in (
+        peers.add_norm_by_layer_norm_fn(SimpleNamespace(layer_norm_fn=rms_norm)),
+        peers.add_norm_by_rms_norm(SimpleNamespace(rms_norm=rms_norm)),
+        peers.add_norm_by_liger(SimpleNamespace(LigerFusedAddRMSNormFunction=SimpleNamespace(apply=liger))),
+    ):
+        for a, e in zip(made(*inputs), add_norm(*inputs), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+    scan = [t.detach() for t in ssd_inputs(9)]
+    by_mamba = peers.ssd_by_mamba(SimpleNamespace(mamba_chunk_scan_combined=scan_of_raw_steps))
+    by_fla = peers.ssd_by_simple_gla(SimpleNamespace(chunk_simple_gla=simple_gla))
+    x, dt, dt_bias, _, B_in, C_out, _ = scan
+    step = torch.nn.functional.softplus(dt + dt_bias)[:, :, 1]
+    own = (B_in * C_out)[:, :, 1].sum(-1)[..., None, None] * step[..., None] * x  # which it counts twice
+    for made in (by_mamba, by_fla):
+        torch.testing.assert_close(made(*scan)[0], bidirectional_ssd(*scan) + own, rtol=1e-5, atol=1e-6)
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
+    gone = peers.Peer("fla", "no_such_module", "add_norm", peers.add_norm_by_rms_norm)
+    monkeypatch.setattr(peers, "PEERS", (gone,))
+    assert peers.found() == ({}, {"add_norm of fla": "ModuleNotFoundError: No module named 'no_such_module'"})
 
 
 def test_mixers_are_measured_at_equal_parameters(tmp_path):

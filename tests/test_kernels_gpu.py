@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from accel.kernels.counter_noise import counter_bits, counter_normal, counter_un
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
+from scripts.bench.peers import ssd_by_mamba
+from training.config import ROOT
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
@@ -38,9 +44,12 @@ def ssd_case(seed, dtype):
     B, L, K = draw.choice([1, 3]), draw.choice([63, 64, 100, 256, 300, 512, 1024]), draw.choice([1, 6, 24])
     L = 1 if seed == 0 else L
     P, N = draw.choice([32, 64, 128]), draw.choice([16, 64, 128])
-    dt = F.softplus(torch.randn(B, L, 2, K, device="cuda") - 4.0).requires_grad_()
-    A = (-16.0 * torch.rand(2, K, device="cuda")).requires_grad_()
-    inputs = [cuda(B, L, K, P, dtype=dtype), dt, A, *(cuda(B, L, 2, N, dtype=dtype) for _ in range(2)), cuda(K)]
+    dt_bias = (torch.randn(2, K, device="cuda") - 4.0).requires_grad_()
+    A_log = (16.0 * torch.rand(2, K, device="cuda")).log().requires_grad_()
+    groups = [cuda(B, L, 2, N, dtype=dtype) for _ in range(2)]
+    inputs = [cuda(B, L, K, P, dtype=dtype), cuda(B, L, 2, K, dtype=dtype), dt_bias, A_log, *groups, cuda(K)]
+    if seed % 2:
+        inputs += [cuda(B, L, K, P, dtype=dtype), cuda(K, P)]  # gate and norm
     return inputs, fused_bidirectional_ssd, bidirectional_ssd
 
 
@@ -55,7 +64,7 @@ def local_mix_case(seed, dtype):
 def gated_norm_case(seed, dtype):
     draw = random.Random(seed)
     L, K, P = draw.choice([1, 63, 256]), draw.choice([1, 6, 24]), draw.choice([32, 64, 128])
-    inputs = [cuda(3, L, K, P, dtype=dtype), cuda(3, L, K * P, dtype=dtype), cuda(K, P)]
+    inputs = [cuda(3, L, K, P, dtype=dtype), cuda(3, L, K, P, dtype=dtype), cuda(K, P)]
     return inputs, fused_gated_norm, gated_norm
 
 
@@ -81,9 +90,9 @@ def test_near_the_definition_and_the_same_twice(op, seed, dtype):
     for i, (a, b, e) in enumerate(zip(actual, again, outputs(definition, exact, seed), strict=True)):
         assert torch.equal(a, b), f"output {i} differs from run to run"
         assert a.isfinite().all(), i
-        error = (a.double() - e).norm() / e.norm().clamp(min=1e-3)  # d(A) of a single token is zero
-        # Gradients of dt and A are differences of sums that cancel.
-        assert error < BOUND[dtype] * (10.0 if op == "ssd" and i in (2, 3) else 1.0), f"output {i}: {error:.1e}"
+        error = (a.double() - e).norm() / e.norm().clamp(min=1e-3)  # the gradient of A of a single token is zero
+        # Gradients of dt, its bias and A are differences of sums that cancel.
+        assert error < BOUND[dtype] * (10.0 if op == "ssd" and i in (2, 3, 4) else 1.0), f"output {i}: {error:.1e}"
 
 
 @pytest.mark.parametrize("op", CASES)
@@ -116,17 +125,38 @@ def test_the_scan_agrees_with_mamba_ssm():
     combined = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
     torch.manual_seed(0)
     B, L, K, P, N = 2, 256, 8, 64, 64
-    x, dt = torch.randn(B, L, K, P, device="cuda"), F.softplus(torch.randn(B, L, 2, K, device="cuda") - 4.0)
-    A, groups = -torch.rand(2, K, device="cuda"), torch.randn(2, B, L, 2, N, device="cuda")
+    x, dt = torch.randn(B, L, K, P, device="cuda"), torch.randn(B, L, 2, K, device="cuda")
+    dt_bias = torch.randn(2, K, device="cuda") - 4.0
+    A_log, groups = torch.rand(2, K, device="cuda").log(), torch.randn(2, B, L, 2, N, device="cuda")
+    inputs = (x, dt, dt_bias, A_log, *groups, torch.zeros(K, device="cuda"))
+    (expected,) = ssd_by_mamba(combined)(*inputs)
+    step = F.softplus(dt + dt_bias)[:, :, 1, :, None]
+    own = (groups[0] * groups[1])[:, :, 1].sum(-1)[..., None, None] * step * x  # which that counts twice
+    actual = fused_bidirectional_ssd(*inputs)
+    assert (actual - (expected - own)).norm() / expected.norm() < 5e-3
 
-    def one(direction, turned):
-        parts = [t.flip(1) if turned else t for t in (x, dt[:, :, direction], *(g[:, :, direction] for g in groups))]
-        y = combined.mamba_chunk_scan_combined(
-            parts[0], parts[1], A[direction], parts[2].unsqueeze(2), parts[3].unsqueeze(2), chunk_size=256
-        )
-        return y.flip(1) if turned else y
 
-    own = (groups[0] * groups[1])[:, :, 1].sum(-1)[..., None, None] * dt[:, :, 1, :, None] * x  # counted once
-    expected = one(0, False) + one(1, True) - own
-    actual = fused_bidirectional_ssd(x, dt, A, *groups, torch.zeros(K, device="cuda"))
-    assert (actual - expected).norm() / expected.norm() < 5e-3
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_a_small_case_passes_the_sanitizer(tool):
+    """Accesses out of range or unaligned; races in shared memory."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=_kernel"]
+    code = "from tests.test_kernels_gpu import once; once()"
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=500, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def once():
+    """Each operator once, on odd sizes, forward and backward."""
+    torch.manual_seed(0)
+    for case in CASES.values():
+        for seed in (0, 3):
+            inputs, fused, _ = case(seed, torch.bfloat16)
+            outputs(fused, inputs, seed)
+    counter_normal(0, 3, torch.arange(3, device="cuda"), (3, 17))
+    torch.cuda.synchronize()

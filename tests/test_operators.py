@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -125,27 +127,35 @@ def test_the_operators_are_well_formed():
 
 def ssd_inputs(length=9, dtype=torch.float64, B=2, K=3, P=16, N=16):
     torch.manual_seed(length)
-    dt = torch.rand(B, length, 2, K, dtype=torch.float64, requires_grad=True)
-    A = (-torch.rand(2, K, dtype=torch.float64)).requires_grad_()
+    decays = normal(B, length, 2, K), normal(2, K), normal(2, K)
     groups = [normal(B, length, 2, N, dtype=dtype) for _ in range(2)]
-    return normal(B, length, K, P, dtype=dtype), dt, A, *groups, normal(K)
+    return normal(B, length, K, P, dtype=dtype), *decays, *groups, normal(K)
+
+
+def gate_inputs(x):
+    return torch.randn_like(x).requires_grad_(), normal(*x.shape[2:])
 
 
 @pytest.mark.parametrize(("length", "longest"), [(1, 512), (9, 512), (40, 512), (40, 16), (37, 16)])
-def test_the_fused_scan_has_the_gradients_of_its_definition(length, longest, monkeypatch):
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_fused_scan_has_the_gradients_of_its_definition(gated, length, longest, monkeypatch):
     monkeypatch.setattr(definition, "MAX_QUADRATIC", longest)
     monkeypatch.setattr(definition, "CHUNK", min(longest, 256))
     inputs = ssd_inputs(length)
+    inputs = (*inputs, *gate_inputs(inputs[0])) if gated else inputs
     assert_equal_with_gradients([fused_bidirectional_ssd(*inputs)], [bidirectional_ssd(*inputs)], inputs, rtol=1e-9)
 
 
 def test_the_fused_scan_takes_slices_and_copies_what_it_must():
-    x, dt, A, B_in, C_out, D = ssd_inputs()
-    joined = torch.cat([x.flatten(2), B_in.flatten(2), C_out.flatten(2)], dim=-1)
-    parts = joined.split((48, 32, 32), dim=-1)
-    slices = (parts[0].unflatten(-1, (3, 16)), dt, A, *(p.unflatten(-1, (2, 16)) for p in parts[1:]), D)
-    turned = (x.transpose(2, 3).contiguous().transpose(2, 3), dt, A, B_in, C_out, D)
-    expected = bidirectional_ssd(x, dt, A, B_in, C_out, D)
+    x, dt, dt_bias, A_log, B_in, C_out, D = ssd_inputs()
+    z, weight = gate_inputs(x)
+    joined = torch.cat([t.flatten(2) for t in (x, B_in, C_out, dt, z)], dim=-1)
+    parts = [
+        p.unflatten(-1, (g, -1)) for p, g in zip(joined.split((48, 32, 32, 6, 48), -1), (3, 2, 2, 2, 3), strict=True)
+    ]
+    slices = (parts[0], parts[3], dt_bias, A_log, parts[1], parts[2], D, parts[4], weight)
+    turned = (x.transpose(2, 3).contiguous().transpose(2, 3), dt, dt_bias, A_log, B_in, C_out, D, z, weight)
+    expected = bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, weight)
     for values in (slices, turned):
         torch.testing.assert_close(fused_bidirectional_ssd(*values), expected)
 
@@ -170,12 +180,18 @@ def test_the_fused_scan_counts_its_flops():
 
 
 def test_the_scans_operators_are_well_formed():
-    x, dt, A, B_in, C_out, D = (t.detach().float() for t in ssd_inputs())
-    arguments = (x, dt, dt * A, B_in, C_out, D)
-    torch.library.opcheck(torch.ops.fastlatent.ssd.default, arguments, test_utils=CHECKS)
-    y, dt_rows, sums = torch.ops.fastlatent.ssd(*arguments)
-    backward = (y, x, dt_rows, sums, B_in, C_out, D)
-    torch.library.opcheck(torch.ops.fastlatent.ssd_backward.default, backward, test_utils=CHECKS)
+    ops = torch.ops.fastlatent
+    x, dt, dt_bias, A_log, B_in, C_out, D = (t.detach().float() for t in ssd_inputs())
+    z, weight = (t.detach().float() for t in gate_inputs(x))
+    for piece in (9, 4):
+        prelude = (dt, dt_bias, A_log, piece)
+        torch.library.opcheck(ops.ssd_decays.default, prelude, test_utils=CHECKS)
+        backward = (*ops.ssd_decays(*prelude), dt, dt_bias, A_log)
+        torch.library.opcheck(ops.ssd_decays_backward.default, backward, test_utils=CHECKS)
+    arguments = (x, *ops.ssd_decays(dt, dt_bias, A_log, 9), B_in, C_out, D)
+    torch.library.opcheck(ops.ssd.default, arguments, test_utils=CHECKS)
+    torch.library.opcheck(ops.ssd_gated.default, (*arguments, z, weight, 1e-6), test_utils=CHECKS)
+    torch.library.opcheck(ops.ssd_backward.default, (x, *arguments), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize(("grid", "taps"), [((3, 4), (3, 3)), ((1, 12), (1, 7)), ((12, 1), (3, 3))])
@@ -192,12 +208,13 @@ def test_the_fused_gated_norm_has_the_gradients_of_its_definition():
     torch.manual_seed(0)
     joined = normal(2, 5, 60)
     inputs = (normal(2, 5, 3, 16), joined, normal(3, 16))
+    z = joined[..., 4:52].unflatten(-1, (3, 16))
 
     def both_ways(function):
-        return [function(inputs[0], joined[..., 4:52], inputs[2])]
+        return [function(inputs[0], z, inputs[2])]
 
     assert_equal_with_gradients(both_ways(fused_gated_norm), both_ways(gated_norm), inputs)
-    y, z, weight = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 48), torch.randn(3, 16)
+    y, z, weight = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16), torch.randn(3, 16)
     torch.library.opcheck(torch.ops.fastlatent.gated_norm.default, (y, z, weight, 1e-6), test_utils=CHECKS)
     backward = torch.ops.fastlatent.gated_norm_backward.default
     torch.library.opcheck(backward, (z, y, z, weight, 1e-6), test_utils=CHECKS)
@@ -210,21 +227,55 @@ def test_local_mixings_operators_are_well_formed():
     torch.library.opcheck(backward, (x, x, weight, bias, 3, 4), test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])
-def test_a_model_with_fused_operators_is_the_same_model(family):
+def fused(family: str, on: bool) -> tuple[Any, ...]:
     """The switches, not the techniques: those need a GPU."""
     from tests.harness import assemble
 
+    model, step, _, loader = assemble(family)
+    for module in model.modules():
+        for switch in ("fused_add_norm", "fused_scan", "fused_conv"):
+            if hasattr(module, switch):
+                setattr(module, switch, on)
+    return model, step, loader
+
+
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])
+def test_a_model_with_fused_operators_is_the_same_model(family):
     losses = []
-    for fused in (False, True):
-        model, step, _, loader = assemble(family)
-        for block in model.blocks:
-            for module in block.modules():
-                for switch in ("fused_add_norm", "fused_scan", "fused_conv"):
-                    if hasattr(module, switch):
-                        setattr(module, switch, fused)
+    for on in (False, True):
+        _, step, loader = fused(family, on)
         losses.append(torch.stack([step([next(loader)]).loss for _ in range(3)]))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0.0)
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a block returns a view, the gate; nobody writes to it
+def test_sharded_parameters_reach_the_operators_whole(process_group):
+    """FSDP2: the same gradients as without it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for sharded in (False, True):
+        model, _, loader = fused("mamba", True)
+        if sharded:
+            mesh = init_device_mesh("cpu", (1,))
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh)
+        torch.manual_seed(0)
+        x = torch.randn(2, *next(loader).latents.shape[1:])
+        model(x, torch.rand(2), torch.zeros(2, dtype=torch.long)).square().sum().backward()
+        grads = {name: p.grad.full_tensor() if sharded else p.grad for name, p in model.named_parameters()}
+        found.append(grads)
+    assert any(g.abs().max() > 0 for name, g in found[0].items() if "A_log" in name)
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, msg=name)
 
 
 def both(*t):

@@ -124,12 +124,12 @@ def ops_in(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, ...]]:
     B, L, D, K, P, N = 2, 9, 8, 2, 4, 4
     x = torch.randn(B, L, D)
     gate, scale, shift = torch.randn(3, B, D)
-    dt, A = torch.rand(B, L, 2, K), -torch.rand(2, K)
+    dt, dt_bias, A_log = torch.randn(B, L, 2, K), *torch.randn(2, 2, K)
     B_in, C_out = torch.randn(2, B, L, 2, N)
     with torch.amp.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
         h, z = add_norm(x.to(dtype), gate.to(dtype), torch.randn(B, L, D), scale.to(dtype), shift.to(dtype))
         heads, groups = x.to(dtype).unflatten(-1, (K, P)), (B_in.to(dtype), C_out.to(dtype))
-        y = bidirectional_ssd(heads, dt, A, *groups, torch.ones(K))
+        y = bidirectional_ssd(heads, dt.to(dtype), dt_bias, A_log, *groups, torch.ones(K), heads, torch.ones(K, P))
         mixed = local_mix(x.to(dtype), torch.randn(D, 1, 3, 3), torch.randn(D), (3, 3))
     return {"add_norm": (h, z), "bidirectional_ssd": (y,), "local_mix": (mixed,)}
 

@@ -1,14 +1,14 @@
 """Bidirectional state-space duality (SSD): a selective scan in both directions, written as one masked matrix product.
 
-The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp(a_i)·h_{i-1} + dt_i·B_i·x_i and
-y_i = C_i·h_i with a = dt·A, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … + a_i)·(C_i·B_j)·dt_j·x_j. Here the
-tokens before i and i itself come from a forward scan, the tokens after i from a backward scan with its own dt, A, B
-and C, so each pair (i, j) is counted once and nothing is doubled.
+The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp(a_i)·h_{i-1} + step_i·B_i·x_i and
+y_i = C_i·h_i, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … + a_i)·(C_i·B_j)·step_j·x_j. Here the tokens before i
+and i itself come from a forward scan, the tokens after i from a backward scan with its own step, A, B and C, so each
+pair (i, j) is counted once and nothing is doubled. Steps and sums of a: ssd_decays.py.
 
 `bidirectional_ssd` is the definition, in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) the same as one operator.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward.
-B and C are shared by all heads and called `B_in` and `C_out`.
+Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward. B and C are
+shared by all heads and called `B_in` and `C_out`. Inside: S pieces of T tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from accel.kernels.gated_norm import gated_norm
+from accel.kernels.ssd_decays import prefix_sums, ssd_decays
 from accel.kernels.upcast import upcast
 
 MAX_QUADRATIC = 512
@@ -29,108 +32,107 @@ CHUNK = 256
 def bidirectional_ssd(
     x: Float[Tensor, "B L K P"],
     dt: Float[Tensor, "B L 2 K"],
-    A: Float[Tensor, "2 K"],
+    dt_bias: Float[Tensor, "2 K"],
+    A_log: Float[Tensor, "2 K"],
     B_in: Float[Tensor, "B L 2 N"],
     C_out: Float[Tensor, "B L 2 N"],
     D: Float[Tensor, "K"],
+    z: Float[Tensor, "B L K P"] | None = None,
+    norm_weight: Float[Tensor, "K P"] | None = None,
+    eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`y = M x + D·x` with M the bidirectional decay mask times C·Bᵀ times dt.
+    """`y = M x + D·x` with M the bidirectional decay mask times C·Bᵀ times the step, softplus(dt + dt_bias).
 
-    dt ≥ 0 and A < 0 are fp32 (dt after softplus); decays and their sums stay in fp32, matrix products run in the dtype
-    of x, which is also the dtype of y. Quadratic in L up to 512 tokens, linear in L beyond.
+    With z and `norm_weight` the result is gated and normed by head: `rms_norm(y·silu(z))·norm_weight`. Decays and their
+    sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in L up to
+    512 tokens, linear in L beyond.
     """
-    a = upcast(dt) * upcast(A)
+    steps, sums = ssd_decays(dt, dt_bias, A_log, piece_of(x.shape[1]))
     mix = within if x.shape[1] <= MAX_QUADRATIC else chunked
-    return with_skip(mix(x, dt, a, B_in, C_out), x, D)
+    y = mix(x, steps, sums, B_in, C_out, D)
+    return y if z is None else gated_norm(y, z, gate_weight(norm_weight), eps)
 
 
-def with_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
-    """`y + D·x` in fp32, then in the dtype of x."""
+def piece_of(length: int) -> int:
+    """Tokens a piece of a sequence of `length`."""
+    return length if length <= MAX_QUADRATIC else CHUNK
+
+
+def gate_weight(norm_weight: Tensor | None) -> Tensor:
+    if norm_weight is None:
+        raise ValueError("bidirectional_ssd with a gate z needs norm_weight, of shape (heads, head dim).")
+    return norm_weight
+
+
+def masks(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[Tensor, ...]:
+    """decay (S, K, T, T), scores C·B (S, 1, T, T) and steps (S, K, T, T) of every pair, and the pairs with i ≥ j.
+
+    Forward decay from j to i is a_{j+1} + … + a_i; backward it is a_i + … + a_{j-1}: in both a difference of sums, ≤ 0
+    where it is used, and clamped there, because rounding may leave a positive last bit that exp would blow up.
+    """
+    length = x.shape[1]
+    lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+    exponent = torch.where(lower, *(s.unsqueeze(3) - s.unsqueeze(2) for s in sums.unbind(1)))
+    scores = torch.where(lower, *(C_out[:, :, i] @ B_in[:, :, i].mT for i in (0, 1)))
+    step = torch.where(lower, *(s.unsqueeze(2) for s in steps.unbind(1)))
+    return exponent.clamp(max=0.0).exp2(), upcast(scores).unsqueeze(1), step, lower
+
+
+def within(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+    """The quadratic form: every token with every other token of the same piece."""
+    decay, scores, step, _ = masks(x, steps, sums, B_in, C_out)
+    y = ((decay * step * scores).to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
 
-def prefix_sums(a: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
-    """Inclusive sums along `dim`; by doubling where PyTorch's cumsum raises: on CUDA under deterministic algorithms."""
-    if a.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return prefix_sums_by_doubling(a, dim)
-    return a.cumsum(dim)
-
-
-def prefix_sums_by_doubling(a: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
-    """Hillis & Steele 1986: log2(n) shifted additions."""
-    shift, length = 1, a.shape[dim]
-    while shift < length:
-        padding = (0, 0) * (a.ndim - 1 - dim) + (shift, 0)
-        a = a + torch.nn.functional.pad(a.narrow(dim, 0, length - shift), padding)
-        shift *= 2
-    return a
-
-
-def within(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Tensor:
-    """The quadratic form: every token with every other token of the same sequence."""
-    length = x.shape[1]
-    lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-    total = prefix_sums(a, dim=1)  # (B, L, 2, K)
-    forward, backward = total[:, :, 0].mT, (total - a)[:, :, 1].mT  # (B, K, L)
-    # Forward decay from j to i is a_{j+1} + … + a_i; backward it is a_i + … + a_{j-1}. Each is ≤ 0 where it is used,
-    # and clamped there, because rounding may leave a positive last bit that exp would blow up.
-    exponent = torch.where(
-        lower,
-        forward.unsqueeze(3) - forward.unsqueeze(2),
-        backward.unsqueeze(2) - backward.unsqueeze(3),
-    )
-    scores = torch.where(
-        lower, C_out[:, :, 0] @ B_in[:, :, 0].mT, C_out[:, :, 1] @ B_in[:, :, 1].mT
-    )  # (B, L, L), shared by the heads
-    step = torch.where(lower, dt[:, :, 0].mT.unsqueeze(2), dt[:, :, 1].mT.unsqueeze(2))
-    mask = exponent.clamp(max=0.0).exp() * upcast(step) * upcast(scores).unsqueeze(1)
-    return (mask.to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
-
-
 def chunked(
-    x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, inside_of: Callable[..., Tensor] = within
+    x: Tensor,
+    steps: Tensor,
+    sums: Tensor,
+    B_in: Tensor,
+    C_out: Tensor,
+    D: Tensor,
+    inside_of: Callable[..., Tensor] = within,
 ) -> Tensor:
-    """Quadratic inside chunks of `CHUNK` tokens; between them a state (N, P) a head is carried in each direction.
+    """Quadratic inside chunks; between them a state (N, P) a head is carried in each direction.
 
     `inside_of` is what computes the inside: `within`, or an operator that equals it.
     """
-    batch, length = x.shape[:2]
-    pad = -length % CHUNK  # padded tokens have dt = a = B = x = 0: no input, no decay
-    parts = []
-    for tensor in (x, dt, a, B_in, C_out):
-        padding = (0, 0) * (tensor.ndim - 2) + (0, pad)
-        padded = torch.nn.functional.pad(tensor, padding)
-        parts.append(padded.unflatten(1, (-1, CHUNK)))
-    x, dt, a, B_in, C_out = parts
-    flat = [part.flatten(0, 1) for part in parts]
-    inside = inside_of(*flat).unflatten(0, (batch, -1))
-    ahead = carried(x, dt[..., 0, :], a[..., 0, :], B_in[..., 0, :], C_out[..., 0, :])
-    reverse = [t.flip(1, 2) for t in (x, dt[..., 1, :], a[..., 1, :], B_in[..., 1, :], C_out[..., 1, :])]
-    behind = carried(*reverse).flip(1, 2)
-    return (inside + ahead + behind).flatten(1, 2)[:, :length]
+    (batch, length), chunk = x.shape[:2], steps.shape[-1]
+    if pad := -length % chunk:
+        x, B_in, C_out = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (x, B_in, C_out))
+    x, B_in, C_out = (t.unflatten(1, (-1, chunk)) for t in (x, B_in, C_out))
+    inside = inside_of(x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D)
+    y = upcast(inside).unflatten(0, (batch, -1))
+    steps_of, sums_of = (t.unflatten(0, (batch, -1)).unbind(2) for t in (steps, sums))  # 2 × (B, chunks, K, T)
+    with torch.amp.autocast(x.device.type, enabled=False):  # which would take the fp32 states for its own
+        for i in (0, 1):
+            y = y + carried(x, steps_of[i], sums_of[i], B_in[:, :, :, i], C_out[:, :, :, i], backward=bool(i))
+    return y.to(x.dtype).flatten(1, 2)[:, :length]
 
 
-def carried(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Tensor:
-    """What each token receives from the chunks before its own. Shapes as in `chunked`, one direction.
+def carried(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, backward: bool) -> Tensor:
+    """What each token (B, chunks, T, K, P) receives from the chunks before its own (after it, if `backward`), in fp32.
 
-    The carried state is a sum over all earlier chunks, so it stays in fp32 under autocast too.
+    Each chunk leaves a state (N, P) a head, and takes the sum of the others' states, decayed by what lies between: the
+    same closed form as between tokens. States are summed in fp32; products run in the dtype of x.
     """
-    with torch.amp.autocast(x.device.type, enabled=False):
-        return carried_in_fp32(x, dt, a, B_in, C_out)
-
-
-def carried_in_fp32(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor) -> Tensor:
-    total = prefix_sums(a, dim=2)  # (B, chunks, CHUNK, K)
-    to_end = (total[:, :, -1:] - total).clamp(max=0.0).exp() * upcast(dt)
-    arriving = torch.einsum("bctn,bctk,bctkp->bcknp", upcast(B_in), to_end, upcast(x))
-    decay = total[:, :, -1].exp()
-    state = torch.zeros_like(arriving[:, 0])
-    outputs = []
-    for chunk in range(x.shape[1]):
-        read = torch.einsum("btn,bknp->btkp", upcast(C_out[:, chunk]), state)
-        outputs.append(read * total[:, chunk].clamp(max=0.0).exp().unsqueeze(-1))
-        state = state * decay[:, chunk, :, None, None] + arriving[:, chunk]
-    return torch.stack(outputs, 1).to(x.dtype)
+    chunks, heads_of = x.shape[1], (x.shape[3], x.shape[4])
+    whole = sums[..., :1] if backward else sums[..., -1:]  # the decay over all of a chunk, (B, chunks, K, 1)
+    to_edge = (whole - sums).clamp(max=0.0).exp2() * steps
+    left = B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)  # (B, chunks, N, K·P)
+    whole = whole.squeeze(-1).mT  # (B, K, chunks)
+    run = prefix_sums(whole)
+    before = run - whole
+    order = torch.ones(chunks, chunks, dtype=torch.bool, device=x.device)
+    if backward:
+        between, order = before.unsqueeze(2) - run.unsqueeze(3), order.triu(1)
+    else:
+        between, order = before.unsqueeze(3) - run.unsqueeze(2), order.tril(-1)
+    decay = torch.where(order, between.clamp(max=0.0).exp2(), 0.0)  # (B, K, to chunk, from chunk)
+    states = torch.einsum("bkcd,bdnkp->bcnkp", decay, upcast(left.unflatten(-1, heads_of)))
+    read = (C_out @ states.to(x.dtype).flatten(3)).unflatten(-1, heads_of)
+    return upcast(read) * sums.clamp(max=0.0).exp2().mT.unsqueeze(-1)
 
 
 def bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:

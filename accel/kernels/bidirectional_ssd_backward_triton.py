@@ -1,6 +1,6 @@
 """Triton kernels of the backward pass of `bidirectional_ssd`; the forward one is in bidirectional_ssd_triton.py.
 
-dx by the transposed mask; dS = Σ_heads dy·xᵀ·E·dt in one kernel, reduced over heads in registers, with row and column
+dx by the transposed mask; dS = Σ_heads dy·xᵀ·E·step in one kernel, reduced over heads in registers, with row and column
 sums of dS∘S taken from the same fp32 tile for the gradients of the decays; plain matrix products turn dS into dB and
 dC. No atomics: equal runs give equal bits.
 
@@ -11,11 +11,13 @@ Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOC
 # pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.bidirectional_ssd_triton import chosen, strides_of
+from accel.kernels.fused_ssd import LN2
 
 
 @triton.jit
@@ -24,7 +26,7 @@ def ssd_dx_kernel(
     X,
     B_IN,
     C_OUT,
-    DT,
+    STEPS,
     SUMS,
     D,
     DX,
@@ -56,8 +58,8 @@ def ssd_dx_kernel(
     behind = ahead + K * L
     sum_ahead = tl.load(SUMS + ahead + j, mask=inside, other=0.0)
     sum_behind = tl.load(SUMS + behind + j, mask=inside, other=0.0)
-    dt_ahead = tl.load(DT + ahead + j, mask=inside, other=0.0)
-    dt_behind = tl.load(DT + behind + j, mask=inside, other=0.0)
+    step_ahead = tl.load(STEPS + ahead + j, mask=inside, other=0.0)
+    step_behind = tl.load(STEPS + behind + j, mask=inside, other=0.0)
     b_ahead = tl.load(B_IN + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0)
     b_behind = tl.load(B_IN + N + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0)
     g = tl.zeros([BLOCK, P], tl.float32)
@@ -71,7 +73,7 @@ def ssd_dx_kernel(
             weight = tl.exp2(tl.minimum(tl.load(SUMS + ahead + i, mask=there, other=0.0) - pivot, 0.0))
             m = tl.dot(b_ahead, c_t, input_precision=PRECISION) * weight[None, :]
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
-        g = g * (tl.exp2(tl.minimum(pivot - sum_ahead, 0.0)) * dt_ahead)[:, None]
+        g = g * (tl.exp2(tl.minimum(pivot - sum_ahead, 0.0)) * step_ahead)[:, None]
     if j0 > 0:
         pivot = tl.load(SUMS + behind + j0)
         u = tl.zeros([BLOCK, P], tl.float32)
@@ -82,7 +84,7 @@ def ssd_dx_kernel(
             weight = tl.exp2(tl.minimum(tl.load(SUMS + behind + i) - pivot, 0.0))
             m = tl.dot(b_behind, c_t, input_precision=PRECISION) * weight[None, :]
             u = tl.dot(m.to(dy.dtype), dy, u, input_precision=PRECISION)
-        g += u * (tl.exp2(tl.minimum(pivot - sum_behind, 0.0)) * dt_behind)[:, None]
+        g += u * (tl.exp2(tl.minimum(pivot - sum_behind, 0.0)) * step_behind)[:, None]
     c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
     c_behind = tl.load(C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
     dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
@@ -90,8 +92,8 @@ def ssd_dx_kernel(
     exponent = tl.where(lower, sum_ahead[None, :] - sum_ahead[:, None], sum_behind[None, :] - sum_behind[:, None])
     m = tl.where(
         lower,
-        tl.dot(b_ahead, c_ahead, input_precision=PRECISION) * dt_ahead[:, None],
-        tl.dot(b_behind, c_behind, input_precision=PRECISION) * dt_behind[:, None],
+        tl.dot(b_ahead, c_ahead, input_precision=PRECISION) * step_ahead[:, None],
+        tl.dot(b_behind, c_behind, input_precision=PRECISION) * step_behind[:, None],
     )
     m = m * tl.exp2(tl.minimum(exponent, 0.0))
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
@@ -108,7 +110,7 @@ def ssd_ds_kernel(
     X,
     B_IN,
     C_OUT,
-    DT,
+    STEPS,
     SUMS,
     DS,
     ROWS,
@@ -160,30 +162,30 @@ def ssd_ds_kernel(
         own = ((b * 2 + direction) * K + k) * L
         sum_i = tl.load(SUMS + own + i, mask=i_in, other=0.0)
         sum_j = tl.load(SUMS + own + j, mask=j_in, other=0.0)
-        dt = tl.load(DT + own + j, mask=j_in, other=0.0)
+        step = tl.load(STEPS + own + j, mask=j_in, other=0.0)
         if diagonal:
             behind = own + K * L
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
-            other_dt = tl.load(DT + behind + j, mask=j_in, other=0.0)
+            other_step = tl.load(STEPS + behind + j, mask=j_in, other=0.0)
             exponent = tl.where(lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :])
             g = g * tl.exp2(tl.minimum(exponent, 0.0))
             q = g * scores
             q_ahead = tl.where(lower, q, 0.0)
             q_behind = tl.where(lower, 0.0, q)
-            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q_ahead * dt[None, :], 1), mask=i_in)
+            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q_ahead * step[None, :], 1), mask=i_in)
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q_ahead, 0), mask=j_in)
-            tl.store(ROWS_BEHIND + head * L + i, tl.sum(q_behind * other_dt[None, :], 1), mask=i_in)
+            tl.store(ROWS_BEHIND + head * L + i, tl.sum(q_behind * other_step[None, :], 1), mask=i_in)
             tl.store(COLUMNS_BEHIND + head * L + j, tl.sum(q_behind, 0), mask=j_in)
-            ds += g * tl.where(lower, dt[None, :], other_dt[None, :])
+            ds += g * tl.where(lower, step[None, :], other_step[None, :])
         else:
             edge = tl.where(direction == 0, j_tile * BLOCK + BLOCK - 1, j_tile * BLOCK)
             pivot = tl.load(SUMS + own + edge)
             g = g * tl.exp2(tl.minimum(sum_i - pivot, 0.0))[:, None]
             g = g * tl.exp2(tl.minimum(pivot - sum_j, 0.0))[None, :]
             q = g * scores
-            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q * dt[None, :], 1), mask=i_in)
+            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q * step[None, :], 1), mask=i_in)
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)
-            ds += g * dt[None, :]
+            ds += g * step[None, :]
     # dS of both directions: (B, 2, L, L), each zero where the other one rules.
     out = b * 2 * L * L + i[:, None] * L + j[None, :]
     mask = i_in[:, None] & j_in[None, :]
@@ -198,16 +200,17 @@ def ssd_decay_kernel(
     COLUMNS,
     ROWS_BEHIND,
     COLUMNS_BEHIND,
-    DT,
-    DDT,
-    DA,
+    STEPS,
+    DSTEPS,
+    DSUMS,
     L,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    LN2: tl.constexpr,
 ):
-    """Row and column sums to the gradients of dt and a, both (B, L, 2, K)."""
+    """Row and column sums to the gradients of steps and sums, both (B, 2, K, L)."""
     k, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     t = tl.arange(0, BLOCK_L)
     inside = t < L
@@ -225,19 +228,19 @@ def ssd_decay_kernel(
         column_ahead += tl.where(tile >= own, columns, 0.0)
         column_behind += tl.where(tile < own, columns, 0.0)
     ahead = (b * 2 * K + k) * L + t
-    ds_ahead = row_ahead - column_ahead * tl.load(DT + ahead, mask=inside, other=0.0)
-    ds_behind = row_behind - column_behind * tl.load(DT + ahead + K * L, mask=inside, other=0.0)
-    out = (b * L + t) * 2 * K + k
-    tl.store(DDT + out, column_ahead, mask=inside)
-    tl.store(DDT + out + K, column_behind, mask=inside)
-    tl.store(DA + out, tl.cumsum(ds_ahead, 0, reverse=True), mask=inside)
-    tl.store(DA + out + K, tl.cumsum(ds_behind, 0), mask=inside)
+    behind = ahead + K * L
+    sum_ahead = row_ahead - column_ahead * tl.load(STEPS + ahead, mask=inside, other=0.0)
+    sum_behind = row_behind - column_behind * tl.load(STEPS + behind, mask=inside, other=0.0)
+    tl.store(DSTEPS + ahead, column_ahead, mask=inside)
+    tl.store(DSTEPS + behind, column_behind, mask=inside)
+    tl.store(DSUMS + ahead, sum_ahead * LN2, mask=inside)
+    tl.store(DSUMS + behind, sum_behind * LN2, mask=inside)
 
 
 def launch_backward(
-    dy: Tensor, x: Tensor, dt_rows: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+    dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, d(dt), da, dS (B, 2, L, L) in the dtype of x, and dD (K)."""
+    """dx, d(steps), d(sums), dS (B, 2, L, L) in the dtype of x, and dD (K)."""
     batch, length, heads, head_dim = x.shape
     strides, how = strides_of(x, B_in, C_out), chosen("dx", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
@@ -248,7 +251,7 @@ def launch_backward(
         x,
         B_in,
         C_out,
-        dt_rows,
+        steps,
         sums,
         D,
         dx,
@@ -266,7 +269,7 @@ def launch_backward(
         x,
         B_in,
         C_out,
-        dt_rows,
+        steps,
         sums,
         dS,
         rows,
@@ -276,19 +279,20 @@ def launch_backward(
         *strides,
         **how,
     )
-    ddt, da = (sums.new_empty(batch, length, 2, heads) for _ in range(2))
+    dsteps, dsums = torch.empty_like(steps), torch.empty_like(sums)
     ssd_decay_kernel[(heads, batch)](
         rows,
         columns,
         rows_behind,
         columns_behind,
-        dt_rows,
-        ddt,
-        da,
+        steps,
+        dsteps,
+        dsums,
         length,
         K=heads,
         BLOCK=how["BLOCK"],
         TILES=tiles,
         BLOCK_L=triton.next_power_of_2(length),
+        LN2=LN2,
     )
-    return dx, ddt, da, dS, dD.sum((0, 2))
+    return dx, dsteps, dsums, dS, dD.sum((0, 2))

@@ -1,8 +1,10 @@
 """Triton kernels of `bidirectional_ssd` up to 512 tokens: every token with every other, both directions in one mask.
 
-With a the log decays in units of log2, s⁺ their prefix sums (direction 0) and s⁻ their suffix sums (direction 1):
+With s⁺ the running sums of log decays from the start (direction 0) and s⁻ those from the end (direction 1), in units of
+log2 (ssd_decays.py):
 
-    M_ij = exp2(s⁺_i - s⁺_j)·(C⁺_i·B⁺_j)·dt⁺_j for i ≥ j, exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·dt⁻_j for i < j;  y = M x + D x
+    y = M x + D x,   M_ij = exp2(s⁺_i - s⁺_j)·(C⁺_i·B⁺_j)·step⁺_j  for i ≥ j,
+                            exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·step⁻_j  for i < j
 
 Exponents are split at a pivot between the tiles, exp2(s_i - p)·exp2(p - s_j): both are ≤ 0 and clamped, nothing
 overflows, and a tile needs one exp2 a row and one a column. Only the tile on the diagonal takes one an element.
@@ -21,50 +23,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def ssd_sums_kernel(
-    DT_IN, A_IN, DT, SUMS, L, K: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, LOG2: tl.constexpr
-):
-    """(B, L, 2, K) to (B, 2, K, L): dt as it is, a as running sums from the start or from the end."""
-    b, direction = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    t = tl.arange(0, BLOCK_L)
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (t < L)[:, None] & (k < K)[None, :]
-    source = ((b * L + t[:, None]) * 2 + direction) * K + k[None, :]
-    target = ((b * 2 + direction) * K + k[None, :]) * L + t[:, None]
-    tl.store(DT + target, tl.load(DT_IN + source, mask=mask, other=0.0), mask=mask)
-    a = tl.load(A_IN + source, mask=mask, other=0.0) * LOG2
-    if direction == 0:
-        tl.store(SUMS + target, tl.cumsum(a, 0), mask=mask)
-    else:
-        tl.store(SUMS + target, tl.cumsum(a, 0, reverse=True), mask=mask)
-
 
 @triton.jit
 def ssd_kernel(
     X,
     B_IN,
     C_OUT,
-    DT,
+    STEPS,
     SUMS,
     D,
+    Z,
+    NORM,
     Y,
+    H,
     x_batch,
     x_token,
     b_batch,
     b_token,
     c_batch,
     c_token,
+    z_batch,
+    z_token,
     L: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    EPS: tl.constexpr,
 ):
+    """A tile of y for one head; with Z, NORM and H also `rms_norm(y·silu(z))·norm`, while y is still in registers."""
     i0, k, b = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2).to(tl.int64)
     r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
     i = i0 + r
@@ -83,7 +71,7 @@ def ssd_kernel(
             j = j0 + r
             b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None])
             x = tl.load(X + j[:, None] * x_token + p[None, :])
-            weight = tl.exp2(tl.minimum(pivot - tl.load(SUMS + ahead + j), 0.0)) * tl.load(DT + ahead + j)
+            weight = tl.exp2(tl.minimum(pivot - tl.load(SUMS + ahead + j), 0.0)) * tl.load(STEPS + ahead + j)
             m = tl.dot(c_ahead, b_t, input_precision=PRECISION) * weight[None, :]
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
         y = y * tl.exp2(tl.minimum(sum_ahead - pivot, 0.0))[:, None]
@@ -99,27 +87,34 @@ def ssd_kernel(
             b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=there[None, :], other=0.0)
             x = tl.load(X + j[:, None] * x_token + p[None, :], mask=there[:, None], other=0.0)
             sums = tl.load(SUMS + behind + j, mask=there, other=0.0)
-            weight = tl.exp2(tl.minimum(pivot - sums, 0.0)) * tl.load(DT + behind + j, mask=there, other=0.0)
+            weight = tl.exp2(tl.minimum(pivot - sums, 0.0)) * tl.load(STEPS + behind + j, mask=there, other=0.0)
             m = tl.dot(c_behind, b_t, input_precision=PRECISION) * weight[None, :]
             u = tl.dot(m.to(x.dtype), x, u, input_precision=PRECISION)
         y += u * tl.exp2(tl.minimum(sum_behind - pivot, 0.0))[:, None]
     b_ahead = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
     b_behind = tl.load(B_IN + N + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
     x = tl.load(X + i[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
-    dt_ahead = tl.load(DT + ahead + i, mask=inside, other=0.0)
-    dt_behind = tl.load(DT + behind + i, mask=inside, other=0.0)
+    step_ahead = tl.load(STEPS + ahead + i, mask=inside, other=0.0)
+    step_behind = tl.load(STEPS + behind + i, mask=inside, other=0.0)
     lower = r[:, None] >= r[None, :]
     exponent = tl.where(lower, sum_ahead[:, None] - sum_ahead[None, :], sum_behind[:, None] - sum_behind[None, :])
     m = tl.where(
         lower,
-        tl.dot(c_ahead, b_ahead, input_precision=PRECISION) * dt_ahead[None, :],
-        tl.dot(c_behind, b_behind, input_precision=PRECISION) * dt_behind[None, :],
+        tl.dot(c_ahead, b_ahead, input_precision=PRECISION) * step_ahead[None, :],
+        tl.dot(c_behind, b_behind, input_precision=PRECISION) * step_behind[None, :],
     )
     m = m * tl.exp2(tl.minimum(exponent, 0.0))
     y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
     y += x.to(tl.float32) * tl.load(D + k)
     out = (b * L + i[:, None]) * (K * P) + k * P + p[None, :]
     tl.store(Y + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
+    if H is not None:
+        z = tl.load(Z + b * z_batch + k * P + i[:, None] * z_token + p[None, :], mask=inside[:, None], other=0.0)
+        gate = z.to(tl.float32)
+        gated = y * gate * tl.sigmoid(gate)
+        rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
+        norm = tl.load(NORM + k * P + p).to(tl.float32)
+        tl.store(H + out, (gated * rstd[:, None] * norm[None, :]).to(H.dtype.element_ty), mask=inside[:, None])
 
 
 def configuration(
@@ -127,13 +122,12 @@ def configuration(
 ) -> tuple[int, int]:
     """Tokens a tile and warps, by compute capability, so that nothing spills (scripts/kernel_resources.py).
 
-    `part` is forward, dx or ds. fp32 products take far more registers; at head dim and state size 128 they still spill
-    a little. Not tuned for speed yet: no GPU was at hand.
+    `part` is forward, dx or ds. fp32 products take far more registers. Not tuned for speed yet: no GPU was at hand.
     """
     if fp32 and part != "ds":
-        return 16, 4
+        return 16, 4 if max(head_dim, state_dim) <= 64 else 8
     if capability < 90 or capability >= 120:  # little shared memory
-        return 32, 4
+        return 32, 8 if part == "ds" and max(head_dim, state_dim) > 64 else 4
     if capability >= 100 or part == "ds":
         return 64, 8
     return 64, 4 if max(head_dim, state_dim) <= 64 else 8
@@ -163,29 +157,43 @@ def strides_of(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
     return (x.stride(0), x.stride(1), B_in.stride(0), B_in.stride(1), C_out.stride(0), C_out.stride(1))
 
 
-def launch_forward(
-    x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y (B, L, K, P), and dt and the running sums of a as (B, 2, K, L)."""
-    batch, length, heads, head_dim = x.shape
-    dt_rows = dt.new_empty(batch, 2, heads, length)
-    sums = dt.new_empty(batch, 2, heads, length)
-    block_l = triton.next_power_of_2(length)
-    block_k = max(1, min(triton.next_power_of_2(heads), 2048 // block_l))
-    ssd_sums_kernel[(triton.cdiv(heads, block_k), batch, 2)](
-        dt, a, dt_rows, sums, length, K=heads, BLOCK_L=block_l, BLOCK_K=block_k, LOG2=LOG2E
-    )
-    y = x.new_empty(batch, length, heads, head_dim)
+def launch_forward(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+    """y, of the shape of x."""
+    return launch(x, steps, sums, B_in, C_out, D, None, None, 0.0)[0]
+
+
+def launch_gated(
+    x: Tensor,
+    steps: Tensor,
+    sums: Tensor,
+    B_in: Tensor,
+    C_out: Tensor,
+    D: Tensor,
+    z: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The gated and normed y, and y."""
+    y, h = launch(x, steps, sums, B_in, C_out, D, z, norm_weight, eps)
+    assert h is not None
+    return h, y
+
+
+def launch(
+    x: Tensor,
+    steps: Tensor,
+    sums: Tensor,
+    B_in: Tensor,
+    C_out: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    y, h = x.new_empty(x.shape), None if z is None else x.new_empty(x.shape)
+    of_z = (0, 0) if z is None else (z.stride(0), z.stride(1))
     how = chosen("forward", x, B_in)
-    ssd_kernel[(triton.cdiv(length, how["BLOCK"]), heads, batch)](
-        x,
-        B_in,
-        C_out,
-        dt_rows,
-        sums,
-        D,
-        y,
-        *strides_of(x, B_in, C_out),
-        **how,
+    ssd_kernel[(triton.cdiv(x.shape[1], how["BLOCK"]), x.shape[2], x.shape[0])](
+        x, B_in, C_out, steps, sums, D, z, norm_weight, y, h, *strides_of(x, B_in, C_out), *of_z, **how, EPS=eps
     )
-    return y, dt_rows, sums
+    return y, h

@@ -1,7 +1,7 @@
 """`bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU (bidirectional_ssd_triton.py), plain
 PyTorch elsewhere.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size.
+Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens.
 """
 
 from __future__ import annotations
@@ -15,129 +15,155 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
-from accel.kernels.operator import register
+from accel.kernels.gated_norm import fused_gated_norm, gated_norm
+from accel.kernels.operator import heads_together, register
+from accel.kernels.ssd_decays import fused_ssd_decays
 from accel.kernels.upcast import upcast
 
-LOG2E = 1.0 / math.log(2.0)
+LN2 = math.log(2.0)
 SIZES = (16, 32, 64, 128)
 """What head dim and state size may be: the matrix units' shapes."""
 
 
-def forward_reference(
-    x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and what the backward pass needs: dt, and the running sums of a in units of log2, both (B, 2, K, L)."""
-    y = definition.with_skip(definition.within(x, dt, a, B_in, C_out), x, D)
-    ahead = definition.prefix_sums(a[:, :, 0], dim=1)
-    behind = definition.prefix_sums(a[:, :, 1].flip(1), dim=1).flip(1)
-    sums = LOG2E * torch.stack((ahead, behind), dim=1).transpose(2, 3)
-    return y.contiguous(), dt.permute(0, 2, 3, 1).contiguous(), sums.contiguous()
+def gated_reference(
+    x: Tensor,
+    steps: Tensor,
+    sums: Tensor,
+    B_in: Tensor,
+    C_out: Tensor,
+    D: Tensor,
+    z: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The gated and normed y, and y."""
+    y = definition.within(x, steps, sums, B_in, C_out, D).contiguous()
+    return gated_norm(y, z, norm_weight, eps), y
+
+
+def plain_reference(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+    return definition.within(x, steps, sums, B_in, C_out, D).contiguous()
 
 
 def backward_reference(
-    dy: Tensor, x: Tensor, dt_rows: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+    dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, d(dt), da, dS (B, 2, L, L), dD; S_ij = C_i·B_j, each direction zero where the other rules."""
-    length = x.shape[1]
-    lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-    exponent = torch.where(lower, *(s.unsqueeze(3) - s.unsqueeze(2) for s in sums.unbind(1)))
-    decay = torch.exp2(exponent.clamp(max=0.0))  # (B, K, L, L)
-    step = torch.where(lower, *(part.unsqueeze(2) for part in dt_rows.unbind(1)))
-    scores = upcast(torch.where(lower, *(C_out[:, :, i] @ B_in[:, :, i].mT for i in (0, 1)))).unsqueeze(1)
-    rows, columns = upcast(dy).transpose(1, 2), upcast(x).transpose(1, 2)  # (B, K, L, P)
+    """dx, d(steps), d(sums), dS (S, 2, T, T), dD; dS_ij of C_i·B_j, each direction zero where the other rules."""
+    decay, scores, step, lower = definition.masks(x, steps, sums, B_in, C_out)
+    rows, columns = upcast(dy).transpose(1, 2), upcast(x).transpose(1, 2)  # (S, K, T, P)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows
     g = (rows @ columns.mT) * decay
     dS = (g * step).sum(1)
     q = g * scores
-    of_rows, of_columns = [], []
-    for mask in (lower, ~lower):
-        own = torch.where(mask, q, 0.0)
-        of_rows.append((own * step).sum(3))
-        of_columns.append(own.sum(2))
-    ddt = torch.stack(of_columns, dim=1)  # (B, 2, K, L)
-    ds = torch.stack(of_rows, dim=1) - ddt * dt_rows
-    da = torch.stack((ds[:, 0].flip(2).cumsum(2).flip(2), ds[:, 1].cumsum(2)), dim=1)
+    dsteps, dsums = [], []
+    for mask, own in ((lower, steps[:, 0]), (~lower, steps[:, 1])):
+        part = torch.where(mask, q, 0.0)
+        dsteps.append(part.sum(2))
+        dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * own))
     dS = torch.stack((torch.where(lower, dS, 0.0), torch.where(lower, 0.0, dS)), dim=1).to(x.dtype)
-    dD = (rows * columns).sum((0, 2, 3))
-    ddt, da = (t.permute(0, 3, 1, 2).contiguous() for t in (ddt, da))
-    return dx.transpose(1, 2).to(x.dtype).contiguous(), ddt, da, dS, dD
+    dx = dx.transpose(1, 2).to(x.dtype).contiguous()
+    return dx, torch.stack(dsteps, dim=1), torch.stack(dsums, dim=1), dS, (rows * columns).sum((0, 2, 3))
 
 
-def forward_fake(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> tuple[Tensor, ...]:
-    rows = dt.new_empty(x.shape[0], 2, x.shape[2], x.shape[1])
-    return x.new_empty(x.shape), rows, torch.empty_like(rows)
+def plain_fake(x: Tensor, *rest: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def gated_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 def backward_fake(
-    dy: Tensor, x: Tensor, dt_rows: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+    dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, ...]:
-    batch, length, heads, _ = x.shape
-    ddt = sums.new_empty(batch, length, 2, heads)
-    dS = x.new_empty(batch, 2, length, length)
-    return x.new_empty(x.shape), ddt, torch.empty_like(ddt), dS, sums.new_empty(heads)
+    pieces, length, heads, _ = x.shape
+    dS = x.new_empty(pieces, 2, length, length)
+    return x.new_empty(x.shape), torch.empty_like(steps), torch.empty_like(sums), dS, sums.new_empty(heads)
 
 
+INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
+register(f"ssd({INPUTS}) -> Tensor", plain_reference, plain_fake, "bidirectional_ssd_triton.launch_forward")
 register(
-    "ssd(Tensor x, Tensor dt, Tensor a, Tensor B_in, Tensor C_out, Tensor D) -> (Tensor, Tensor, Tensor)",
-    forward_reference,
-    forward_fake,
-    "bidirectional_ssd_triton.launch_forward",
+    f"ssd_gated({INPUTS}, Tensor z, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
+    gated_reference,
+    gated_fake,
+    "bidirectional_ssd_triton.launch_gated",
 )
 register(
-    "ssd_backward(Tensor dy, Tensor x, Tensor dt_rows, Tensor sums, Tensor B_in, Tensor C_out, Tensor D) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "bidirectional_ssd_backward_triton.launch_backward",
 )
 
 
-@register_flop_formula(torch.ops.fastlatent.ssd)
-def ssd_flops(x: Any, dt: Any, a: Any, B_in: Any, *rest: Any, **kwargs: Any) -> int:
+@register_flop_formula([torch.ops.fastlatent.ssd, torch.ops.fastlatent.ssd_gated])
+def ssd_flops(x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any) -> int:
     """FLOPs of the operator on tensors of these shapes."""
-    batch, length, heads, head_dim = x
-    return batch * definition.bidirectional_ssd_flops(length, heads, head_dim, B_in[3])
+    pieces, length, heads, head_dim = x
+    return pieces * definition.bidirectional_ssd_flops(length, heads, head_dim, B_in[3])
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd_backward)
-def ssd_backward_flops(dy: Any, x: Any, dt_rows: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any) -> int:
+def ssd_backward_flops(dy: Any, x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any) -> int:
     """dx and dS cost a forward pass each; the products for dB and dC are counted where they run."""
     return 2 * ssd_flops(x, None, None, B_in)
 
 
+def gradients(dy: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of x, steps, sums, B_in, C_out and D, which are `inputs`."""
+    B_in, C_out, D = inputs[3:]
+    dx, dsteps, dsums, dS, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), *inputs)
+    dC = (dS @ B_in.transpose(1, 2)).transpose(1, 2)
+    dB = (dS.mT @ C_out.transpose(1, 2)).transpose(1, 2)
+    return dx, dsteps, dsums, dB, dC, dD.to(D.dtype)
+
+
 class FusedSSD(torch.autograd.Function):
-    """The operators as one differentiable function of x, dt, a, B, C, D."""
+    """The operators as one differentiable function of x, steps, sums, B, C, D."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
-        x, _, _, B_in, C_out, D = arguments
-        y, dt_rows, sums = torch.ops.fastlatent.ssd(*arguments)
-        ctx.save_for_backward(x, dt_rows, sums, B_in, C_out, D)
-        return y
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.ops.fastlatent.ssd(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        x, dt_rows, sums, B_in, C_out, D = ctx.saved_tensors
-        dx, ddt, da, dS, dD = torch.ops.fastlatent.ssd_backward(grads[0].contiguous(), x, dt_rows, sums, B_in, C_out, D)
-        dC = (dS @ B_in.transpose(1, 2)).transpose(1, 2)
-        dB = (dS.mT @ C_out.transpose(1, 2)).transpose(1, 2)
-        return dx, ddt, da, dB, dC, dD.to(D.dtype)
+        return gradients(grads[0], ctx.saved_tensors)
 
 
-def heads_together(t: Tensor) -> Tensor:
-    """`t` (B, L, groups, width) with each token's values in one stretch of memory; tokens may be apart."""
-    return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
+class FusedGatedSSD(torch.autograd.Function):
+    """The same with gate and head norm, of z and its weight too."""
+
+    @staticmethod
+    def forward(ctx: Any, eps: float, z: Tensor, norm_weight: Tensor, *inputs: Tensor) -> Tensor:
+        h, y = torch.ops.fastlatent.ssd_gated(*inputs, z, norm_weight, eps)
+        ctx.save_for_backward(y, z, norm_weight, *inputs)
+        ctx.eps = eps
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, z, norm_weight, *inputs = ctx.saved_tensors
+        backward = torch.ops.fastlatent.gated_norm_backward
+        dy, dz, dweight = backward(grads[0].contiguous(), y, z, norm_weight, ctx.eps)
+        return None, dz, dweight.to(norm_weight.dtype), *gradients(dy, tuple(inputs))
 
 
 def fused_bidirectional_ssd(
     x: Float[Tensor, "B L K P"],
     dt: Float[Tensor, "B L 2 K"],
-    A: Float[Tensor, "2 K"],
+    dt_bias: Float[Tensor, "2 K"],
+    A_log: Float[Tensor, "2 K"],
     B_in: Float[Tensor, "B L 2 N"],
     C_out: Float[Tensor, "B L 2 N"],
     D: Float[Tensor, "K"],
+    z: Float[Tensor, "B L K P"] | None = None,
+    norm_weight: Float[Tensor, "K P"] | None = None,
+    eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`bidirectional_ssd` as one operator: quadratic up to 512 tokens; beyond, the operator inside chunks of 256.
+    """`bidirectional_ssd` in two launches up to 512 tokens, gate and norm included; beyond, the operator inside chunks
+    of 256, matrix products of PyTorch between them, and gate and norm in a launch of their own.
 
     ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
     they lie, without a copy.
@@ -147,14 +173,23 @@ def fused_bidirectional_ssd(
             f"runtime.fused_scan=true takes head_dim and state_dim of {', '.join(map(str, SIZES))}, and got "
             f"{x.shape[3]} and {B_in.shape[3]}; choose such sizes, or runtime.fused_scan=false."
         )
-    a = upcast(dt) * upcast(A)
-    if x.shape[1] <= definition.MAX_QUADRATIC:
-        return inside(x, dt, a, B_in, C_out, D)
-    return definition.with_skip(definition.chunked(x, dt, a, B_in, C_out, inside), x, D)
+    steps, sums = fused_ssd_decays(dt, dt_bias, A_log, definition.piece_of(x.shape[1]))
+    inputs = (x, steps, sums, B_in, C_out, upcast(D))
+    if x.shape[1] > definition.MAX_QUADRATIC:
+        y = definition.chunked(*inputs, inside)
+        return y if z is None else fused_gated_norm(y, z, definition.gate_weight(norm_weight), eps)
+    if z is None:
+        return inside(*inputs)
+    weight = definition.gate_weight(norm_weight).contiguous()
+    return FusedGatedSSD.apply(eps, heads_together(z), weight, *as_the_kernels_take_them(*inputs))
 
 
-def inside(x: Tensor, dt: Tensor, a: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor | None = None) -> Tensor:
-    """`within`, and the skip D·x where it is given."""
-    skip = dt.new_zeros(x.shape[2]) if D is None else upcast(D)
-    tensors = (heads_together(x), upcast(dt).contiguous(), a.contiguous(), heads_together(B_in), heads_together(C_out))
-    return FusedSSD.apply(*tensors, skip)
+def inside(*inputs: Tensor) -> Tensor:
+    """`within` as an operator."""
+    return FusedSSD.apply(*as_the_kernels_take_them(*inputs))
+
+
+def as_the_kernels_take_them(
+    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+) -> tuple[Tensor, ...]:
+    return heads_together(x), steps, sums, heads_together(B_in), heads_together(C_out), D.contiguous()

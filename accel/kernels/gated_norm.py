@@ -15,35 +15,35 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import register
+from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
 
 def gated_norm(
-    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L E"], weight: Float[Tensor, "K P"], eps: float = 1e-6
-) -> Float[Tensor, "B L E"]:
-    """(B, L, E = K·P) in the dtype of y; gate and statistics in fp32. RMSNorm: Zhang & Sennrich 2019."""
-    gated = upcast(y) * F.silu(upcast(z)).view_as(y)
+    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L K P"], weight: Float[Tensor, "K P"], eps: float = 1e-6
+) -> Float[Tensor, "B L K P"]:
+    """In the dtype of y; gate and statistics in fp32. RMSNorm: Zhang & Sennrich 2019."""
+    gated = upcast(y) * F.silu(upcast(z))
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
-    return (normed * upcast(weight)).to(y.dtype).flatten(2)
+    return (normed * upcast(weight)).to(y.dtype)
 
 
 def backward_reference(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of y, z and weight."""
-    wide, gate = upcast(y), upcast(z).reshape(y.shape)
+    wide, gate = upcast(y), upcast(z)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     gated = wide * silu
     rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
-    normed, dh = gated * rstd, upcast(dh).view(y.shape)
+    normed, dh = gated * rstd, upcast(dh)
     dnormed = dh * upcast(weight)
     dgated = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     dz = dgated * wide * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    return (dgated * silu).to(y.dtype), dz.to(z.dtype).flatten(2), (dh * normed).sum((0, 1))
+    return (dgated * silu).to(y.dtype), dz.to(z.dtype), (dh * normed).sum((0, 1))
 
 
 def forward_fake(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return y.new_empty(z.shape)
+    return y.new_empty(y.shape)
 
 
 def backward_fake(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -83,8 +83,7 @@ class FusedGatedNorm(torch.autograd.Function):
 
 
 def fused_gated_norm(
-    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L E"], weight: Float[Tensor, "K P"], eps: float = 1e-6
-) -> Float[Tensor, "B L E"]:
+    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L K P"], weight: Float[Tensor, "K P"], eps: float = 1e-6
+) -> Float[Tensor, "B L K P"]:
     """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not contiguous."""
-    z = z if z.stride(2) == 1 else z.contiguous()
-    return FusedGatedNorm.apply(y.contiguous(), z, weight.contiguous(), eps)
+    return FusedGatedNorm.apply(y.contiguous(), heads_together(z), weight.contiguous(), eps)

@@ -91,7 +91,7 @@ def shape_of(y: Tensor, eps: float) -> dict[str, float | int]:
 
 
 def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    h = y.new_empty(z.shape)
+    h = y.new_empty(y.shape)
     strides = (z.stride(0), z.stride(1), y.shape[1], y.shape[2])
     gated_norm_kernel[grid_of(y)](y, z, weight, h, *strides, **shape_of(y, eps))
     return h

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
 
@@ -28,3 +29,8 @@ def register(schema: str, definition: Callable[..., Any], fake: Callable[..., An
     LIBRARY.impl(name, definition, "CPU")
     LIBRARY.impl(name, on_gpu, "CUDA")
     torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+
+
+def heads_together(t: Tensor) -> Tensor:
+    """`t` (B, L, groups, width) with each token's values in one stretch of memory; tokens may be apart."""
+    return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()

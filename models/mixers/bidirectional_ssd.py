@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from models.mixers.checks import heads_of
 
@@ -66,16 +64,20 @@ class BidirectionalSSD(nn.Module):
         xBC = mix(xBC, self.conv_weight, self.conv_bias, self.grid)
         x, B_in, C_out = xBC.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
         scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
+        by_head, by_direction = (self.heads, self.head_dim), (2, self.state_dim)
         y = scan(
-            x.unflatten(-1, (self.heads, self.head_dim)),
-            F.softplus(dt.float().unflatten(-1, (2, self.heads)) + self.dt_bias),
-            -self.A_log.float().exp(),
-            B_in.unflatten(-1, (2, self.state_dim)),
-            C_out.unflatten(-1, (2, self.state_dim)),
+            x.unflatten(-1, by_head),
+            dt.unflatten(-1, (2, self.heads)),
+            self.dt_bias,
+            self.A_log,
+            B_in.unflatten(-1, by_direction),
+            C_out.unflatten(-1, by_direction),
             self.D,
+            z.unflatten(-1, by_head),
+            self.norm_weight,
+            self.eps,
         )
-        normalise = fused_gated_norm if self.fused_scan else gated_norm
-        return self.out_proj(normalise(y, z, self.norm_weight, self.eps))
+        return self.out_proj(y.flatten(2))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""

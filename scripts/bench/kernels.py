@@ -1,11 +1,12 @@
-"""Each fused operator beside its definition, run as it is and compiled.
+"""Each fused operator beside its definition, run as it is and compiled, and beside what other packages offer.
 
     python -m scripts.bench kernels
     python -m scripts.bench kernels setting=b256 steps=50
 
 Time of the forward pass and of both passes; bytes that must be moved over the time, as a share of the measured copy
 rate; FLOPs over the time, as a share of the measured matrix product rate. Several input sets are used in turn, so that
-no run finds its inputs in the cache. On a CPU the operators are their definitions, so only the harness is exercised.
+no run finds its inputs in the cache. On a GPU, mamba-ssm, Liger and fla take part where they are installed (peers.py).
+On a CPU the operators are their definitions, so only the harness is exercised.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
-from scripts.bench.report import table, write_result
+from scripts.bench import peers
+from scripts.bench.report import Bar, bar_chart, table, write_result
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread, interleaved
+from scripts.bench.timing import Spread, interleaved, times_as_fast
+from scripts.bench.workload import attempt
 from scripts.doctor import rates
-from training.run import pick_device
+from training.run import describe_environment, pick_device
 
 SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}
 SHAPES["b256"] = (256, 256, 768, 64, 64)
@@ -59,15 +62,21 @@ def operators(setting: str, device: torch.device) -> list[Op]:
         return [normal(B, L, D), vectors[0], normal(B, L, D, dtype=torch.float32), *vectors[1:]]
 
     def scan() -> list[Tensor]:
-        dt = torch.nn.functional.softplus(torch.randn(B, L, 2, K, device=device) - 4.0).requires_grad_()
-        A = (-16.0 * torch.rand(2, K, device=device)).requires_grad_()
-        return [normal(B, L, K, P), dt, A, normal(B, L, 2, N), normal(B, L, 2, N), normal(K, dtype=torch.float32)]
+        dt_bias = (torch.randn(2, K, device=device) - 4.0).requires_grad_()
+        A_log = (16.0 * torch.rand(2, K, device=device)).log().requires_grad_()
+        groups = normal(B, L, 2, N), normal(B, L, 2, N)
+        return [normal(B, L, K, P), normal(B, L, 2, K), dt_bias, A_log, *groups, normal(K, dtype=torch.float32)]
+
+    def gated_scan() -> list[Tensor]:
+        return [*scan(), normal(B, L, K, P), normal(K, P, dtype=torch.float32)]
 
     def image() -> list[Tensor]:
         return [normal(B, L, mixed), normal(mixed, 1, 3, 3, dtype=torch.float32), normal(mixed, dtype=torch.float32)]
 
     grid, tokens = (rows, rows), B * L
-    of_scan = tokens * (2 * inner + 4 * N) * 2 + tokens * 4 * K * 4
+    of_scan = tokens * (2 * inner + 4 * N + 2 * K) * 2  # x, B, C and dt in, y out
+    of_gate = tokens * inner * 2
+    scan_flops = B * bidirectional_ssd_flops(L, K, P, N)
     return [
         Op("add_norm", stream, add_norm, fused_add_norm, 12 * tokens * D, 18 * tokens * D, 0),
         Op(
@@ -77,7 +86,16 @@ def operators(setting: str, device: torch.device) -> list[Op]:
             fused_bidirectional_ssd,
             of_scan,
             2 * of_scan,
-            B * bidirectional_ssd_flops(L, K, P, N),
+            scan_flops,
+        ),
+        Op(
+            "bidirectional_ssd, gated",
+            gated_scan,
+            bidirectional_ssd,
+            fused_bidirectional_ssd,
+            of_scan + of_gate,
+            2 * (of_scan + of_gate),
+            scan_flops,
         ),
         Op(
             "local_mix",
@@ -108,24 +126,34 @@ def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, b
     return run
 
 
-def measure(op: Op, cfg: BenchConfig, device: torch.device, ceilings: dict[str, float]) -> list[dict[str, Any]]:
+def measure(
+    op: Op, others: dict[str, Callable[..., Any]], cfg: BenchConfig, device: torch.device, ceilings: dict[str, float]
+) -> list[dict[str, Any]]:
     sets = [op.inputs() for _ in range(INPUT_SETS)]
-    ways = {"eager": op.definition, "compiled": torch.compile(op.definition), "fused": op.fused}
-    entries = []
+    ways = {"eager": op.definition, "compiled": torch.compile(op.definition), "fused": op.fused} | others
+    entries: list[dict[str, Any]] = []
     for backward in (False, True):
-        runs = {name: runner(function, sets, cfg.steps, backward) for name, function in ways.items()}
-        for run in runs.values():
-            run()
+        passes = ", both passes" if backward else ""
+        runs = {}
+        for way, function in ways.items():
+            # Another package may fail in any way; ours may run out of memory, in eager.
+            errors = Exception if way in others else torch.OutOfMemoryError
+            made = attempt(lambda f=function, b=backward: warmed(runner(f, sets, cfg.steps, b)), errors)
+            if isinstance(made, str):
+                entries.append({"name": f"{op.name} {way}{passes}", "error": made})
+            else:
+                runs[way] = made
         taken = interleaved(runs, cfg.repeats, device)
-        for name, seconds in taken.items():
+        for way, seconds in taken.items():
             spread = Spread.of([1e6 * s / cfg.steps for s in seconds])
             moved = op.bytes_forward + (op.bytes_backward if backward else 0)
             flops = op.flops * (3 if backward else 1)
             gb_s, tflops = moved / spread.median / 1e3, flops / spread.median / 1e6
             entries.append(
                 {
-                    "name": f"{op.name} {name}{', both passes' if backward else ''}",
+                    "name": f"{op.name} {way}{passes}",
                     **spread.as_json("us"),
+                    "times_eager": times_as_fast(taken["eager"], seconds) if "eager" in taken else None,
                     "gb_s": gb_s,
                     "share_of_copy_rate": gb_s / ceilings["copy_gb_s"],
                     "tflops": tflops,
@@ -135,23 +163,48 @@ def measure(op: Op, cfg: BenchConfig, device: torch.device, ceilings: dict[str, 
     return entries
 
 
+def warmed(run: Callable[[], None]) -> Callable[[], None]:
+    run()
+    return run
+
+
+def shown(entries: list[dict[str, Any]]) -> str:
+    head = ("operator", "µs", "range", "×eager", "GB/s", "of copy rate", "TFLOP/s", "of product rate", "")
+    rows: list[tuple[object, ...]] = [head]
+    for e in entries:
+        if "error" in e:
+            rows.append((e["name"], *[None] * 7, e["error"]))
+            continue
+        spread = f"{e['us_min']:.1f}–{e['us_max']:.1f}"
+        times = None if e["times_eager"] is None else f"{e['times_eager']:.2f}"
+        shares = (f"{e['share_of_copy_rate']:.0%}", f"{e['tflops']:.2f}", f"{e['share_of_product_rate']:.0%}")
+        rows.append((e["name"], f"{e['us']:.1f}", spread, times, f"{e['gb_s']:.0f}", *shares, ""))
+    return table(rows)
+
+
 def main(words: list[str]) -> None:
     cfg, _ = parse(BenchConfig, "kernels", words, __doc__ or "")
     assert cfg.setting is not None
     assert cfg.out is not None
     device = pick_device("auto")
-    found = rates(device)
-    products = found.get("bf16_product_tflops", found["fp32_product_tflops"])
-    ceilings = {"copy_gb_s": found["copy_gb_s"], "product_tflops": products}
-    entries = [e for op in operators(cfg.setting, device) for e in measure(op, cfg, device, ceilings)]
-    head = ("operator", "µs", "range", "GB/s", "of copy rate", "TFLOP/s", "of product rate")
-    rows: list[tuple[object, ...]] = [head]
-    for e in entries:
-        spread = f"{e['us_min']:.1f}–{e['us_max']:.1f}"
-        shares = (f"{e['share_of_copy_rate']:.0%}", f"{e['tflops']:.2f}", f"{e['share_of_product_rate']:.0%}")
-        rows.append((e["name"], f"{e['us']:.1f}", spread, f"{e['gb_s']:.0f}", *shares))
-    text = table(rows)
-    print(f"\n{text}")
+    rate = rates(device)
+    products = rate.get("bf16_product_tflops", rate["fp32_product_tflops"])
+    ceilings = {"copy_gb_s": rate["copy_gb_s"], "product_tflops": products}
+    others, absent = peers.found() if device.type == "cuda" else ({}, {"all": "they need a GPU"})
+    entries = [
+        e for op in operators(cfg.setting, device) for e in measure(op, others.get(op.name, {}), cfg, device, ceilings)
+    ]
+    texts = [shown(entries), "\n".join(f"Not compared with {name}: {reason}" for name, reason in absent.items())]
+    print("", *texts, sep="\n")
     B, L, D, P, N = SHAPES[cfg.setting]
     shape = {"samples": B, "tokens": L, "width": D, "head_dim": P, "state_dim": N}
-    write_result(cfg.out, {"setting": cfg.setting, "shape": shape, "ceilings": ceilings, "ops": entries}, device, text)
+    content = {"setting": cfg.setting, "shape": shape, "ceilings": ceilings, "ops": entries, "absent": absent}
+    file = write_result(cfg.out, content, device, *texts)
+    bars = [
+        Bar(e["name"].removesuffix(", both passes"), e["times_eager"], f"x{e['times_eager']:.2f}  {e['us']:.0f} us")
+        for e in entries
+        if e["name"].endswith("both passes") and e.get("times_eager") is not None
+    ]
+    if bars:
+        title = f"forward and backward, times as fast as eager; {describe_environment(device)['hardware']}"
+        print(bar_chart(file.with_suffix(".png"), title, bars))

@@ -98,14 +98,15 @@ class Workload:
         return self.batch_size * meter.train_flops / step_seconds / meter.peak if meter.peak else None
 
 
-def attempt(make: Callable[[], Any]) -> Any:
-    """What `make` returns, or the sentence of the torch.OutOfMemoryError that it raised."""
+def attempt(make: Callable[[], Any], errors: type[Exception] = torch.OutOfMemoryError) -> Any:
+    """What `make` returns, or a sentence on the error of kind `errors` that it raised."""
     try:
         return make()
-    except torch.OutOfMemoryError as error:
-        message = first_line(error)
+    except errors as error:
+        kind = "out of memory" if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
+        message = f"{kind}: {first_line(error)}"
     torch.cuda.empty_cache()
-    return f"out of memory: {message}"
+    return message
 
 
 def time_steps(workloads: Mapping[str, Runnable], steps: int, repeats: int) -> dict[str, list[float]]:

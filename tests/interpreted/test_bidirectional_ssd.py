@@ -4,55 +4,57 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from accel.kernels import bidirectional_ssd as definition
 from accel.kernels import bidirectional_ssd_triton as kernels
-from accel.kernels.bidirectional_ssd import bidirectional_ssd
+from accel.kernels import ssd_decays_triton as decays
 from accel.kernels.bidirectional_ssd_backward_triton import launch_backward
+from accel.kernels.ssd_decays import ssd_decays
 from tests.interpreted.conftest import assert_near
 
 
 def inputs(length, dtype=torch.float32, batch=2, heads=3, head_dim=32, state_dim=16, decay=1.0):
-    """x, B and C as slices of one projection, as a mixer has them."""
+    """x, dt, dt_bias, A_log, B, C, D, z and its weight; what depends on the token as slices of one projection."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
-    inner = heads * head_dim
-    x, B_in, C_out = (
-        normal(batch, length, inner + 4 * state_dim).to(dtype).split((inner, 2 * state_dim, 2 * state_dim), -1)
-    )
-    dt = F.softplus(normal(batch, length, 2, heads))
-    A = -decay * torch.rand(2, heads, generator=generator)
-    groups = [t.unflatten(-1, (2, state_dim)) for t in (B_in, C_out)]
-    return x.unflatten(-1, (heads, head_dim)), dt, A, *groups, normal(heads)
+    groups = ((heads, head_dim), (2, state_dim), (2, state_dim), (heads, head_dim), (2, heads))
+    sizes = [a * b for a, b in groups]
+    parts = normal(batch, length, sum(sizes)).to(dtype).split(sizes, -1)
+    x, B_in, C_out, z, dt = (t.unflatten(-1, shape) for t, shape in zip(parts, groups, strict=True))
+    A_log = (decay * torch.rand(2, heads, generator=generator)).log()
+    return x, dt, normal(2, heads), A_log, B_in, C_out, normal(heads), z, normal(heads, head_dim)
 
 
 def check(values, poison, dtype=torch.float32, factor=1.0, skip=()):
-    """dt and A are differences of sums that cancel, so they are allowed more."""
-    x, dt, A, B_in, C_out, D = values
-    exact = [t.detach().double().requires_grad_() for t in values]
-    expected = bidirectional_ssd(*exact)
+    """The whole chain of launches. Gradients of dt, its bias and A are differences of sums that cancel, so they are
+    allowed more."""
+    x, dt, dt_bias, A_log, B_in, C_out, D = values[:7]
+    exact = [t.detach().double().requires_grad_() for t in values[:7]]
+    expected = definition.bidirectional_ssd(*exact)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     gradients = torch.autograd.grad(expected, exact, dy.double())
     poison()
-    y, dt_rows, sums = kernels.launch_forward(x, dt, dt * A, B_in, C_out, D)
-    assert_near(y, expected.to(dtype), dtype, 2.0 * factor)
-    dx, ddt, da, dS, dD = launch_backward(dy, x, dt_rows, sums, B_in, C_out, D)
+    steps, sums = decays.launch_forward(dt, dt_bias, A_log, x.shape[1])
+    assert_near(kernels.launch_forward(x, steps, sums, B_in, C_out, D), expected.to(dtype), dtype, 2.0 * factor)
+    dx, dsteps, dsums, dS, dD = launch_backward(dy, x, steps, sums, B_in, C_out, D)
+    ddt, dbias, dA_log = decays.launch_backward(dsteps, dsums, dt, dt_bias, A_log)
     dC = (dS.float() @ B_in.float().transpose(1, 2)).transpose(1, 2)
     dB = (dS.float().mT @ C_out.float().transpose(1, 2)).transpose(1, 2)
-    found = {"x": dx.float(), "dt": ddt + da * A, "A": (da * dt).sum((0, 1)), "B": dB, "C": dC, "D": dD}
+    found = {"x": dx, "dt": ddt, "dt_bias": dbias, "A_log": dA_log, "B": dB, "C": dC, "D": dD}
     for (name, a), e in zip(found.items(), gradients, strict=True):
         if name not in skip:
-            assert_near(a, e.float(), dtype, (20.0 if name in ("dt", "A") else 2.0) * factor)
+            slack = 20.0 if name in ("dt", "dt_bias", "A_log") else 2.0
+            assert_near(a.float(), e.float(), dtype, slack * factor)
 
 
 @pytest.mark.parametrize("length", [1, 16, 63, 64, 65, 100, 256, 300, 512])
 def test_any_length(length, poison):
     long = length > 256  # running sums in fp32 lose a digit
     values = inputs(length, batch=1 if long else 2)
-    check(values, poison, factor=4.0 if long else 1.0, skip=("A",) if length == 1 else ())
+    check(values, poison, factor=4.0 if long else 1.0, skip=("A_log",) if length == 1 else ())
 
 
 @pytest.mark.parametrize(("head_dim", "state_dim"), [(16, 16), (64, 64), (128, 32), (32, 128)])
@@ -68,12 +70,26 @@ def test_other_tiles(block, poison, monkeypatch):
 
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 50.0, 1e4])
 def test_extreme_decays(decay, poison):
-    """Nothing overflows. d(A) cancels to nothing where everything decays at once, or nothing does."""
-    check(inputs(100, decay=decay), poison, factor=10.0, skip=("A", "dt") if decay > 10.0 else ())
+    """Nothing overflows. The gradient of A cancels to nothing where everything decays at once, or nothing does."""
+    cancels = decay == 0.0 or decay > 10.0
+    check(inputs(100, decay=decay), poison, factor=10.0, skip=("A_log", "dt", "dt_bias") if cancels else ())
 
 
 def test_16_bits(poison):
     check(inputs(100, torch.float16), poison, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("length", "head_dim"), [(1, 32), (100, 64), (64, 128)])
+def test_gate_and_norm_while_the_result_is_in_registers(length, head_dim, dtype, poison):
+    values = inputs(length, dtype, batch=1, heads=2, head_dim=head_dim)
+    exact = definition.bidirectional_ssd(*(t.double() for t in values))
+    x, dt, dt_bias, A_log, *rest = values
+    poison()
+    steps, sums = decays.launch_forward(dt, dt_bias, A_log, length)
+    h, y = kernels.launch_gated(x, steps, sums, *rest, 1e-6)
+    assert_near(h, exact.to(dtype), dtype, 2.0)
+    assert torch.equal(y, kernels.launch_forward(x, steps, sums, *rest[:3]))
 
 
 def test_tokens_far_apart(poison):
@@ -81,3 +97,41 @@ def test_tokens_far_apart(poison):
     values = list(inputs(40))
     values[0] = values[0].repeat_interleave(2, dim=1)[:, ::2]
     check(values, poison)
+
+
+@pytest.mark.parametrize("length", [600, 1024])
+def test_between_chunks(length, poison):
+    """Two levels: the kernels inside chunks, products of PyTorch between them."""
+    values = inputs(length, batch=1, heads=1, decay=0.05)[:7]
+    exact = definition.bidirectional_ssd(*(t.double() for t in values))
+    x, dt, dt_bias, A_log, *rest = values
+    poison()
+    steps, sums = decays.launch_forward(dt, dt_bias, A_log, definition.CHUNK)
+    y = definition.chunked(x, steps, sums, *rest, kernels.launch_forward)
+    assert_near(y, exact.float(), torch.float32, 4.0)
+
+
+@pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 100), (300, 256), (513, 256)])
+@pytest.mark.parametrize("heads", [1, 5, 24])
+def test_the_prelude_and_its_gradients(length, piece, heads, poison):
+    """Also where softplus is far from both of its limits, and where it is at them."""
+    generator = torch.Generator().manual_seed(length)
+    dt = 30.0 * torch.randn(2, length, 2 * heads + 3, generator=generator)[..., : 2 * heads].unflatten(-1, (2, heads))
+    dt_bias, A_log = torch.randn(2, 2, heads, generator=generator)
+    exact = [t.double().requires_grad_() for t in (dt, dt_bias, A_log)]
+    expected = ssd_decays(*exact, piece)
+    weights = [torch.rand(t.shape, generator=generator) for t in expected]
+    gradients = torch.autograd.grad(expected, exact, [w.double() for w in weights])
+    poison()
+    for a, e in zip(decays.launch_forward(dt, dt_bias, A_log, piece), expected, strict=True):
+        assert_near(a, e.float())
+    for a, e in zip(decays.launch_backward(*weights, dt, dt_bias, A_log), gradients, strict=True):
+        assert_near(a, e.float())
+
+
+def test_small_steps_keep_their_digits(poison):
+    """softplus(-15) is 3e-7: log(1 + exp) would lose it."""
+    dt, zero = torch.full((1, 4, 2, 1), -15.0), torch.zeros(2, 1)
+    poison()
+    steps, _ = decays.launch_forward(dt, zero, zero, 4)
+    torch.testing.assert_close(steps, torch.full_like(steps, 3.0590227e-7), rtol=1e-5, atol=0.0)

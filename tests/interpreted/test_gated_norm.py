@@ -16,9 +16,9 @@ from tests.interpreted.conftest import assert_near
 def test_kernels_equal_the_definition(length, heads, head_dim, dtype, poison):
     torch.manual_seed(length)
     inner = heads * head_dim
-    z = torch.randn(2, length, inner + 24).to(dtype)[..., :inner]  # a slice of a projection
+    z = torch.randn(2, length, inner + 24).to(dtype)[..., :inner].unflatten(-1, (heads, head_dim))  # a slice
     y, weight = torch.randn(2, length, heads, head_dim).to(dtype), torch.randn(heads, head_dim)
-    dh = torch.randn(2, length, inner).to(dtype)
+    dh = torch.randn(2, length, heads, head_dim).to(dtype)
     exact = [t.double() for t in (y, z, weight)]
     expected = gated_norm(*exact, 1e-6)
     gradients = backward_reference(dh.double(), *exact, 1e-6)

@@ -1,0 +1,121 @@
+"""The prelude of the bidirectional scan: raw step sizes to steps and running sums of log decays.
+
+    step = softplus(dt + dt_bias),   a = -exp(A_log)·step   (Mamba-2, Dao & Gu 2024, https://arxiv.org/abs/2405.21060)
+
+`ssd_decays` is the definition, in PyTorch; `fused_ssd_decays` the same as one operator with its own backward pass:
+Triton on a GPU (ssd_decays_triton.py), plain PyTorch elsewhere.
+
+Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from accel.kernels.operator import heads_together, register
+from accel.kernels.upcast import upcast
+
+LOG2E = 1.0 / math.log(2.0)
+
+
+def ssd_decays(
+    dt: Float[Tensor, "B L 2 K"], dt_bias: Float[Tensor, "2 K"], A_log: Float[Tensor, "2 K"], piece: int
+) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
+    """Steps, and the inclusive running sums of a in units of log2: from the first token of each piece of `piece` tokens
+    in direction 0, from its last in direction 1. fp32; tokens beyond L have no step and no decay."""
+    steps = F.softplus(upcast(dt) + upcast(dt_bias))
+    steps = F.pad(steps, (0, 0, 0, 0, 0, -dt.shape[1] % piece))
+    steps = steps.unflatten(1, (-1, piece)).flatten(0, 1).permute(0, 2, 3, 1).contiguous()
+    a = steps * (-LOG2E * upcast(A_log).exp()).unsqueeze(-1)
+    ahead, behind = prefix_sums(a[:, 0]), prefix_sums(a[:, 1].flip(-1)).flip(-1)
+    return steps, torch.stack((ahead, behind), dim=1)
+
+
+def prefix_sums(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Inclusive sums along the last dimension; by doubling where PyTorch's cumsum raises: on CUDA under deterministic
+    algorithms."""
+    if a.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return prefix_sums_by_doubling(a)
+    return a.cumsum(-1)
+
+
+def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Hillis & Steele 1986: log2(n) shifted additions."""
+    shift, length = 1, a.shape[-1]
+    while shift < length:
+        a = a + F.pad(a[..., : length - shift], (shift, 0))
+        shift *= 2
+    return a
+
+
+def backward_reference(
+    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of dt, dt_bias and A_log."""
+    batch, length = dt.shape[:2]
+
+    def by_token(t: Tensor) -> Tensor:
+        return t.permute(0, 3, 1, 2).unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+
+    da = LOG2E * torch.stack((prefix_sums(dsums[:, 0].flip(-1)).flip(-1), prefix_sums(dsums[:, 1])), dim=1)
+    da, raw, A = by_token(da), upcast(dt) + upcast(dt_bias), -upcast(A_log).exp()
+    draw = (by_token(dsteps) + A * da) * torch.sigmoid(raw)
+    return draw.to(dt.dtype).contiguous(), draw.sum((0, 1)), (da * A * F.softplus(raw)).sum((0, 1))
+
+
+def forward_fake(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
+    batch, length, _, heads = dt.shape
+    wide = torch.promote_types(dt.dtype, torch.float32)
+    steps = dt.new_empty(batch * -(-length // piece), 2, heads, piece, dtype=wide)
+    return steps, torch.empty_like(steps)
+
+
+def backward_fake(
+    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    ddt_bias = dsteps.new_empty(dt_bias.shape)
+    return dt.new_empty(dt.shape), ddt_bias, torch.empty_like(ddt_bias)
+
+
+register(
+    "ssd_decays(Tensor dt, Tensor dt_bias, Tensor A_log, int piece) -> (Tensor, Tensor)",
+    ssd_decays,
+    forward_fake,
+    "ssd_decays_triton.launch_forward",
+)
+register(
+    "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log) "
+    "-> (Tensor, Tensor, Tensor)",
+    backward_reference,
+    backward_fake,
+    "ssd_decays_triton.launch_backward",
+)
+
+
+class FusedDecays(torch.autograd.Function):
+    """The operators as one differentiable function of dt, dt_bias and A_log."""
+
+    @staticmethod
+    def forward(ctx: Any, dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(dt, dt_bias, A_log)
+        return torch.ops.fastlatent.ssd_decays(dt, dt_bias, A_log, piece)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dt, dt_bias, A_log = ctx.saved_tensors
+        dsteps, dsums = (g.contiguous() for g in grads)
+        ddt, dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log)
+        return ddt, dbias.to(dt_bias.dtype), dA_log.to(A_log.dtype), None
+
+
+def fused_ssd_decays(
+    dt: Float[Tensor, "B L 2 K"], dt_bias: Float[Tensor, "2 K"], A_log: Float[Tensor, "2 K"], piece: int
+) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
+    """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
+    return FusedDecays.apply(heads_together(dt), dt_bias.contiguous(), A_log.contiguous(), piece)

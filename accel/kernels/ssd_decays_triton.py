@@ -1,0 +1,147 @@
+"""Triton kernels of `ssd_decays`: softplus, decay and running sums in one launch, and their gradients in another.
+
+A program has all tokens of one piece, some heads, one direction; it transposes on the way, so that the scan reads each
+head's values in one stretch. The sum that runs from the end reads the tokens in turned order instead of asking for
+`tl.cumsum(reverse=True)`, which is reported to be wrong (triton-lang/triton#4362, open).
+
+Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accel.kernels.ssd_decays import LOG2E
+
+ELEMENTS, WARPS = 2048, 4
+
+
+@triton.jit
+def softplus(u):
+    """log(1 + exp(u)) without overflow, and without losing the small values: log1p by Kahan's correction."""
+    e = tl.exp(-tl.abs(u))
+    w = 1.0 + e
+    rest = tl.where(w == 1.0, 1.0, w - 1.0)
+    return tl.maximum(u, 0.0) + tl.where(w == 1.0, e, tl.log(w) * (e / rest))
+
+
+@triton.jit
+def sigmoid(u):
+    """Without overflow."""
+    e = tl.exp(-tl.abs(u))
+    return tl.where(u < 0.0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def ssd_decays_kernel(
+    DT,
+    BIAS,
+    A_LOG,
+    STEPS,
+    SUMS,
+    dt_batch,
+    dt_token,
+    L,
+    K: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    piece, direction = tl.program_id(1), tl.program_id(2)
+    pieces = tl.cdiv(L, T)
+    r = tl.arange(0, BLOCK_T)
+    t = tl.where(direction == 0, r, T - 1 - r)
+    token = (piece % pieces) * T + t
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row = (r < T)[:, None] & (k < K)[None, :]
+    mask = row & (token < L)[:, None]
+    dt_at = (piece // pieces).to(tl.int64) * dt_batch + token[:, None] * dt_token + direction * K + k[None, :]
+    bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32)) * -LOG2E
+    raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+    step = tl.where(mask, softplus(raw), 0.0)
+    target = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
+    tl.store(STEPS + target, step, mask=row)
+    tl.store(SUMS + target, tl.cumsum(step * rate[None, :], 0), mask=row)
+
+
+@triton.jit
+def ssd_decays_backward_kernel(
+    DSTEPS,
+    DSUMS,
+    DT,
+    BIAS,
+    A_LOG,
+    DDT,
+    TOTALS,
+    dt_batch,
+    dt_token,
+    L,
+    K: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """TOTALS (2, S, 2, K): the gradients of dt_bias and A_log, by piece."""
+    piece, direction = tl.program_id(1), tl.program_id(2)
+    pieces = tl.cdiv(L, T)
+    r = tl.arange(0, BLOCK_T)
+    t = tl.where(direction == 0, T - 1 - r, r)  # the other way round than forward
+    token = (piece % pieces) * T + t
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row = (r < T)[:, None] & (k < K)[None, :]
+    mask = row & (token < L)[:, None]
+    source = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
+    da = tl.cumsum(tl.load(DSUMS + source, mask=row, other=0.0), 0) * LOG2E
+    b = (piece // pieces).to(tl.int64)
+    dt_at = b * dt_batch + token[:, None] * dt_token + direction * K + k[None, :]
+    bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
+    A = -tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32))
+    raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+    draw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
+    draw = tl.where(mask, draw, 0.0)
+    out = (b * L + token[:, None]) * 2 * K + direction * K + k[None, :]
+    tl.store(DDT + out, draw.to(DDT.dtype.element_ty), mask=mask)
+    of_A_log = tl.where(mask, da * A[None, :] * softplus(raw), 0.0)
+    totals = TOTALS + (piece * 2 + direction) * K + k
+    tl.store(totals, tl.sum(draw, 0), mask=k < K)
+    tl.store(totals + tl.num_programs(1) * 2 * K, tl.sum(of_A_log, 0), mask=k < K)
+
+
+def tile(heads: int, piece: int) -> dict[str, float | int]:
+    """Constants of a launch for `heads` heads and pieces of `piece` tokens."""
+    block_t = triton.next_power_of_2(piece)
+    block_k = max(1, min(triton.next_power_of_2(heads), ELEMENTS // block_t))
+    return {"K": heads, "T": piece, "BLOCK_T": block_t, "BLOCK_K": block_k, "LOG2E": LOG2E}
+
+
+def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
+    """Steps and running sums, both (S, 2, K, T) in fp32."""
+    batch, length, _, heads = dt.shape
+    pieces, shape = batch * triton.cdiv(length, piece), tile(heads, piece)
+    steps, sums = (dt.new_empty(pieces, 2, heads, piece, dtype=torch.float32) for _ in range(2))
+    grid = (triton.cdiv(heads, shape["BLOCK_K"]), pieces, 2)
+    strides = (dt.stride(0), dt.stride(1), length)
+    ssd_decays_kernel[grid](dt, dt_bias, A_log, steps, sums, *strides, **shape, num_warps=WARPS)
+    return steps, sums
+
+
+def launch_backward(
+    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of dt (its dtype), dt_bias and A_log (fp32)."""
+    length, heads = dt.shape[1], dt.shape[3]
+    pieces, _, _, piece = dsteps.shape
+    shape = tile(heads, piece)
+    ddt, totals = dt.new_empty(dt.shape), dsteps.new_empty(2, pieces, 2, heads)
+    grid = (triton.cdiv(heads, shape["BLOCK_K"]), pieces, 2)
+    strides = (dt.stride(0), dt.stride(1), length)
+    ssd_decays_backward_kernel[grid](dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS)
+    return ddt, *totals.sum(1).unbind()
