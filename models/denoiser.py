@@ -122,7 +122,7 @@ class Denoiser(nn.Module):
         for i, block in enumerate(self.blocks):
             branch, gate, residual = block(branch, gate, residual, cond[:, i])
         normalise = fused_add_norm if self.blocks[-1].fused_add_norm else add_norm
-        wide = self.blocks[-1].residual_in_fp32
+        wide = bool(self.blocks[-1].residual_in_fp32)
         h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps, wide, branch_rows=self.rows)
         return self.unpatchify(self.head(h))
 
