@@ -11,22 +11,33 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-FORMAT = 1
+from data.source import Source, open_source, reading
+
+FORMAT = 2
 NAME = "manifest.json"
+
+
+class Block(NamedTuple):
+    """One safetensors payload of a shard: where its bytes lie, how many samples it holds, and their hash."""
+
+    offset: int
+    size: int
+    samples: int
+    sha256: str
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar file. `blocks` are (byte offset of the safetensors payload, its size, samples) in file order."""
+    """One tar file, its blocks in file order."""
 
     file: str
     split: Literal["train", "held_out"]
     count: int
     bytes: int
     sha256: str
-    blocks: list[list[int]]
+    blocks: list[Block]
 
 
 @dataclass(frozen=True)
@@ -80,17 +91,18 @@ class Manifest:
         write_atomically(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
 
 
-def read_manifest(folder: str | Path) -> Manifest:
+def read_manifest(folder: str | Path | Source) -> Manifest:
     """Reads and checks `folder/manifest.json`; ValueError names the file and the field that does not fit."""
-    file = Path(folder) / NAME
-    if not file.is_file():
-        raise ValueError(
-            f"{file} does not exist: data.path={folder} must name a folder that precompute_latents.py has finished. "
-            f"Run `python precompute_latents.py source=<images> out={folder}` (the same command again continues)."
-        )
+    source = open_source(folder) if isinstance(folder, str | Path) else folder
+    file = f"{source}/{NAME}"
+    remedy = (
+        f"data.path={source} must name a folder that precompute_latents.py has finished. "
+        f"Run `python precompute_latents.py source=<images> out={source}` (the same command again continues)"
+    )
+    content = reading(lambda: source.read(NAME), file, remedy)
     try:
-        raw = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        raw = json.loads(content)
+    except ValueError as error:
         raise ValueError(
             f"{file} is not valid JSON ({error}); run precompute_latents.py again to rebuild it."
         ) from error
@@ -101,8 +113,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     if missing := sorted(expected - raw.keys()):
         raise ValueError(f"{file} lacks {', '.join(missing)}; run precompute_latents.py again to rebuild it.")
     try:
-        shards = [Shard(**shard) for shard in raw["shards"]]
-    except TypeError as error:
+        shards = [Shard(**shard | {"blocks": [Block(*b) for b in shard["blocks"]]}) for shard in raw["shards"]]
+    except (TypeError, KeyError) as error:
         raise ValueError(f"{file}: a shard's entry is broken ({error}); run precompute_latents.py again.") from error
     manifest = Manifest(**{name: raw[name] for name in expected if name != "shards"}, shards=shards)
     for shard in manifest.shards:

@@ -6,6 +6,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def seeded(*key: int) -> torch.Generator:
+    """A generator on the CPU for each tuple of numbers."""
+    state = 0
+    for number in key:
+        state = (state * GOLDEN + number) % 2**63
+    return torch.Generator().manual_seed(state)
+
 
 class EpochOrder:
     """Sample ids by stream position: position p is the (p mod N)-th entry of the permutation of epoch p div N.
@@ -20,8 +30,7 @@ class EpochOrder:
 
     def permutation(self, epoch: int) -> Int[Tensor, "N"]:
         if epoch not in self.cache:
-            generator = torch.Generator().manual_seed((self.seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
-            order = torch.randperm(self.count, generator=generator).to(self.device)
+            order = torch.randperm(self.count, generator=seeded(self.seed, epoch)).to(self.device)
             self.cache = {e: o for e, o in self.cache.items() if e == epoch - 1} | {epoch: order}
         return self.cache[epoch]
 

@@ -1,23 +1,33 @@
-"""Latents made by precompute_latents.py, all of them in the device's memory."""
+"""Latents made by precompute_latents.py on the device: all of them where they fit, else a window of them at a time."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from data.in_memory import InMemoryLatents, LatentTensors
-from data.loader import LatentSpec
-from data.manifest import Manifest, read_manifest
-from data.shards import read_shard
+from data.blocks import BlockReader, OnCorrupt, Skips
+from data.in_memory import InMemoryLatents, Int8Latents, LatentTensors
+from data.latent_set import open_set
+from data.loader import Batch, LatentSpec
+from data.manifest import Manifest
+from data.window import WindowedLatents
+
+GIB = 2**30
+Storage = Literal["native", "int8"]
 
 
-class ResidentLatents(InMemoryLatents):
-    """The latent set in folder `path`, verified shard by shard.
+class ResidentLatents:
+    """The latent set in folder or at URL `path`, every block verified.
 
+    All of it lies on the device if it takes at most `device_memory_gib` (null: half of what is free), else a window
+    (data/window.py); it says which, and why. `storage="int8"` halves the memory of 16-bit latents and states its error.
     `normalisation`: "channel" uses the mean and std that were measured per channel, "scale_shift" the autoencoder's own
     constants. `encoder` and `latent_scale` are expectations: a set made with another encoder or scale is refused.
+    `on_corrupt="skip"` lets the samples of the next good block stand in for those of a damaged one.
     """
 
     def __init__(
@@ -27,83 +37,139 @@ class ResidentLatents(InMemoryLatents):
         normalisation: Literal["channel", "scale_shift"] = "channel",
         encoder: str | None = None,
         latent_scale: float | None = None,
+        storage: Storage = "native",
+        device_memory_gib: float | None = None,
+        on_corrupt: OnCorrupt = "error",
         batch_size: int,
         seed: int,
         device: torch.device,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if path is None:
-            raise ValueError(
-                "data=resident needs data.path=<folder of latents>; make one with "
-                "`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
+        if storage not in ("native", "int8"):
+            raise ValueError(f"data.storage={storage} is unknown; choose native or int8.")
+        source, manifest, self.spec = open_set("resident", path, normalisation, encoder, latent_scale)
+        train, held_out = (BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out"))
+        allowed = memory_allowed(device, device_memory_gib)
+        a_sample = bytes_of_a_sample(train, storage)
+        shared = {"batch_size": batch_size, "seed": seed, "device": device, "rank": rank, "world_size": world_size}
+        if a_sample * (train.count + held_out.count) <= allowed:
+            what = "all of it on the device"
+            self.loader: InMemoryLatents | WindowedLatents = in_memory(
+                self.spec, train, held_out, manifest, storage, shared
             )
-        folder = Path(path).expanduser()
-        manifest = read_manifest(folder)
-        check_expectations(manifest, folder, encoder, latent_scale)
-        spec = spec_of(manifest, folder, normalisation)
-        super().__init__(
-            spec,
-            read_split(manifest, folder, "train"),
-            read_split(manifest, folder, "held_out"),
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            rank=rank,
-            world_size=world_size,
-        )
+        else:
+            if storage == "int8":
+                raise ValueError(
+                    f"data.storage=int8: {gib(a_sample * train.count)} do not fit into the {gib(allowed)} allowed; "
+                    f"use storage=native, which takes a window at a time, or raise data.device_memory_gib."
+                )
+            window = min(train.count, int(allowed // (2 * a_sample)))
+            what = f"a window of {window} samples on the device, and the next one on its way"
+            self.loader = WindowedLatents(self.spec, train, held_out, window=window, **shared)
+        if rank == 0:
+            how = "as given" if device_memory_gib is not None else "half of what is free"
+            whole = a_sample * (train.count + held_out.count)
+            print(f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed ({how})", flush=True)
 
+    def __iter__(self) -> Iterator[Batch]:
+        return self
 
-def check_expectations(manifest: Manifest, folder: Path, encoder: str | None, latent_scale: float | None) -> None:
-    made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
-    if encoder is not None and made_with not in (encoder, str(Path(encoder).expanduser().resolve())):
-        raise ValueError(f"data.encoder={encoder}, but {folder} was encoded with {made_with}; change one of them.")
-    if latent_scale is not None and latent_scale != manifest.scaling_factor:
-        raise ValueError(
-            f"data.latent_scale={latent_scale}, but the encoder of {folder} has {manifest.scaling_factor}; "
-            f"change one of them."
-        )
+    def __next__(self) -> Batch:
+        return next(self.loader)
 
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        return self.loader.held_out(batch_size)
 
-def spec_of(manifest: Manifest, folder: Path, normalisation: str) -> LatentSpec:
-    """The spec of the training split under the chosen normalisation: (z - mean) / std per channel."""
-    if normalisation not in ("channel", "scale_shift"):
-        raise ValueError(f"data.normalisation={normalisation} is unknown; choose channel or scale_shift.")
-    mean, std = manifest.mean, manifest.std
-    if normalisation == "scale_shift":
-        if manifest.scaling_factor is None:
+    def state_dict(self) -> dict[str, int]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if ("window" in state) != isinstance(self.loader, WindowedLatents):
             raise ValueError(
-                f"data.normalisation=scale_shift, but the encoder of {folder} has no scaling factor; use channel."
+                "the run was started with "
+                + ("a window of the set" if "window" in state else "all of the set")
+                + " on the device, which is another order of samples; set data.device_memory_gib so that it is again."
             )
-        mean = [manifest.shift_factor or 0.0] * manifest.channels
-        std = [1.0 / manifest.scaling_factor] * manifest.channels
-    return LatentSpec(
-        channels=manifest.channels,
-        height=manifest.height,
-        width=manifest.width,
-        num_classes=len(manifest.class_names),
-        count=manifest.count,
-        class_names=manifest.class_names,
-        mean=mean,
-        std=std,
-        encoder=manifest.encoder,
-        encoder_sha256=manifest.encoder_sha256,
-        fingerprint=f"{manifest.fingerprint()}-{normalisation}",
-    )
+        self.loader.load_state_dict(state)
 
 
-def read_split(manifest: Manifest, folder: Path, split: str) -> LatentTensors:
-    """All shards of one split as tensors in the stored dtype; ValueError if counts do not add up."""
-    parts = [read_shard(folder, shard) for shard in manifest.shards if shard.split == split]
-    expected = manifest.count if split == "train" else manifest.held_out
-    found = sum(len(part["labels"]) for part in parts)
-    if found != expected:
-        raise ValueError(
-            f"{folder}: the {split} shards hold {found} samples, the manifest says {expected}; "
-            f"run precompute_latents.py again to rebuild the manifest."
-        )
-    if not parts:
-        shape = (0, manifest.channels, manifest.height, manifest.width)
-        return LatentTensors(torch.zeros(shape), torch.zeros(0, dtype=torch.long))
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return LatentTensors(**joined)
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def memory_allowed(device: torch.device, given: float | None) -> int:
+    """Bytes that latents may take on the device: as given, or half of what is free there now."""
+    if given is not None:
+        if given <= 0:
+            raise ValueError(f"data.device_memory_gib={given} must be above 0.")
+        return int(given * GIB)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
+    """What a sample takes on the device."""
+    total = 0
+    for tensor in blocks.read(0).values():
+        if storage == "int8" and tensor.ndim == 4:
+            total += tensor[0].numel() + 4 * tensor.shape[1]
+        else:
+            total += tensor[0].numel() * tensor.element_size()
+    return total
+
+
+def in_memory(
+    spec: LatentSpec,
+    train: BlockReader,
+    held_out: BlockReader,
+    manifest: Manifest,
+    storage: Storage,
+    shared: dict,
+) -> InMemoryLatents:
+    device = shared["device"]
+    tensors, ids, error = read_split(train, device, storage)
+    if storage == "int8":
+        relative = (error / torch.tensor(manifest.std)).tolist()
+        print(f"data: int8 moves a latent by {max(relative):.2%} of its channel's std (RMS, worst channel)", flush=True)
+    held_out_tensors = read_split(held_out, device, storage)[0]
+    Skips().say(train.take_reports() + held_out.take_reports())
+    return InMemoryLatents(spec, tensors, held_out_tensors, ids=ids, **shared)
+
+
+def read_split(
+    blocks: BlockReader, device: torch.device, storage: Storage
+) -> tuple[LatentTensors, Tensor | None, Tensor]:
+    """A split on `device`, the ids of its samples where others stand in for some, and the RMS error per channel.
+
+    Block by block: at no time are two copies of the split in memory.
+    """
+    split: dict[str, Tensor | Int8Latents] = {}
+    ids = torch.arange(blocks.count)
+    squares, numbers = torch.zeros(blocks.shape[0], dtype=torch.float64), 0
+    for number, place in enumerate(blocks.places):
+        tensors = blocks.read(number)
+        rows = slice(place.first, place.first + place.block.samples)
+        ids[rows] = tensors.pop("ids")
+        for name, tensor in tensors.items():
+            small = storage == "int8" and tensor.ndim == 4
+            part = Int8Latents.of(tensor) if small else tensor
+            if isinstance(part, Int8Latents) and name == "latents":
+                squares += (part[:] - tensor.float()).double().square().sum((0, 2, 3))
+                numbers += tensor[:, 0].numel()
+            if name not in split:
+                split[name] = room(part, blocks.count, device)
+            split[name][rows] = part.to(device)  # pyright: ignore[reportArgumentType]
+    if not split:
+        return LatentTensors(torch.zeros(0, *blocks.shape), torch.zeros(0, dtype=torch.long)), None, squares
+    known_as = None if torch.equal(ids, torch.arange(blocks.count)) else ids
+    return LatentTensors(**split), known_as, (squares / max(1, numbers)).sqrt()  # pyright: ignore[reportArgumentType]
+
+
+def room(like: Tensor | Int8Latents, count: int, device: torch.device) -> Tensor | Int8Latents:
+    """Room for `count` samples such as these."""
+    if isinstance(like, Int8Latents):
+        values, scale = (torch.empty(count, *t.shape[1:], dtype=t.dtype, device=device) for t in vars(like).values())
+        return Int8Latents(values, scale)
+    return torch.empty(count, *like.shape[1:], dtype=like.dtype, device=device)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
-from data.manifest import Shard, sync_folder
+from data.manifest import Block, Shard, sync_folder
 
 SUFFIX = "safetensors"
 
@@ -28,6 +28,7 @@ class ShardWriter:
     """
 
     def __init__(self, file: Path, split: str, block_size: int) -> None:
+        os.environ.setdefault("WDS_SECURE", "1")  # before the import: no pickles, no pipes
         from webdataset.writer import TarWriter
 
         self.file, self.split, self.block_size = file, split, block_size
@@ -35,7 +36,8 @@ class ShardWriter:
         self.stream = self.temporary.open("wb")
         self.tar = TarWriter(self.stream, encoder=False, mtime=0, user="fastlatent", group="fastlatent")
         self.pending: list[dict[str, Tensor]] = []
-        self.block_counts: list[int] = []
+        self.written: list[tuple[int, str]] = []
+        """Samples and hash of each block."""
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Appends samples: tensors of one length n along their first axis, on the CPU."""
@@ -47,8 +49,9 @@ class ShardWriter:
         joined = {name: torch.cat([part[name] for part in self.pending]) for name in self.pending[0]}
         block = {name: tensor[:size].contiguous() for name, tensor in joined.items()}
         rest = {name: tensor[size:] for name, tensor in joined.items()}
-        self.tar.write({"__key__": f"{self.file.stem}-{len(self.block_counts):06d}", SUFFIX: save(block)})
-        self.block_counts.append(len(block["labels"]))
+        payload = save(block)
+        self.tar.write({"__key__": f"{self.file.stem}-{len(self.written):06d}", SUFFIX: payload})
+        self.written.append((len(block["labels"]), hashlib.sha256(payload).hexdigest()))
         self.pending = [rest] if len(rest["labels"]) else []
 
     def close(self) -> Shard:
@@ -61,28 +64,13 @@ class ShardWriter:
         self.stream.close()
         digest = file_sha256(self.temporary)
         with tarfile.open(self.temporary) as tar:
-            blocks = [[m.offset_data, m.size, n] for m, n in zip(tar, self.block_counts, strict=True)]
+            blocks = [Block(m.offset_data, m.size, *of) for m, of in zip(tar, self.written, strict=True)]
         size = self.temporary.stat().st_size
         self.temporary.replace(self.file)
         sync_folder(self.file.parent)
-        return Shard(self.file.name, self.split, sum(self.block_counts), size, digest, blocks)  # pyright: ignore[reportArgumentType]
+        return Shard(self.file.name, self.split, sum(count for count, _ in self.written), size, digest, blocks)  # pyright: ignore[reportArgumentType]
 
 
 def file_sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def read_shard(folder: Path, shard: Shard) -> dict[str, Tensor]:
-    """All samples of a shard that has been verified against its manifest entry; ValueError if it does not match."""
-    file = folder / shard.file
-    if not file.is_file():
-        raise ValueError(f"{file} is missing ({shard.count} samples); run precompute_latents.py again to rebuild it.")
-    content = file.read_bytes()
-    if hashlib.sha256(content).hexdigest() != shard.sha256:
-        raise ValueError(
-            f"{file} is damaged: its sha256 differs from the manifest's ({shard.count} samples); "
-            f"delete it and run precompute_latents.py again."
-        )
-    blocks = [load(content[offset : offset + size]) for offset, size, _ in shard.blocks]
-    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}

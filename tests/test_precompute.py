@@ -100,7 +100,7 @@ def matches(found: Tensor, expected: Tensor, tolerance: float = 2e-2) -> list[in
 
 
 def all_of(loader: ResidentLatents, name: str) -> Tensor:
-    return torch.cat([getattr(loader.train, name), getattr(loader.held_out_split, name)])
+    return torch.cat([getattr(loader.loader.train, name), getattr(loader.loader.held_out_split, name)])
 
 
 # What is stored
@@ -135,7 +135,7 @@ def test_psnr_is_that_of_the_first_sixteen_images(job: Job, photos: Path, vae: P
 @pytest.mark.parametrize("flips", [False, True])
 def test_statistics_are_those_of_what_training_sees(job: Job, flips: bool):
     folder = job(f"flips={flips}")
-    train, manifest = load_set(folder).train, read_manifest(folder)
+    train, manifest = load_set(folder).loader.train, read_manifest(folder)
     means = torch.cat([train.latents, train.mirrored] if flips else [train.latents]).double()
     stds = torch.cat([train.std, train.mirrored_std] if flips else [train.std]).double()
     mean = means.mean((0, 2, 3))
@@ -204,8 +204,8 @@ def test_limit_and_seed_choose_the_images(job: Job):
     )
     other = load_set(job("dtype=float32", "held_out=0", "limit=7", "seed=1", out="seed1"))
     assert some.spec.count == 7
-    torch.testing.assert_close(some.train.latents, whole.train.latents[:7], rtol=1e-4, atol=1e-4)
-    assert not torch.equal(some.train.latents, other.train.latents)
+    torch.testing.assert_close(some.loader.train.latents, whole.loader.train.latents[:7], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(some.loader.train.latents, other.loader.train.latents)
 
 
 def test_nothing_held_out(job: Job):
@@ -361,8 +361,8 @@ def test_images_that_cannot_be_decoded_are_listed_and_left_out(job: Job, more_ph
     assert any("cat/broken.jpg: UnidentifiedImageError" in line for line in manifest.skipped)
     assert manifest.count == 20
     intact = load_set(job("held_out=0", out="intact"))
-    index = matches(load_set(folder).train.latents, intact.train.latents.float())
-    assert torch.equal(load_set(folder).train.labels[index], intact.train.labels)
+    index = matches(load_set(folder).loader.train.latents, intact.loader.train.latents.float())
+    assert torch.equal(load_set(folder).loader.train.labels[index], intact.loader.train.labels)
     before = contents(folder)
     job(*settings, source=more_photos)
     assert contents(folder) == before

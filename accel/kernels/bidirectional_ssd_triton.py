@@ -124,9 +124,10 @@ def configuration(
 
     `part` is forward, dx or ds. fp32 products take far more registers. Not tuned for speed yet: no GPU was at hand.
     """
-    if fp32 and part != "ds":
+    little = capability < 90 or capability >= 120  # shared memory
+    if fp32 and (part != "ds" or little):
         return 16, 4 if max(head_dim, state_dim) <= 64 else 8
-    if capability < 90 or capability >= 120:  # little shared memory
+    if little:
         return 32, 8 if part == "ds" and max(head_dim, state_dim) > 64 else 4
     if capability >= 100 or part == "ds":
         return 64, 8

@@ -95,12 +95,15 @@ class NaiveLoop:
         self.stack = build_stack(cfg, self.device)
         self.stack.on_process()
         self.num_workers = num_workers
-        self.source: InMemoryLatents = build_loader(cfg.data, cfg.seed, cfg.batch_size, self.device)  # pyright: ignore[reportAttributeAccessIssue]
+        self.source = build_loader(cfg.data, cfg.seed, cfg.batch_size, self.device)
+        if not isinstance(self.source, InMemoryLatents):
+            raise ValueError(f"the naive loop takes data=synthetic or data=digits, not {cfg.data['_target_']}.")
         spec = self.source.spec
         self.items: ItemsInMemory | ItemsInFiles | None = None
         if storage != "resident":
-            latents = self.source.normalise(self.source.train.latents).cpu()
-            labels = self.source.train.labels.cpu()
+            whole = self.source.train.rows(torch.arange(self.source.spec.count, device=self.device))
+            latents = self.source.normalise(whole.floating()).cpu()
+            labels = whole.labels.cpu()
             del self.source  # nothing of the set is on the device
             assert storage == "memory" or folder is not None
             self.items = ItemsInMemory(latents, labels)

@@ -1,0 +1,155 @@
+"""Reading the blocks of a latent set, each verified: length, hash, count, no value that is not finite.
+
+A block is one safetensors member of a shard, found by the offset in the manifest; no tar is parsed, nothing is
+unpickled. Samples of a split are numbered in the order of the manifest; that number is the id in a `Batch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from data.manifest import Block, Manifest, Shard
+from data.source import Source, reading
+
+OnCorrupt = Literal["error", "skip"]
+REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
+
+
+class DamagedBlockError(ValueError):
+    """A block that is not what the manifest says; one sentence names shard and samples."""
+
+
+class Place(NamedTuple):
+    """Where a block is, and which samples of its split it holds."""
+
+    shard: Shard
+    block: Block
+    first: int
+
+    def __str__(self) -> str:
+        return f"samples {self.first}–{self.first + self.block.samples - 1} of {self.shard.split}"
+
+
+class BlockReader:
+    """The blocks of one split, by number."""
+
+    def __init__(self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error") -> None:
+        if on_corrupt not in ("error", "skip"):
+            raise ValueError(f"data.on_corrupt={on_corrupt} is unknown; choose error or skip.")
+        self.source, self.on_corrupt = source, on_corrupt
+        self.damaged: set[int] = set()
+        self.reports: list[tuple[str, int]] = []
+        """What was skipped since somebody last took this list: sentence, samples."""
+        shards = [shard for shard in manifest.shards if shard.split == split]
+        blocks = [(shard, block) for shard in shards for block in shard.blocks]
+        firsts = [0, *accumulate(block.samples for _, block in blocks)]
+        self.count = firsts.pop()
+        self.places = [Place(*pair, first) for pair, first in zip(blocks, firsts, strict=True)]
+        self.firsts = firsts
+        self.blocks_of_shard = [len(shard.blocks) for shard in shards]
+        self.fields = fields_of(manifest)
+        self.shape = (manifest.channels, manifest.height, manifest.width)
+        expected = manifest.count if split == "train" else manifest.held_out
+        if self.count != expected:
+            raise ValueError(
+                f"{source}: the {split} shards hold {self.count} samples, the manifest says {expected}; "
+                f"run precompute_latents.py again to rebuild the manifest."
+            )
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """All tensors of a block, and the `ids` of its samples.
+
+        DamagedBlockError if it is not what the manifest says, or cannot be had. With `on_corrupt="skip"` the next good
+        block stands in for it, its samples repeated or cut to the same number, so that no place in the stream is lost.
+        """
+        for other in (*range(number, len(self.places)), *range(number)):
+            if other in self.damaged:
+                continue
+            try:
+                tensors = self.fetched(other)
+            except DamagedBlockError as error:
+                if self.on_corrupt == "error":
+                    raise
+                self.damaged.add(other)
+                self.reports.append((str(error).partition(";")[0], self.places[other].block.samples))
+                continue
+            tensors["ids"] = torch.arange(len(tensors["labels"])) + self.places[other].first
+            if other != number:
+                rows = torch.arange(self.places[number].block.samples) % len(tensors["labels"])
+                tensors = {name: tensor[rows] for name, tensor in tensors.items()}
+            return tensors
+        raise ValueError(f"{self.source}: not one block can be read; see the damaged ones above.")
+
+    def fetched(self, number: int) -> dict[str, Tensor]:
+        try:
+            return self.checked(number)
+        except DamagedBlockError:
+            if self.source.forget(self.places[number].shard.file):  # a bad copy: fetch it again
+                return self.checked(number)
+            raise
+
+    def take_reports(self) -> list[tuple[str, int]]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def checked(self, number: int) -> dict[str, Tensor]:
+        shard, block, _ = place = self.places[number]
+        what = f"{self.source}/{shard.file} ({place})"
+        try:
+            content = reading(lambda: self.source.read(shard.file, block.offset, block.size), what, REMEDY)
+        except ValueError as error:
+            raise DamagedBlockError(str(error)) from error
+        if len(content) != block.size:
+            raise DamagedBlockError(f"{what} ends early, {len(content)} of {block.size} bytes are there; {REMEDY}.")
+        if hashlib.sha256(content).hexdigest() != block.sha256:
+            raise DamagedBlockError(f"{what} is damaged: its sha256 differs from the manifest's; {REMEDY}.")
+        try:
+            tensors = load(content)
+        except SafetensorError as error:
+            raise DamagedBlockError(f"{what} is no safetensors file: {error}; {REMEDY}.") from error
+        self.check(tensors, block, what)
+        return tensors
+
+    def check(self, tensors: dict[str, Tensor], block: Block, what: str) -> None:
+        """What a hash cannot say: whether the writer wrote the right thing."""
+        for name in self.fields:
+            if name not in tensors or len(tensors[name]) != block.samples:
+                found = "none" if name not in tensors else len(tensors[name])
+                raise DamagedBlockError(f"{what} holds {found} {name}, the manifest says {block.samples}; {REMEDY}.")
+            if name != "labels" and tensors[name].shape[1:] != self.shape:
+                raise DamagedBlockError(f"{what} holds {name} of shape {tuple(tensors[name].shape[1:])}; {REMEDY}.")
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise DamagedBlockError(f"{what} holds {name} that are not finite; {REMEDY}.")
+
+    def block_of(self, sample: int) -> int:
+        """Number of the block that holds a sample."""
+        return bisect_right(self.firsts, sample) - 1
+
+
+def fields_of(manifest: Manifest) -> list[str]:
+    """Names of the tensors that every block has; those of the posterior's std are there for some encoders only."""
+    return ["latents", "labels", *(["mirrored"] if manifest.flips else [])]
+
+
+class Skips:
+    """What `data.on_corrupt=skip` left out: says each block once, and counts its samples."""
+
+    def __init__(self) -> None:
+        self.said: set[str] = set()
+        self.samples = 0
+
+    def say(self, reports: list[tuple[str, int]]) -> None:
+        for sentence, samples in reports:
+            if sentence not in self.said:
+                self.said.add(sentence)
+                self.samples += samples
+                print(f"skipped {samples} samples, others stand in ({self.samples} so far): {sentence}", flush=True)

@@ -1,0 +1,200 @@
+"""Where a latent set lies: a folder, a web server, or any store that fsspec opens. Files are read in parts, by offset.
+
+What fails for a moment (a timeout, a broken connection, status 408, 429 or 5xx) is tried again after 0.2, 0.4, 0.8 …
+seconds. What is raised in the end is an OSError whose text says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+LONGEST_PAUSE = 30.0
+FIRST_PAUSE = 0.2
+
+
+class Source(Protocol):
+    """Files of one latent set. A source may be handed to worker processes: it opens nothing before the first read."""
+
+    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+        """`size` bytes at `offset` of file `name`, or all of it; fewer if the file ends there.
+
+        FileNotFoundError if there is no such file, OSError if it cannot be read.
+        """
+        ...
+
+    def forget(self, name: str) -> bool:
+        """Drops a local copy of `name`, if there is one that can be fetched again."""
+        ...
+
+
+def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.0, retries: int = 5) -> Source:
+    """The source at `path`: a folder, or a URL; ValueError for a URL that runs commands or chains others.
+
+    `timeout` is in seconds, for each connection and each pause in what the server sends. With `cache`, whole shards are
+    kept in that folder, and read from there from then on.
+    """
+    text = str(path)
+    scheme = text.partition("://")[0] if "://" in text else ""
+    if text.startswith("pipe:") or "::" in text:
+        raise ValueError(f"data.path={text}: pipes and chained URLs are not opened; give a folder or one URL.")
+    if not scheme:
+        return LocalSource(Path(text).expanduser())
+    kind = HttpSource if scheme in ("http", "https") else FsspecSource
+    source = kind(text.rstrip("/"), timeout, retries)
+    return source if cache is None else CachedSource(source, Path(cache).expanduser(), text)
+
+
+class LocalSource:
+    """A folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+        with (self.folder / name).open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(-1 if size is None else size)
+
+    def forget(self, name: str) -> bool:
+        return False
+
+
+class RemoteSource:
+    """What remote sources share: trying again."""
+
+    def __init__(self, url: str, timeout: float, retries: int) -> None:
+        self.url, self.timeout, self.retries = url, timeout, retries
+
+    def __str__(self) -> str:
+        return self.url
+
+    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+        failure = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)))
+            try:
+                return self.read_once(name, offset, size)
+            except TransientError as error:
+                failure = str(error)
+        raise OSError(f"{failure} ({self.retries + 1} attempts)")
+
+    def read_once(self, name: str, offset: int, size: int | None) -> bytes:
+        raise NotImplementedError
+
+    def forget(self, name: str) -> bool:
+        return False
+
+
+class TransientError(OSError):
+    """May be gone in a moment."""
+
+
+class HttpSource(RemoteSource):
+    """A folder on a web server that answers range requests (RFC 9110, section 14)."""
+
+    def __init__(self, url: str, timeout: float, retries: int) -> None:
+        super().__init__(url, timeout, retries)
+        self.client: Any = None
+        self.owner = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"client": None}
+
+    def connection(self) -> Any:
+        """One client a process: connections do not survive a fork."""
+        import httpx
+
+        if self.client is None or self.owner != os.getpid():
+            self.client, self.owner = httpx.Client(timeout=self.timeout, follow_redirects=True), os.getpid()
+            weakref.finalize(self, self.client.close)
+        return self.client
+
+    def read_once(self, name: str, offset: int, size: int | None) -> bytes:
+        import httpx
+
+        headers = {} if size is None else {"Range": f"bytes={offset}-{offset + size - 1}"}
+        try:
+            with self.connection().stream("GET", f"{self.url}/{name}", headers=headers) as reply:
+                self.check(reply.status_code, size is not None)
+                return reply.read()
+        except httpx.TransportError as error:
+            raise TransientError(f"{type(error).__name__} {error}".strip()) from error
+
+    def check(self, status: int, in_part: bool) -> None:
+        if status in (408, 429) or status >= 500:
+            raise TransientError(f"the server answers {status}")
+        if status in (404, 410):
+            raise FileNotFoundError(f"the server answers {status}")
+        if status == 416:
+            raise OSError("the file ends before that place")
+        if status == 200 and in_part:
+            raise OSError("the server does not send parts of files; set data.cache=<folder>")
+        if status not in (200, 206):
+            raise OSError(f"the server answers {status}")
+
+
+class FsspecSource(RemoteSource):
+    """s3://, gs://, hf:// and whatever else fsspec has an implementation installed for."""
+
+    def read_once(self, name: str, offset: int, size: int | None) -> bytes:
+        import fsspec
+
+        try:
+            filesystem, folder = fsspec.core.url_to_fs(self.url)
+            end = None if size is None else offset + size
+            return filesystem.cat_file(f"{folder}/{name}", start=offset or None, end=end)
+        except FileNotFoundError:
+            raise
+        except (ImportError, ValueError) as error:  # no implementation of the scheme
+            raise OSError(f"{error}; install what fsspec asks for") from error
+        except Exception as error:  # each store has errors of its own
+            raise TransientError(f"{type(error).__name__} {error}".splitlines()[0]) from error
+
+
+class CachedSource:
+    """Copies of whole shards in `folder`/<hash of the URL>; anything else is read through."""
+
+    def __init__(self, source: RemoteSource, folder: Path, url: str) -> None:
+        self.source, self.folder = source, folder / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+        if not name.endswith(".tar"):
+            return self.source.read(name, offset, size)
+        file = self.folder / name
+        if not file.is_file():
+            content = self.source.read(name)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_name(f"{name}.{os.getpid()}.tmp")  # others may fetch the same: the last one stays
+            temporary.write_bytes(content)
+            temporary.replace(file)
+        return LocalSource(self.folder).read(name, offset, size)
+
+    def forget(self, name: str) -> bool:
+        file = self.folder / name
+        found = file.is_file()
+        file.unlink(missing_ok=True)
+        return found
+
+
+def reading(action: Callable[[], bytes], what: str, remedy: str) -> bytes:
+    """The result of `action`; a ValueError that says `what` cannot be read and the `remedy` if it raises OSError."""
+    try:
+        return action()
+    except FileNotFoundError as error:
+        reason = f" ({error})" if "server" in str(error) else ""
+        raise ValueError(f"{what} is missing{reason}; {remedy}.") from error
+    except OSError as error:
+        raise ValueError(f"{what} cannot be read: {error}; {remedy}.") from error

@@ -1,0 +1,330 @@
+"""What can be wrong with a latent set, each refused in one sentence or skipped and counted; and servers that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import source
+from data.blocks import BlockReader
+from data.manifest import read_manifest
+from data.resident import ResidentLatents
+from data.source import open_source
+from data.streamed import StreamedLatents
+from tests.helpers import CPU, random_samples, save_latent_set, write_shard
+from tests.test_loaders import assert_same, joined
+
+KINDS = ["resident", "window", "webdataset", "webdataset, 2 workers"]
+
+
+def load(kind: str, path: str | Path, **changes: object):
+    settings = {"batch_size": 7, "seed": 0, "device": CPU} | changes
+    if kind.startswith("webdataset"):
+        return StreamedLatents(
+            path=str(path), streams=4, window=8, num_workers=2 if "workers" in kind else 0, **settings
+        )
+    room = 16 * 240 / 2**30 if kind == "window" else None
+    return ResidentLatents(path=str(path), device_memory_gib=room, **settings)
+
+
+def use(kind: str, folder: Path) -> None:
+    """More than an epoch."""
+    list(islice(load(kind, folder), 10))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three training shards of 20, in blocks of four, and a held-out one."""
+    parts = [("train", random_samples(20, seed)) for seed in range(3)] + [("held_out", random_samples(4, 9))]
+    save_latent_set(tmp_path / "set", parts)
+    return tmp_path / "set"
+
+
+def block_bytes(folder: Path, shard: int, block: int) -> tuple[Path, int, int]:
+    described = read_manifest(folder).shards[shard]
+    return folder / described.file, described.blocks[block].offset, described.blocks[block].size
+
+
+def truncated(folder: Path) -> None:
+    file, offset, size = block_bytes(folder, 1, 2)
+    file.write_bytes(file.read_bytes()[: offset + size // 2])
+
+
+def flipped_byte(folder: Path) -> None:
+    file, offset, size = block_bytes(folder, 1, 2)
+    content = bytearray(file.read_bytes())
+    content[offset + size - 3] ^= 1
+    file.write_bytes(content)
+
+
+def zeroed_hole(folder: Path) -> None:
+    file, offset, _ = block_bytes(folder, 1, 2)
+    content = bytearray(file.read_bytes())
+    content[offset + 100 : offset + 600] = bytes(500)
+    file.write_bytes(content)
+
+
+def missing(folder: Path) -> None:
+    block_bytes(folder, 1, 2)[0].unlink()
+
+
+def not_finite(folder: Path) -> None:
+    """Written by somebody's own tool: the hash is right, the content is not."""
+    samples = [random_samples(20, seed) for seed in range(3)]
+    samples[1]["latents"][9, 0, 0, 0] = float("nan")
+    save_latent_set(folder, [*(("train", s) for s in samples), ("held_out", random_samples(4, 9))])
+
+
+DAMAGES: dict[Callable[[Path], None], tuple[str, int]] = {
+    truncated: (" of train) ends early", 12),
+    flipped_byte: ("(samples 28–31 of train) is damaged: its sha256", 4),
+    zeroed_hole: ("(samples 28–31 of train) is damaged: its sha256", 4),
+    missing: (" of train) is missing", 20),
+    not_finite: ("(samples 28–31 of train) holds latents that are not finite", 4),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_ends_in_one_sentence(folder: Path, kind: str, damage: Callable[[Path], None]):
+    damage(folder)
+    with pytest.raises(ValueError, match=r"train-00001.tar") as caught:
+        use(kind, folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert DAMAGES[damage][0] in message
+    assert "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip" in message
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_or_is_skipped_and_counted(folder: Path, kind: str, damage: Callable[[Path], None], capsys):
+    """Others stand in: the stream stays as long as it was, and as exact."""
+    damage(folder)
+    loader, again = load(kind, folder, on_corrupt="skip"), load(kind, folder, on_corrupt="skip")
+    batches = [next(loader) for _ in range(18)]  # two epochs of 60
+    epoch = torch.cat([batch.ids for batch in batches])[:60]
+    lost = 20 if damage is missing else 12 if damage is truncated else 4
+    assert len(epoch.unique()) == 60 - lost
+    assert all(batch.latents.isfinite().all() for batch in batches)
+    again.load_state_dict(again.state_dict() | {"samples_seen": 35})
+    assert_same(next(again), batches[5])
+    said = capsys.readouterr().out
+    assert "train-00001.tar" in said
+    assert f"({lost} so far)" in said
+
+
+def test_nothing_left_to_stand_in_is_an_error(folder: Path):
+    for file in folder.glob("train*.tar"):
+        file.unlink()
+    with pytest.raises(ValueError, match="not one block can be read"):
+        next(load("webdataset", folder, on_corrupt="skip"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_set_of_another_encoder_or_scale_is_refused(folder: Path, kind: str):
+    for key, value in (("encoder", "someone/other-vae"), ("latent_scale", 0.18215), ("normalisation", "whiten")):
+        with pytest.raises(ValueError, match=f"data.{key}={value}"):
+            load(kind, folder, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"streams": 0}, "data.streams=0 must be at least 1"),
+        ({"window": 0}, "data.window=0 must be at least 1"),
+        ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
+        ({"prefetch_factor": 0}, "data.prefetch_factor=0 must be at least 1"),
+        ({"on_corrupt": "ignore"}, "data.on_corrupt=ignore is unknown; choose error or skip"),
+        ({"path": None}, "data=webdataset needs data.path"),
+        ({"path": "pipe:curl x"}, "pipes and chained URLs are not opened"),
+        ({"path": "simplecache::s3://x"}, "pipes and chained URLs are not opened"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(folder: Path, changes: dict, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        StreamedLatents(**{"path": str(folder), "batch_size": 2, "seed": 0, "device": CPU} | changes)
+
+
+def test_a_killed_worker_is_named(folder: Path):
+    loader = load("webdataset, 2 workers", folder)
+    next(loader)
+    children = {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+    for thread in Path("/proc/self/task").iterdir():
+        children |= {int(pid) for pid in (thread / "children").read_text().split()}
+    for pid in children:
+        if "python" in Path(f"/proc/{pid}/cmdline").read_text():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ValueError, match=r"a reader of data=webdataset died or hangs .*start the same command again"):
+        list(islice(loader, 100))
+
+
+# Over the network
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Files of a folder in parts. `script` decides about each request: a status to answer, "hang", "cut" or None."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.script: Callable[[int, str], object] = lambda number, path: None
+        self.requests: list[str] = []
+        self.ranges = True
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)
+        verdict = self.server.script(len(self.server.requests), f"{self.path} {self.headers.get('Range', '')}".strip())
+        file = self.server.folder / self.path.lstrip("/")
+        if verdict == "hang":
+            self.server.released.wait(20.0)
+            return
+        if isinstance(verdict, int) or not file.is_file():
+            self.send_response(verdict if isinstance(verdict, int) else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content, status = file.read_bytes(), 200
+        if self.server.ranges and (asked := self.headers.get("Range")):
+            first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+            content, status = content[first : last + 1], 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if verdict == "cut" else content)
+        self.close_connection = verdict == "cut"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(source, "FIRST_PAUSE", 0.001)
+    with Server(folder) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.released.set()
+        running.shutdown()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_url_gives_the_stream_of_the_folder(folder: Path, server: Server, workers: int):
+    local, remote = (
+        StreamedLatents(path=path, streams=4, window=8, num_workers=n, batch_size=7, seed=0, device=CPU)
+        for path, n in ((str(folder), 0), (server.url, workers))
+    )
+    for _ in range(12):
+        assert_same(next(local), next(remote))
+    assert_same(joined(list(local.held_out(3))), joined(list(remote.held_out(3))))
+
+
+def test_resident_reads_a_url_too(folder: Path, server: Server):
+    assert_same(next(load("resident", folder)), next(load("resident", server.url)))
+
+
+@pytest.mark.parametrize("failure", [500, 503, 429, "cut"])
+def test_what_fails_for_a_moment_is_tried_again(folder: Path, server: Server, failure: object):
+    tried: Counter[str] = Counter()
+
+    def twice(number: int, what: str) -> object:
+        tried[what] += 1
+        return failure if tried[what] <= 2 else None
+
+    server.script = twice
+    loader = load("webdataset", server.url)
+    expected = load("webdataset", folder)
+    for _ in range(9):
+        assert_same(next(loader), next(expected))
+
+
+def test_a_server_that_hangs_is_given_up_on(server: Server):
+    server.script = lambda number, path: None if path.endswith(".json") else "hang"
+    began = time.monotonic()
+    loader = load("webdataset", server.url, timeout=0.2, retries=1)
+    with pytest.raises(ValueError, match=r"train-0000\d.tar \(samples .* cannot be read: ReadTimeout.*\(2 attempts\)"):
+        next(loader)
+    assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (500, r"tar \(samples .* cannot be read: the server answers 500 \(3 attempts\)"),
+        (404, r"tar \(samples .* is missing \(the server answers 404\)"),
+        (403, r"tar \(samples .* cannot be read: the server answers 403;"),
+    ],
+)
+def test_what_fails_for_good_is_named(server: Server, status: int, sentence: str):
+    server.script = lambda number, path: None if path.endswith(".json") else status
+    loader = load("webdataset", server.url, retries=2)
+    with pytest.raises(ValueError, match=sentence):
+        next(loader)
+
+
+def test_a_server_without_parts_needs_a_cache(folder: Path, server: Server, tmp_path: Path):
+    server.ranges = False
+    with pytest.raises(ValueError, match=r"does not send parts of files; set data.cache=<folder>"):
+        next(load("webdataset", server.url))
+    cached, expected = load("webdataset", server.url, cache=str(tmp_path / "cache")), load("webdataset", folder)
+    for _ in range(9):
+        assert_same(next(cached), next(expected))
+    assert len(list((tmp_path / "cache").rglob("*.tar"))) == 3
+
+
+def test_a_cached_shard_is_not_fetched_again_and_a_damaged_one_is(folder: Path, server: Server, tmp_path: Path):
+    opened = open_source(server.url, cache=str(tmp_path / "cache"))
+    manifest = read_manifest(opened)
+    reader = BlockReader(opened, manifest, "train")
+    reader.read(0)
+    asked = len(server.requests)
+    reader.read(1)
+    assert len(server.requests) == asked
+    (copy,) = (tmp_path / "cache").rglob("*.tar")
+    copy.write_bytes(bytes(copy.stat().st_size))
+    assert torch.equal(reader.read(2)["ids"], torch.arange(8, 12))
+    assert len(server.requests) == asked + 1
+
+
+def test_fsspec_opens_other_stores(folder: Path):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for file in folder.iterdir():
+        memory.pipe_file(f"/latents/{file.name}", file.read_bytes())
+    remote, local = load("webdataset", "memory://latents"), load("webdataset", folder)
+    for _ in range(9):
+        assert_same(next(remote), next(local))
+    with pytest.raises(ValueError, match=r"memory://nowhere/manifest.json is missing"):
+        load("webdataset", "memory://nowhere")
+    with pytest.raises(ValueError, match=r"nosuch://x/manifest.json cannot be read: Protocol not known: nosuch"):
+        load("webdataset", "nosuch://x")
+
+
+def test_a_shard_of_another_set_is_not_taken(folder: Path):
+    """Same name, same length, other content."""
+    write_shard(folder / "train-00001.tar", random_samples(20, seed=7))
+    with pytest.raises(ValueError, match=r"train-00001.tar \(samples \d+–\d+ of train\) is damaged: its sha256"):
+        list(zip(range(10), load("webdataset", folder), strict=False))

@@ -1,0 +1,218 @@
+"""The order of a streamed set as a pure function, and its readers: nothing lost, nothing twice, at any division."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.in_memory import LatentTensors, sampled
+from data.resident import ResidentLatents
+from data.streamed import StreamedLatents
+from data.streams import Share, StreamOrder
+from data.window import GroupOrder, WindowedLatents
+from tests.helpers import CPU, random_samples, save_latent_set
+from tests.test_loaders import assert_same, by_position, joined
+
+
+def random_set(draw: random.Random) -> tuple[list[int], list[int]]:
+    """Blocks of each shard, and samples of each block."""
+    blocks = [draw.randint(1, 4) for _ in range(draw.randint(1, 7))]
+    return blocks, [draw.randint(1, 9) for _ in range(sum(blocks))]
+
+
+def sample_at(order: StreamOrder, position: int) -> tuple[int, int]:
+    """(block, row) of the sample at a position, from the definition alone."""
+    spot = order.spot(position)
+    rows = [(block, row + i) for block, row, rows in order.pieces(spot) for i in range(rows)]
+    assert len(rows) == spot.size
+    return rows[int(order.permutation(spot)[spot.offset])]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_sample_comes_once_in_each_epoch(seed: int):
+    draw = random.Random(seed)
+    blocks, counts = random_set(draw)
+    order = StreamOrder(blocks, counts, seed, streams=draw.randint(1, 9), window=draw.randint(1, 12))
+    everything = {(block, row) for block, count in enumerate(counts) for row in range(count)}
+    epochs = [[sample_at(order, e * order.count + p) for p in range(order.count)] for e in range(2)]
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch))
+        assert set(epoch) == everything
+    if len(everything) > 12:
+        assert epochs[0] != epochs[1]
+
+
+def test_windows_end_at_different_times():
+    """Or all streams would read at once."""
+    order = StreamOrder([40], [64] * 40, seed=0, streams=8, window=32)
+    ends = Counter(order.spot(p).offset for p in range(8))
+    rows = [next(n for n in range(99) if order.spot(s + 8 * (n + 1)).window > 0) for s in range(8)]
+    assert len(set(rows)) == 8
+    assert ends == {0: 8}
+
+
+def test_shuffling_reaches_as_far_as_streams_and_windows_do():
+    order = StreamOrder([10] * 10, [8] * 100, seed=0, streams=16, window=16)
+    first = {order.spot(p).range for p in range(16)}
+    assert first == set(range(16))  # a batch of 16 has one of each stream
+    assert not torch.equal(order.permutation(order.spot(0)), torch.arange(16))
+
+
+@pytest.mark.parametrize("batch", [6, 12, 24, 30])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_every_batch_without_gap_or_overlap(batch: int, ranks: int):
+    for start in (0, batch, 7 * batch):
+        shares = [Share(batch, batch // ranks, rank, ranks, streams=12) for rank in range(ranks)]
+        taken = [[p for lane in range(12) for p in share.positions(start, lane)] for share in shares]
+        assert [len(t) for t in taken] == [batch // ranks] * ranks
+        assert sorted(p for t in taken for p in t) == list(range(start, start + batch))
+
+
+def test_ranks_own_whole_streams_where_the_numbers_divide():
+    lanes = [Share(24, 12, rank, 2, streams=12).own_lanes() for rank in range(2)]
+    assert lanes == [range(6), range(6, 12)]
+    # In smaller batches a stretch of each comes to the same: rank 0 never needs a lane of rank 1.
+    used = [
+        {lane for start in range(0, 60, 6) for lane in range(12) if Share(6, 3, rank, 2, 12).positions(start, lane)}
+        for rank in range(2)
+    ]
+    assert used[0] & used[1] == set()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_of_a_window_have_every_sample_once(seed: int):
+    draw = random.Random(seed)
+    _, counts = random_set(draw)
+    order = GroupOrder(counts, seed, window=max(counts) + draw.randint(0, 20))
+    for epoch in range(2):
+        groups = order.groups(epoch)
+        assert sorted(block for group in groups for block in group.blocks) == list(range(len(counts)))
+        assert all(group.size == sum(counts[b] for b in group.blocks) <= order.window for group in groups)
+        for p in range(order.count):
+            group, offset = order.at(epoch * order.count + p)
+            assert group.first + offset == p
+            assert 0 <= offset < group.size
+
+
+SIZES = (29, 16, 3, 41, 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five shards of unequal size: nothing divides anything."""
+    path = tmp_path_factory.mktemp("set")
+    train = [("train", random_samples(size, seed)) for seed, size in enumerate(SIZES)]
+    save_latent_set(path, [*train, ("held_out", random_samples(5, 9))])
+    return path
+
+
+def streamed(folder: Path, **changes: object) -> StreamedLatents:
+    settings = {"batch_size": 12, "seed": 0, "device": CPU, "streams": 6, "window": 5, "num_workers": 0} | changes
+    return StreamedLatents(path=str(folder), **settings)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
+@pytest.mark.parametrize("workers", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_any_number_of_readers_gives_one_stream(folder: Path, ranks: int, workers: int):
+    """Disjoint, complete, the same; after a resume in the middle too, at another number of both."""
+    whole = streamed(folder)
+    loaders = [
+        streamed(folder, batch_size=12 // ranks, rank=rank, world_size=ranks, num_workers=workers)
+        for rank in range(ranks)
+    ]
+    for _ in range(3):
+        assert_same(next(whole), by_position(joined([next(loader) for loader in loaders])))
+    state = loaders[-1].state_dict()
+    other = streamed(folder, num_workers=(workers + 1) % 3)
+    other.load_state_dict(state)
+    assert_same(next(whole), next(other))
+
+
+def test_resuming_is_exact_at_every_cut(folder: Path):
+    whole = list(islice(streamed(folder, batch_size=10), 21))  # two epochs of 101 samples
+    for cut in range(21):
+        loader = streamed(folder, batch_size=10)
+        loader.load_state_dict({"samples_seen": 10 * cut})
+        assert_same(next(loader), whole[cut])
+
+
+def test_order_does_not_depend_on_reading_ahead(folder: Path):
+    plain, ahead = streamed(folder), streamed(folder, num_workers=2, prefetch_factor=7)
+    for _ in range(12):
+        assert_same(next(plain), next(ahead))
+
+
+def test_streams_and_windows_are_part_of_the_order(folder: Path):
+    first = next(streamed(folder)).ids
+    assert not torch.equal(first, next(streamed(folder, streams=5)).ids)
+    assert not torch.equal(first, next(streamed(folder, window=3)).ids)
+
+
+def test_streamed_samples_are_those_of_the_set(folder: Path):
+    loader = streamed(folder, batch_size=101)
+    batch = next(loader)
+    parts = [random_samples(size, seed) for seed, size in enumerate(SIZES)]
+    whole = LatentTensors(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    raw = sampled(whole.rows(batch.ids), loader.seed, batch.position)
+    assert torch.equal(batch.latents, loader.normalise(raw))
+    assert torch.equal(batch.labels, whole.labels[batch.ids])
+    assert torch.equal(batch.ids.sort().values, torch.arange(101))
+
+
+def windowed(folder: Path, window: int = 15, **changes: object) -> ResidentLatents:
+    room = 2 * window * 240 / 2**30  # two windows of samples of 240 bytes
+    settings = {"batch_size": 10, "seed": 0, "device": CPU, "device_memory_gib": room} | changes
+    return ResidentLatents(path=str(folder), **settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_does_not_fit_comes_by_windows_and_says_why(folder: Path, capsys: pytest.CaptureFixture[str]):
+    loader = windowed(folder)
+    assert isinstance(loader.loader, WindowedLatents)
+    said = capsys.readouterr().out
+    assert "a window of" in said
+    assert "are allowed (as given)" in said
+    ResidentLatents(path=str(folder), batch_size=2, seed=0, device=CPU)
+    assert "all of it on the device" in capsys.readouterr().out
+
+
+def test_a_window_resumes_exactly_at_every_cut_and_keeps_its_size(folder: Path):
+    whole = list(islice(windowed(folder), 21))
+    state = windowed(folder).state_dict()
+    for cut in range(21):
+        loader = windowed(folder, window=40 if cut % 2 else 15)
+        loader.load_state_dict(state | {"samples_seen": 10 * cut})
+        assert_same(next(loader), whole[cut])
+
+
+def test_a_window_too_small_for_a_block_is_refused(folder: Path):
+    with pytest.raises(ValueError, match=r"a window of 2 samples holds not even one block of 4; raise data.device"):
+        windowed(folder, window=2)
+
+
+def test_a_run_is_not_resumed_in_the_other_mode(folder: Path):
+    loader = ResidentLatents(path=str(folder), batch_size=2, seed=0, device=CPU)
+    with pytest.raises(ValueError, match=r"started with a window of the set.*device_memory_gib"):
+        loader.load_state_dict({"samples_seen": 4, "window": 15})
+
+
+def test_int8_states_its_error_and_keeps_to_it(folder: Path, capsys: pytest.CaptureFixture[str]):
+    exact = ResidentLatents(path=str(folder), batch_size=101, seed=0, device=CPU)
+    small = ResidentLatents(path=str(folder), batch_size=101, seed=0, device=CPU, storage="int8")
+    stated = float(capsys.readouterr().out.partition("int8 moves a latent by ")[2].partition("%")[0]) / 100
+    raw, rounded = (rows(loader) for loader in (exact, small))
+    error = (raw - rounded).square().mean((0, 2, 3)).sqrt() / torch.tensor(exact.spec.std)
+    assert 0.0 < stated < 0.02
+    assert abs(error.max().item() - stated) < 1e-4
+    largest = raw.abs().amax((2, 3), keepdim=True)
+    assert ((raw - rounded).abs() <= largest / 254 * 1.001).all()
+
+
+def rows(loader: ResidentLatents) -> Tensor:
+    return loader.loader.train.rows(torch.arange(101)).floating().float()  # pyright: ignore[reportAttributeAccessIssue]
