@@ -1,9 +1,12 @@
 """Encodes images into latent shards with a manifest, once per data set. The same command again continues.
 
+python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
 python precompute_latents.py source=photos out=latents/photos encoder=sd
+torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/photos encoder=sd
 python precompute_latents.py source=photos out=latents/photos encoder=local encoder.path=models/my-vae
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -20,33 +23,27 @@ TECHNIQUES = ("tf32", "cudnn_benchmark", "precision", "compile")
 
 
 def precompute(composed: Composed) -> Path:
-    """Encodes what `composed` describes and returns the path of the manifest."""
+    """Encodes what `composed` describes and returns the path of the manifest; with dry_run only says what it takes."""
     from accel.stack import AccelerationStack  # torch comes in here, so that --help stays quick
     from data.images import list_images
     from models.autoencoders import Autoencoder
     from training.build import build
-    from training.precompute import (
-        PSNR_IMAGES,
-        Encoder,
-        EncodeStep,
-        claim,
-        first_images,
-        job_description,
-        measure_psnr,
-        plan_shards,
-        write_manifest,
-    )
+    from training.encoding import PSNR_IMAGES, Encoder, EncodeStep, estimate, first_images, measure_psnr
+    from training.precompute import claim, job_description, locked, plan_shards, write_manifest
+    from training.ranks import Ranks
     from training.run import pick_device
     from training.setup import spine
 
     # 1. What is encoded, with what, and where to.
     cfg = composed.cfg
-    device = pick_device(cfg.runtime.device.value)
+    ranks = Ranks.from_environment()
+    say = print if ranks.rank == 0 else (lambda *words, **how: None)
+    device = ranks.device(pick_device(cfg.runtime.device.value))
     out = Path(cfg.out).expanduser()
     images = list_images(cfg.source)
     plan = plan_shards(images, cfg)
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
-    print(f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode")
+    say(f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode")
 
     # 2. What makes it fast, seen in one encoding.
     stack = AccelerationStack(
@@ -58,22 +55,38 @@ def precompute(composed: Composed) -> Path:
     first = first_images(images, cfg, device)
     ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
     precision = str(ledger.as_dict()["precision"]["active"])
-    print(f"\nledger ({device})\n{ledger.table()}\n")
+    say(f"\nledger ({device})\n{ledger.table()}\n")
 
     # 3. Does the encoder do what it should?
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
-    print(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}", flush=True)
+    say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}", flush=True)
 
-    # 4. All images, shard by shard.
-    claim(out, job_description(images, cfg, autoencoder.weights_sha256, precision))
+    encoder = Encoder(step, cfg, out, device, ranks)
+    if cfg.dry_run:
+        say(estimate(encoder, images, plan))
+        return out / "manifest.json"
+
+    # 4. All images, shard by shard; of several ranks each has its own shards.
+    job = job_description(images, cfg, autoencoder.weights_sha256, precision)
+    if ranks.rank == 0:
+        claim(out, job)
+    ranks.wait_for_all()
+    claim(out, job)
     began = time.perf_counter()
-    sidecars = Encoder(step, cfg, out, device).run(plan)
-    manifest = write_manifest(out, sidecars, images, cfg, autoencoder, shape, quality, precision)
+    with locked(out) if ranks.rank == 0 else contextlib.nullcontext():
+        encoder.run(plan)
+        ranks.wait_for_all()
+        if ranks.rank:
+            ranks.close()
+            return out / "manifest.json"
+        manifest = write_manifest(out, plan, images, cfg, autoencoder, shape, quality, precision)
+    ranks.close()
 
     # 5. What came of it.
     seconds = time.perf_counter() - began
-    print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, {seconds:.0f} s")
+    spent = ", ".join(f"{part} {time_of / seconds:.0%}" for part, time_of in encoder.seconds.items())
+    print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, {seconds:.0f} s ({spent})")
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
     print(f"next: python train.py data=resident data.path={out} experiment=fastrun", flush=True)

@@ -5,6 +5,7 @@ Letters: S side of the square output in pixels.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import tarfile
@@ -23,7 +24,7 @@ RESIZE = "box-halving, bicubic, center crop"
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """One image: a whole file, or `size` bytes at `offset` of a tar."""
+    """One image: a whole file, or `size` bytes at `offset` of a tar; of a folder of `datasets`, row `offset`."""
 
     key: str
     label: int
@@ -46,15 +47,19 @@ class ImageList:
 
 
 def list_images(source: str | Path) -> ImageList:
-    """Lists a folder with one subfolder a class, a folder of WebDataset tars, or one tar; sorted by name.
+    """Lists a folder with one subfolder a class, WebDataset tars (a folder or one), both sorted by name, or a folder
+    that Hugging Face `datasets` saved.
 
-    ValueError if there is no such source, no image in it, or a tar member without a label.
+    ValueError if there is no such source, no image in it, or one without a label.
     """
     path = Path(source).expanduser()
     if not path.is_dir() and path.suffix != ".tar":
         raise ValueError(
-            f"source={source} is no folder and no tar; give a folder with one subfolder a class, or WebDataset tars."
+            f"source={source} is no folder and no tar; "
+            f"give a folder with one subfolder a class, WebDataset tars, or a folder of datasets."
         )
+    if (path.is_dir() and any(path.glob("dataset_info.json"))) or any(path.glob("*/dataset_info.json")):
+        return list_rows(path)
     tars = [path] if path.suffix == ".tar" else sorted(path.glob("*.tar"))
     images = list_tars(tars) if tars else list_class_folder(path)
     if not images.entries:
@@ -113,6 +118,51 @@ def list_tars(tars: list[Path]) -> ImageList:
     return ImageList(entries, [str(i) for i in range(max(labels_seen, default=-1) + 1)])
 
 
+def list_rows(path: Path) -> ImageList:
+    """The rows of a folder made by `Dataset.save_to_disk`: its column of images and its column of class labels."""
+    splits = sorted(folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file())
+    if splits:
+        raise ValueError(f"source={path} holds the splits {', '.join(splits)}; name one: source={path / splits[0]}.")
+    dataset, images, labels = opened_dataset(str(path))
+    column = dataset[labels]
+    names = getattr(dataset.features[labels], "names", None) or [str(i) for i in range(max(column, default=-1) + 1)]
+    if wrong := [i for i, label in enumerate(column) if label is None or not 0 <= label < len(names)]:
+        raise ValueError(f"source={path}: row {wrong[0]} has no label; remove it, or give it one.")
+    content = dataset._fingerprint  # of the data, so that another set of the same length is another job
+    return ImageList(
+        [ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0) for i, label in enumerate(column)], names
+    )
+
+
+@functools.cache
+def opened_dataset(path: str) -> tuple[Any, str, str]:
+    """A folder of `datasets` with images left encoded, and the names of its image and label columns."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"source={path} needs the package datasets: pip install 'fastlatent[datasets]'.") from error
+    dataset = datasets.load_from_disk(path)
+    images = [name for name, kind in dataset.features.items() if isinstance(kind, datasets.Image)]
+    labels = [name for name, kind in dataset.features.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = labels or [name for name in ("label", "labels", "cls") if name in dataset.features]
+    for what, found in (("images", images), ("class labels", labels)):
+        if len(found) != 1:
+            columns = ", ".join(dataset.features)
+            raise ValueError(f"source={path} has {len(found)} columns of {what} among {columns}; keep exactly one.")
+    return dataset.cast_column(images[0], datasets.Image(decode=False)), images[0], labels[0]
+
+
+def read_image(entry: ImageEntry) -> bytes:
+    """The encoded image."""
+    if entry.size == 0 and Path(entry.file).is_dir():
+        dataset, images, _ = opened_dataset(entry.file)
+        found = dataset[entry.offset][images]
+        return found["bytes"] if found["bytes"] is not None else Path(found["path"]).read_bytes()
+    with open(entry.file, "rb") as stream:
+        stream.seek(entry.offset)
+        return stream.read(entry.size)
+
+
 def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
     """Decodes, turns upright by EXIF, resizes the shorter side to `side` and crops the centre.
 
@@ -148,10 +198,7 @@ class DecodedImages(Dataset):
     def __getitem__(self, index: int) -> tuple[ImageEntry, Any]:
         entry = self.entries[index]
         try:
-            with open(entry.file, "rb") as stream:
-                stream.seek(entry.offset)
-                content = stream.read(entry.size)
-            return entry, decode_image(content, self.side)
+            return entry, decode_image(read_image(entry), self.side)
         except Exception as error:  # whatever a damaged file makes Pillow raise; the caller lists it
             return entry, f"{type(error).__name__}: {error}"
 

@@ -128,10 +128,14 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
 def write_atomically(file: Path, text: str) -> None:
     """Writes beside the file, flushes to disk, renames over it."""
     temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with temporary.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(file)
     sync_folder(file.parent)
 

@@ -6,6 +6,7 @@ Blocks, because reading one member a sample costs 26 times as much; `mtime=0`, s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tarfile
@@ -53,6 +54,13 @@ class ShardWriter:
         self.tar.write({"__key__": f"{self.file.stem}-{len(self.written):06d}", SUFFIX: payload})
         self.written.append((len(block["labels"]), hashlib.sha256(payload).hexdigest()))
         self.pending = [rest] if len(rest["labels"]) else []
+
+    def discard(self) -> None:
+        """Leaves nothing behind."""
+        for open_ in (self.tar, self.stream):
+            with contextlib.suppress(OSError):  # a full disk raises once more
+                open_.close()
+        self.temporary.unlink(missing_ok=True)
 
     def close(self) -> Shard:
         """Finishes the file and describes it."""

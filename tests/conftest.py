@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from precompute_latents import precompute
+from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
 from training.config import ROOT, compose
 
@@ -59,3 +62,31 @@ def assets() -> Path:
         if (place / "vae" / "taef2").is_dir() and (place / "images").is_dir():
             return place
     pytest.skip("no real photos and autoencoder at hand; set FASTLATENT_ASSETS to a folder with images/ and vae/taef2/")
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_autoencoder("AutoencoderKL", tmp_path_factory.mktemp("vae"))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 images in 2 classes. Read only."""
+    return save_images(tmp_path_factory.mktemp("photos"), ("cat", "dog"), per_class=10)
+
+
+@pytest.fixture
+def more_photos(photos: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(photos, tmp_path / "photos"))
+
+
+@pytest.fixture
+def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
+    """`job("key=value", …)` encodes the photos and returns the folder of latents."""
+
+    def start(*overrides: str, source: Path = photos, out: str = "out") -> Path:
+        settings = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={tmp_path / out}", *overrides]
+        return precompute(compose(settings, "precompute_latents")).parent
+
+    return start

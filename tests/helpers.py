@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,22 @@ TINY = {
     },
 }
 """Arguments of diffusers' classes for the smallest model of each; all of them halve the side."""
+
+
+Job = Callable[..., Path]
+
+TINY_JOB = [
+    "encoder=local",
+    "runtime=eager",
+    "resolution=16",
+    "batch_size=4",
+    "shard_size=6",
+    "block_size=4",
+    "held_out=0.2",
+    "num_workers=0",
+    "min_psnr=-100",
+]
+"""Of 20 images: 4 held out in one shard, 16 to train on in shards of 6, 6 and 4."""
 
 
 def save_tiny_autoencoder(kind: str, folder: Path) -> Path:

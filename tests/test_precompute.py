@@ -9,11 +9,7 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,60 +22,20 @@ from torch import Tensor
 
 from accel.compile_blocks import CompileBlocks
 from data.images import DecodedImages, collate, decode_image, list_images
+from data.in_memory import InMemoryLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from models.autoencoders import WEIGHTS, DiffusersAutoencoder
 from models.images import psnr
 from precompute_latents import precompute
-from tests.helpers import CPU, save_images, save_tiny_autoencoder
-from training.config import ROOT, compose
-
-Job = Callable[..., Path]
-
-TINY_JOB = [
-    "encoder=local",
-    "runtime=eager",
-    "resolution=16",
-    "batch_size=4",
-    "shard_size=6",
-    "block_size=4",
-    "held_out=0.2",
-    "num_workers=0",
-    "min_psnr=-100",
-]
-"""Of 20 images: 4 held out in one shard, 16 to train on in shards of 6, 6 and 4."""
+from tests.helpers import CPU, Job
+from training.config import compose
 
 
-@pytest.fixture(scope="module")
-def vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_autoencoder("AutoencoderKL", tmp_path_factory.mktemp("vae"))
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 images in 2 classes. Read only."""
-    return save_images(tmp_path_factory.mktemp("photos"), ("cat", "dog"), per_class=10)
-
-
-@pytest.fixture
-def more_photos(photos: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
-    return Path(shutil.copytree(photos, tmp_path / "photos"))
-
-
-@pytest.fixture
-def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
-    """`job("key=value", …)` encodes the photos and returns the folder of latents."""
-
-    def start(*overrides: str, source: Path = photos, out: str = "out") -> Path:
-        settings = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={tmp_path / out}", *overrides]
-        return precompute(compose(settings, "precompute_latents")).parent
-
-    return start
-
-
-def load_set(folder: Path, **settings: Any) -> ResidentLatents:
-    return ResidentLatents(path=str(folder), batch_size=4, seed=0, device=CPU, **settings)
+def load_set(folder: Path, **settings: Any) -> InMemoryLatents:
+    loader = ResidentLatents(path=str(folder), batch_size=4, seed=0, device=CPU, **settings).loader
+    assert isinstance(loader, InMemoryLatents)
+    return loader
 
 
 def pixels_of(file: Path) -> Tensor:
@@ -99,8 +55,8 @@ def matches(found: Tensor, expected: Tensor, tolerance: float = 2e-2) -> list[in
     return index
 
 
-def all_of(loader: ResidentLatents, name: str) -> Tensor:
-    return torch.cat([getattr(loader.loader.train, name), getattr(loader.loader.held_out_split, name)])
+def all_of(loader: InMemoryLatents, name: str) -> Tensor:
+    return torch.cat([getattr(loader.train, name), getattr(loader.held_out_split, name)])
 
 
 # What is stored
@@ -135,7 +91,7 @@ def test_psnr_is_that_of_the_first_sixteen_images(job: Job, photos: Path, vae: P
 @pytest.mark.parametrize("flips", [False, True])
 def test_statistics_are_those_of_what_training_sees(job: Job, flips: bool):
     folder = job(f"flips={flips}")
-    train, manifest = load_set(folder).loader.train, read_manifest(folder)
+    train, manifest = load_set(folder).train, read_manifest(folder)
     means = torch.cat([train.latents, train.mirrored] if flips else [train.latents]).double()
     stds = torch.cat([train.std, train.mirrored_std] if flips else [train.std]).double()
     mean = means.mean((0, 2, 3))
@@ -204,8 +160,8 @@ def test_limit_and_seed_choose_the_images(job: Job):
     )
     other = load_set(job("dtype=float32", "held_out=0", "limit=7", "seed=1", out="seed1"))
     assert some.spec.count == 7
-    torch.testing.assert_close(some.loader.train.latents, whole.loader.train.latents[:7], rtol=1e-4, atol=1e-4)
-    assert not torch.equal(some.loader.train.latents, other.loader.train.latents)
+    torch.testing.assert_close(some.train.latents, whole.train.latents[:7], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(some.train.latents, other.train.latents)
 
 
 def test_nothing_held_out(job: Job):
@@ -329,26 +285,6 @@ def test_an_encoder_that_dies_within_a_shard_leaves_no_half_shard(
     assert contents(job("batch_size=2", out="again")) == expected
 
 
-def test_a_killed_process_continues_to_the_same_bytes(vae: Path, photos: Path, tmp_path: Path, job: Job):
-    source = tmp_path / "many"
-    for i in range(20):
-        shutil.copytree(photos, source / f"{i:02d}")
-    many_shards = ["shard_size=1", "batch_size=1", "block_size=1"]
-    expected = contents(job(*many_shards, source=source))
-    settings = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={tmp_path / 'killed'}", *many_shards]
-    command = [sys.executable, "precompute_latents.py", *settings]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        while process.poll() is None and len(list((tmp_path / "killed").glob("*.tar.json"))) < 5:
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()
-    assert not (tmp_path / "killed" / "manifest.json").exists()
-    assert contents(job(*many_shards, source=source, out="killed")) == expected
-
-
-# Damaged images
-
-
 @pytest.mark.parametrize("shard_size", [6, 1])  # with 1 the damaged image has a shard to itself, which stays empty
 def test_images_that_cannot_be_decoded_are_listed_and_left_out(job: Job, more_photos: Path, shard_size: int):
     (more_photos / "cat" / "broken.jpg").write_bytes(b"no image at all")
@@ -361,8 +297,8 @@ def test_images_that_cannot_be_decoded_are_listed_and_left_out(job: Job, more_ph
     assert any("cat/broken.jpg: UnidentifiedImageError" in line for line in manifest.skipped)
     assert manifest.count == 20
     intact = load_set(job("held_out=0", out="intact"))
-    index = matches(load_set(folder).loader.train.latents, intact.loader.train.latents.float())
-    assert torch.equal(load_set(folder).loader.train.labels[index], intact.loader.train.labels)
+    index = matches(load_set(folder).train.latents, intact.train.latents.float())
+    assert torch.equal(load_set(folder).train.labels[index], intact.train.labels)
     before = contents(folder)
     job(*settings, source=more_photos)
     assert contents(folder) == before

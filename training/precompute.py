@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from accel.kernels.counter_noise import Purpose, counter_normal
-from data.images import RESIZE, Decoded, DecodedImages, ImageEntry, ImageList, collate
+from data.images import RESIZE, ImageEntry, ImageList
 from data.manifest import Manifest, Shard, write_atomically
-from data.shards import ShardWriter, file_sha256
-from data.statistics import ChannelSums, channel_statistics
+from data.shards import file_sha256
+from data.statistics import channel_statistics
 from models.autoencoders import Autoencoder
-from models.images import psnr
-from training.progress import Progress
 from training.run import describe_environment
 from training.schema import PrecomputeConfig
-
-PSNR_IMAGES = 16
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
@@ -57,58 +48,6 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     if held_out == len(numbered):
         raise ValueError(f"held_out={cfg.held_out} of {len(numbered)} images leaves none to train on; lower it.")
     return Plan(shards, held_out)
-
-
-class EncodeStep:
-    """What the stack wraps: `forward` is the encoder's forward pass."""
-
-    def __init__(self, encoder: Autoencoder) -> None:
-        self.forward: Callable[..., Any] = encoder.encode
-
-    @torch.no_grad()
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Posterior mean and std (or None) of images in [-1, 1]."""
-        return self.forward(images)
-
-
-def to_input(pixels: Tensor, device: torch.device) -> Tensor:
-    """8-bit images in [-1, 1]."""
-    return pixels.to(device).float() / 127.5 - 1.0
-
-
-def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
-    """The first decodable images in [-1, 1]: a batch of them, and what PSNR needs; ValueError if there is none."""
-    dataset = DecodedImages(images.entries, cfg.resolution)
-    pixels = []
-    for i in range(len(dataset)):
-        pixel = dataset[i][1]
-        if isinstance(pixel, Tensor):
-            pixels.append(pixel)
-        if len(pixels) == max(cfg.batch_size, PSNR_IMAGES):
-            break
-    if not pixels:
-        raise ValueError(f"source={cfg.source}: none of the {len(images.entries)} images can be decoded.")
-    return to_input(torch.stack(pixels), device)
-
-
-def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig) -> float:
-    """dB of reconstructing `images`; ValueError below `min_psnr`: a wrong scale, range or file shows here.
-
-    ValueError too if the encoder does not divide the resolution.
-    """
-    decoded = torch.cat([autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)])
-    if decoded.shape != images.shape:
-        raise ValueError(
-            f"resolution={images.shape[-1]}: this encoder gives images of {decoded.shape[-1]} pixels back; "
-            f"choose a multiple of its downsampling."
-        )
-    quality = psnr(decoded, images)
-    if not quality >= cfg.min_psnr:
-        raise ValueError(
-            f"the encoder reconstructs the first {len(images)} images at {quality:.1f} dB, below "
-            f"min_psnr={cfg.min_psnr}; check encoder.path, or lower min_psnr if that is what this encoder does."
-        )
-    return quality
 
 
 def job_description(
@@ -144,6 +83,20 @@ def claim(out: Path, job: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(job, indent=1) + "\n")
 
 
+def locked(out: Path) -> IO[bytes]:
+    """The claimed folder, held until the result is closed; ValueError if another process holds it."""
+
+    import fcntl  # POSIX only
+
+    stream = (out / "job.json").open("rb")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        stream.close()
+        raise ValueError(f"out={out}: another process is encoding into it; wait for it, or stop it first.") from error
+    return stream
+
+
 def finished(out: Path, name: str) -> dict[str, Any] | None:
     """The sidecar of a shard that is complete and undamaged."""
     sidecar, file = out / f"{name}.json", out / name
@@ -153,87 +106,9 @@ def finished(out: Path, name: str) -> dict[str, Any] | None:
     return described if described["shard"]["sha256"] == file_sha256(file) else None
 
 
-class Encoder:
-    """Encodes the shards of a plan that are not finished yet."""
-
-    def __init__(self, step: EncodeStep, cfg: PrecomputeConfig, out: Path, device: torch.device) -> None:
-        self.step, self.cfg, self.out, self.device = step, cfg, out, device
-        self.dtype = DTYPES[cfg.dtype.value]
-
-    def run(self, plan: Plan) -> list[dict[str, Any]]:
-        """Sidecars of all shards, in order. Decoding runs in worker processes, ahead of the encoder."""
-        sidecars = {name: finished(self.out, name) for name, _, _ in plan.shards}
-        todo = [(name, split, entries) for name, split, entries in plan.shards if sidecars[name] is None]
-        done = plan.images - sum(len(entries) for _, _, entries in todo)
-        if done:
-            print(f"{done} of {plan.images} images are already encoded", flush=True)
-        progress = Progress(plan.images, "images", initial=done, every=10.0)
-        batches = self.decoded(todo)
-        for name, split, entries in todo:
-            writer = ShardWriter(self.out / name, split, self.cfg.block_size)
-            sums, skipped, remaining = ChannelSums(), [], len(entries)
-            while remaining:
-                numbers, decoded = next(batches)
-                remaining -= len(numbers)
-                progress.advance(len(numbers))
-                skipped += decoded.reasons
-                if decoded.entries:
-                    tensors = self.encode([numbers[i] for i in decoded.places], decoded)
-                    sums.add(tensors)
-                    writer.add(tensors)
-            for line in skipped:
-                progress.say(f"skipped {line}")
-            sidecar = {"shard": asdict(writer.close()), "skipped": skipped, "sums": sums.as_dict()}
-            write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
-            sidecars[name] = sidecar
-        progress.close()
-        return [sidecar for sidecar in sidecars.values() if sidecar is not None]
-
-    def decoded(self, todo: list[tuple[str, str, list[tuple[int, ImageEntry]]]]) -> Iterator[tuple[list[int], Decoded]]:
-        """Batches (numbers of the images in the shuffled list, what became of them), none across a shard's end."""
-        entries = [pair for _, _, part in todo for pair in part]
-        chunks, start = [], 0
-        for _, _, part in todo:
-            end = start + len(part)
-            chunks += [
-                list(range(i, min(i + self.cfg.batch_size, end))) for i in range(start, end, self.cfg.batch_size)
-            ]
-            start = end
-        dataset = DecodedImages([entry for _, entry in entries], self.cfg.resolution)
-        loader = DataLoader(dataset, batch_sampler=chunks, num_workers=self.cfg.num_workers, collate_fn=collate)
-        for chunk, decoded in zip(chunks, loader, strict=True):
-            yield [entries[i][0] for i in chunk], decoded
-
-    def encode(self, numbers: list[int], decoded: Decoded) -> dict[str, Tensor]:
-        """The tensors of one batch, as they are stored."""
-        images = to_input(decoded.pixels, self.device)
-        tensors = self.latents(images, numbers, decoded.entries, "latents", "std")
-        if self.cfg.flips:
-            tensors |= self.latents(images.flip(3), numbers, decoded.entries, "mirrored", "mirrored_std")
-        return tensors | {"labels": torch.tensor([entry.label for entry in decoded.entries])}
-
-    def latents(
-        self, images: Tensor, numbers: list[int], entries: list[ImageEntry], name: str, std_name: str
-    ) -> dict[str, Tensor]:
-        mean, std = self.step(images)
-        if self.cfg.kind.value == "sample" and std is not None:
-            position = torch.tensor(numbers, device=mean.device)
-            mean, std = mean + std * counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]), None
-        tensors = {name: mean} if std is None else {name: mean, std_name: std}
-        tensors = {key: tensor.to(self.dtype).cpu() for key, tensor in tensors.items()}
-        for tensor in tensors.values():
-            bad = ~tensor.isfinite().flatten(1).all(1)
-            if bad.any():
-                raise ValueError(
-                    f"{entries[int(bad.nonzero()[0])].key}: its latents are not finite in "
-                    f"dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32, and another out."
-                )
-        return tensors
-
-
 def write_manifest(
     out: Path,
-    sidecars: list[dict[str, Any]],
+    plan: Plan,
     images: ImageList,
     cfg: PrecomputeConfig,
     autoencoder: Autoencoder,
@@ -241,7 +116,8 @@ def write_manifest(
     psnr_db: float,
     precision: str,
 ) -> Manifest:
-    """Merges the sidecars into `manifest.json`."""
+    """Merges the sidecars of all shards into `manifest.json`."""
+    sidecars = [json.loads((out / f"{name}.json").read_text()) for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     counts = {split: sum(s.count for s in shards if s.split == split) for split in ("train", "held_out")}
     if not counts["train"]:

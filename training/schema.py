@@ -214,6 +214,7 @@ class PrecomputeConfig:
     shard_size: int = 2048
     block_size: int = 256
     min_psnr: float = 20.0
+    dry_run: bool = False
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     encoder: Any = None
 

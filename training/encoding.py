@@ -1,0 +1,228 @@
+"""Images through an encoder into shards: what precompute_latents.py spends its time on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from accel.kernels.counter_noise import Purpose, counter_normal
+from data.images import Decoded, DecodedImages, ImageEntry, ImageList, collate
+from data.manifest import write_atomically
+from data.shards import ShardWriter
+from data.statistics import ChannelSums
+from models.autoencoders import Autoencoder
+from models.images import psnr
+from training.precompute import Plan, finished
+from training.progress import Progress
+from training.ranks import Ranks
+from training.schema import PrecomputeConfig
+
+PSNR_IMAGES = 16
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SINGLE = Ranks()
+
+
+class EncodeStep:
+    """What the stack wraps: `forward` is the encoder's forward pass."""
+
+    def __init__(self, encoder: Autoencoder) -> None:
+        self.forward: Callable[..., Any] = encoder.encode
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Posterior mean and std (or None) of images in [-1, 1]."""
+        return self.forward(images)
+
+
+def to_input(pixels: Tensor, device: torch.device) -> Tensor:
+    """8-bit images in [-1, 1]."""
+    return pixels.to(device).float() / 127.5 - 1.0
+
+
+def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
+    """The first decodable images in [-1, 1]: a batch of them, and what PSNR needs; ValueError if there is none."""
+    dataset = DecodedImages(images.entries, cfg.resolution)
+    pixels = []
+    for i in range(len(dataset)):
+        pixel = dataset[i][1]
+        if isinstance(pixel, Tensor):
+            pixels.append(pixel)
+        if len(pixels) == max(cfg.batch_size, PSNR_IMAGES):
+            break
+    if not pixels:
+        raise ValueError(f"source={cfg.source}: none of the {len(images.entries)} images can be decoded.")
+    return to_input(torch.stack(pixels), device)
+
+
+def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig) -> float:
+    """dB of reconstructing `images`; ValueError below `min_psnr`: a wrong scale, range or file shows here.
+
+    ValueError too if the encoder does not divide the resolution.
+    """
+    decoded = torch.cat([autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)])
+    if decoded.shape != images.shape:
+        raise ValueError(
+            f"resolution={images.shape[-1]}: this encoder gives images of {decoded.shape[-1]} pixels back; "
+            f"choose a multiple of its downsampling."
+        )
+    quality = psnr(decoded, images)
+    if not quality >= cfg.min_psnr:
+        raise ValueError(
+            f"the encoder reconstructs the first {len(images)} images at {quality:.1f} dB, below "
+            f"min_psnr={cfg.min_psnr}; check encoder.path, or lower min_psnr if that is what this encoder does."
+        )
+    return quality
+
+
+class Encoder:
+    """Encodes the shards of a plan that are not finished yet: of several ranks each its own, every n-th."""
+
+    def __init__(
+        self, step: EncodeStep, cfg: PrecomputeConfig, out: Path, device: torch.device, ranks: Ranks = SINGLE
+    ) -> None:
+        self.step, self.cfg, self.out, self.device, self.ranks = step, cfg, out, device, ranks
+        self.dtype = DTYPES[cfg.dtype.value]
+        self.seconds: dict[str, float] = {"decode": 0.0, "encode": 0.0, "write": 0.0}
+        """Where the time went; decoding counts while the encoder waits for it."""
+
+    def run(self, plan: Plan) -> None:
+        """Leaves every shard of this rank with its sidecar. Decoding runs in worker processes, ahead of the encoder."""
+        own = plan.shards[self.ranks.rank :: self.ranks.world_size]
+        todo = [planned for planned in own if finished(self.out, planned[0]) is None]
+        images = sum(len(entries) for _, _, entries in own)
+        done = images - sum(len(entries) for _, _, entries in todo)
+        if done:
+            print(f"{done} of {images} images are already encoded", flush=True)
+        unit = "images" if self.ranks.world_size == 1 else f"images of rank {self.ranks.rank}"
+        progress = Progress(images, unit, initial=done, every=10.0)
+        batches = self.decoded(todo)
+        for name, split, entries in todo:
+            try:
+                self.encode_shard(name, split, len(entries), batches, progress)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                raise ValueError(
+                    f"out={self.out}: no space is left for {name} ({error.strerror}); what is finished is kept. "
+                    f"Free some and run the same command again; dry_run=true says how much it takes."
+                ) from error
+        progress.close()
+
+    def encode_shard(
+        self, name: str, split: str, remaining: int, batches: Iterator[tuple[list[int], Decoded]], progress: Progress
+    ) -> None:
+        writer = ShardWriter(self.out / name, split, self.cfg.block_size)
+        sums, skipped = ChannelSums(), []
+        try:
+            while remaining:
+                with self.timed("decode"):
+                    numbers, decoded = next(batches)
+                remaining -= len(numbers)
+                progress.advance(len(numbers))
+                skipped += decoded.reasons
+                if decoded.entries:
+                    with self.timed("encode"):
+                        tensors = self.encode([numbers[i] for i in decoded.places], decoded)
+                    with self.timed("write"):
+                        sums.add(tensors)
+                        writer.add(tensors)
+            for line in skipped:
+                progress.say(f"skipped {line}")
+            with self.timed("write"):
+                sidecar = {"shard": asdict(writer.close()), "skipped": skipped, "sums": sums.as_dict()}
+                write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
+        except BaseException:
+            writer.discard()
+            raise
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - began
+
+    def decoded(self, todo: list[tuple[str, str, list[tuple[int, ImageEntry]]]]) -> Iterator[tuple[list[int], Decoded]]:
+        """Batches (numbers of the images in the shuffled list, what became of them), none across a shard's end."""
+        entries = [pair for _, _, part in todo for pair in part]
+        chunks, start = [], 0
+        for _, _, part in todo:
+            end = start + len(part)
+            chunks += [
+                list(range(i, min(i + self.cfg.batch_size, end))) for i in range(start, end, self.cfg.batch_size)
+            ]
+            start = end
+        dataset = DecodedImages([entry for _, entry in entries], self.cfg.resolution)
+        loader = DataLoader(dataset, batch_sampler=chunks, num_workers=self.cfg.num_workers, collate_fn=collate)
+        for chunk, decoded in zip(chunks, loader, strict=True):
+            yield [entries[i][0] for i in chunk], decoded
+
+    def encode(self, numbers: list[int], decoded: Decoded) -> dict[str, Tensor]:
+        """The tensors of one batch, as they are stored."""
+        images = to_input(decoded.pixels, self.device)
+        tensors = self.latents(images, numbers, decoded.entries, "latents", "std")
+        if self.cfg.flips:
+            tensors |= self.latents(images.flip(3), numbers, decoded.entries, "mirrored", "mirrored_std")
+        return tensors | {"labels": torch.tensor([entry.label for entry in decoded.entries])}
+
+    def latents(
+        self, images: Tensor, numbers: list[int], entries: list[ImageEntry], name: str, std_name: str
+    ) -> dict[str, Tensor]:
+        mean, std = self.step(images)
+        if self.cfg.kind.value == "sample" and std is not None:
+            position = torch.tensor(numbers, device=mean.device)
+            mean, std = mean + std * counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]), None
+        tensors = {name: mean} if std is None else {name: mean, std_name: std}
+        tensors = {key: tensor.to(self.dtype).cpu() for key, tensor in tensors.items()}
+        for tensor in tensors.values():
+            bad = ~tensor.isfinite().flatten(1).all(1)
+            if bad.any():
+                raise ValueError(
+                    f"{entries[int(bad.nonzero()[0])].key}: its latents are not finite in "
+                    f"dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32, and another out."
+                )
+        return tensors
+
+
+def estimate(encoder: Encoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
+    """What the job takes, from decoding and encoding its first images: images, bytes, minutes."""
+    cfg = encoder.cfg
+    entries = [pair for _, _, part in plan.shards for pair in part][: batches * cfg.batch_size]
+    dataset = DecodedImages([entry for _, entry in entries], cfg.resolution)
+    began = time.perf_counter()
+    items = [dataset[i] for i in range(len(dataset))]
+    decoding = (time.perf_counter() - began) / len(items)
+    began, count, size = time.perf_counter(), 0, 0
+    for start in range(0, len(items), cfg.batch_size):
+        decoded = collate(items[start : start + cfg.batch_size])
+        if decoded.entries:
+            tensors = encoder.encode([entries[start + i][0] for i in decoded.places], decoded)
+            count += len(decoded.entries)
+            size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if not count:
+        return f"none of the first {len(items)} images can be decoded"
+    encoding = (time.perf_counter() - began) / count
+    processes = max(1, cfg.num_workers)
+    minutes = plan.images / encoder.ranks.world_size * max(encoding, decoding / processes) / 60
+    slower = "decoding" if decoding / processes > encoding else "encoding"
+    folder = next(parent for parent in (encoder.out, *encoder.out.absolute().parents) if parent.exists())
+    takes, free = plan.images * size / count / 2**30, shutil.disk_usage(folder).free / 2**30
+    return "\n".join(
+        (
+            f"dry run, nothing is written: {plan.images} of {len(images.entries)} images, {plan.held_out} of them held "
+            f"out, in {len(plan.shards)} shards",
+            f"  about {takes:.2f} GiB in {encoder.out}; {free:.1f} GiB are free there",
+            f"  about {minutes:.1f} minutes: decoding {1e3 * decoding:.1f} ms an image in each of {processes} "
+            f"processes, encoding {1e3 * encoding:.1f} ms ({slower} is slower; from {count} images)",
+        )
+    )
