@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import io
 import tarfile
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ def list_rows(path: Path) -> ImageList:
 def opened_dataset(path: str) -> tuple[Any, str, str]:
     """A folder of `datasets` with images left encoded, and the names of its image and label columns."""
     try:
-        import datasets
+        datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise ValueError(f"source={path} needs the package datasets: pip install 'fastlatent[datasets]'.") from error
     dataset = datasets.load_from_disk(path)

@@ -65,8 +65,9 @@ class Manifest:
     shift_factor: float | None
     input_range: list[float]
     resize: str
-    resolution: int
-    psnr_db: float
+    resolution: int | None
+    """Of the images in pixels; None for imported latents, of which it is not known."""
+    psnr_db: float | None
     """Reconstruction of the first images of the set."""
     precision: str
     """In which the encoder really computed: fp32, bf16."""

@@ -1,0 +1,271 @@
+"""Turns latents that another tool wrote into shards and a manifest of ours.
+
+    python -m scripts.import_latents source=latents.npy labels=labels.npy out=latents/mine encoder=sd scale=0.18215
+    python -m scripts.import_latents source=vavae_f16d32 out=latents/mine encoder=models/vavae scale=1
+    python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 moments=mean_std
+
+`source` is a .npy, .pt or .safetensors file, a folder of safetensors, WebDataset tars with a sample a key, a folder of
+.npy files with dataset.json, or one with *_features and *_labels. What cannot be seen in the latents is never guessed:
+which encoder made them, and what they were multiplied by (`scale`; 1 for latents as the encoder gives them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.config import CONF, from_words, from_yaml, one_sentence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from data.foreign import Foreign
+    from data.manifest import Manifest
+    from models.autoencoders import Autoencoder
+
+MOST_SHARDS = 256
+"""They are all open at once, so that the samples are spread over them at random."""
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """What to import, and what it is."""
+
+    source: str | None = None
+    out: str | None = None
+    encoder: str | None = None
+    """A file of conf/encoder (sd, sdxl, flux, …), or a folder or hub id in the diffusers format."""
+    scale: float | None = None
+    """stored = (raw - shift)·scale. diffusers calls it scaling_factor."""
+    shift: float | None = None
+    moments: str = "none"
+    """mean_std, mean_logvar: the channels are the posterior's mean, then its std or the log of its variance."""
+    labels: str | None = None
+    latents_key: str = "latents"
+    labels_key: str = "labels"
+    dtype: str = "float16"
+    held_out: float = 0.02
+    seed: int = 0
+    shard_size: int = 2048
+    block_size: int = 256
+    check_scale: bool = True
+    """Refuse a scale with which the latents are not as large as the encoder's are."""
+    device: str = "auto"
+
+
+def checked(cfg: ImportConfig) -> ImportConfig:
+    hints = {
+        "source": "source=<file or folder of latents>",
+        "out": "out=<new folder>",
+        "encoder": "encoder=<sd, sdxl, flux, …, a folder or a hub id>; it is not guessed from the latents",
+        "scale": "scale=<what they were multiplied by>, 1 for latents as the encoder gives them; it is not guessed",
+    }
+    for key, hint in hints.items():
+        if getattr(cfg, key) is None:
+            raise ValueError(f"{key} is not set; say {hint}.")
+    choices = {"moments": ("none", "mean_std", "mean_logvar"), "dtype": ("float16", "bfloat16", "float32")}
+    for key, known in choices.items():
+        if getattr(cfg, key) not in known:
+            raise ValueError(f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}.")
+    for key in ("shard_size", "block_size"):
+        if getattr(cfg, key) < 1:
+            raise ValueError(f"{key}={getattr(cfg, key)} must be at least 1.")
+    if cfg.scale == 0.0 or not 0.0 <= cfg.held_out < 1.0:
+        raise ValueError(f"scale={cfg.scale} must not be 0, and held_out={cfg.held_out} at least 0 and below 1.")
+    return cfg
+
+
+def import_latents(cfg: ImportConfig) -> Path:
+    """Writes shards and manifest, and returns the manifest's path."""
+    from data.foreign import open_foreign
+    from models.autoencoders import Autoencoder
+    from training.build import build
+    from training.run import pick_device
+
+    assert cfg.source is not None
+    assert cfg.out is not None
+    out = Path(cfg.out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
+    foreign = open_foreign(cfg.source, cfg.labels, cfg.latents_key, cfg.labels_key)
+    node = encoder_node(str(cfg.encoder))
+    autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
+    if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
+        raise ValueError(
+            f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say whether it was subtracted: "
+            f"shift={autoencoder.shift_factor}, or shift=0."
+        )
+    check(cfg, raw(cfg, next(foreign.chunks())), autoencoder)
+    print(f"{foreign.what}: {foreign.count} latents", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    manifest = write(cfg, foreign, autoencoder, node, out)
+    manifest.write(out)
+    print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
+    print(f"next: python -m scripts.verify_latents path={out}", flush=True)
+    return out / "manifest.json"
+
+
+def encoder_node(name: str) -> dict[str, Any]:
+    file = CONF / "encoder" / f"{name}.yaml"
+    if file.is_file() and name != "local":
+        return from_yaml(file.read_text())
+    path = Path(name).expanduser()
+    return {
+        "_target_": "models.autoencoders.DiffusersAutoencoder",
+        "path": str(path.resolve()) if path.is_dir() else name,
+    }
+
+
+def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A chunk as blocks hold it: latents as the encoder gives them, in fp32."""
+    assert cfg.scale is not None
+    found = {"labels": chunk["labels"].reshape(-1).long()}
+    for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
+        if name not in chunk:
+            continue
+        if chunk[name].ndim != 4:
+            raise ValueError(f"{name} have the shape {tuple(chunk[name].shape)}; they must be (N, C, H, W).")
+        values = chunk[name].float()
+        if cfg.moments != "none":
+            values, spread = values.chunk(2, dim=1)
+            if cfg.moments == "mean_logvar":
+                spread = (0.5 * spread.clamp(-30.0, 20.0)).exp()
+            found[std_name] = spread / abs(cfg.scale)
+        found[name] = values / cfg.scale + (cfg.shift or 0.0)
+    return found
+
+
+def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
+    """Whether the encoder can have made these latents; ValueError if not."""
+    import torch
+
+    latents = chunk["latents"][:4]
+    try:
+        with torch.no_grad():
+            autoencoder.decode(latents.to(next(autoencoder.parameters()).device))
+    except RuntimeError as error:
+        raise ValueError(
+            f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "
+            f"({str(error).splitlines()[0]}); name the encoder that made them, or set moments."
+        ) from error
+    usual = autoencoder.scaling_factor
+    if cfg.check_scale and usual:
+        spread = float(chunk["latents"].std())
+        if not 0.4 < spread * usual < 2.5:
+            raise ValueError(
+                f"with scale={cfg.scale} the latents have a std of {spread:.3g}, but those of this encoder have about "
+                f"{1.0 / usual:.3g} (its scaling_factor is {usual}); set the scale that they were multiplied by, or "
+                f"check_scale=false if they are what you say."
+            )
+
+
+def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: dict[str, Any], out: Path) -> Manifest:
+    import torch
+
+    from data.manifest import Manifest
+    from data.statistics import ChannelSums, channel_statistics
+    from training.run import describe_environment
+
+    held_out = round(cfg.held_out * foreign.count)
+    shards = max(1, min(MOST_SHARDS, -(-(foreign.count - held_out) // cfg.shard_size)))
+    place = torch.empty(foreign.count, dtype=torch.long)
+    place[torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed))] = torch.arange(
+        foreign.count
+    )
+    target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)  # 0 is the held-out shard
+    sums, classes, start, first = ChannelSums(), 0, 0, {}
+    digest = hashlib.sha256()
+    with writers(out, shards, held_out > 0, cfg.block_size) as files:
+        for chunk in foreign.chunks():
+            tensors = stored(cfg, raw(cfg, chunk), start)
+            first = first or tensors
+            classes = max(classes, int(tensors["labels"].max()) + 1)
+            digest.update(tensors["labels"].numpy().tobytes())
+            goes_to = target[start : start + len(tensors["labels"])]
+            for number in goes_to.unique().tolist():
+                part = {name: tensor[goes_to == number] for name, tensor in tensors.items()}
+                files[number].add(part)
+                if number:
+                    sums.add(part)
+            start += len(goes_to)
+        described = [file.close() for file in files.values()]
+    mean, std = channel_statistics([{"shard": {"split": "train"}, "sums": sums.as_dict()}])
+    channels, height, width = first["latents"].shape[1:]
+    return Manifest(
+        channels=channels,
+        height=height,
+        width=width,
+        class_names=[str(i) for i in range(classes)],
+        kind="mean_std" if cfg.moments != "none" else "sample",
+        dtype=cfg.dtype,  # pyright: ignore[reportArgumentType]
+        flips="mirrored" in first,
+        mean=mean,
+        std=std,
+        encoder=node | ({} if autoencoder.revision is None else {"revision": autoencoder.revision}),
+        encoder_class=autoencoder.kind,
+        encoder_sha256=autoencoder.weights_sha256,
+        scaling_factor=autoencoder.scaling_factor,
+        shift_factor=autoencoder.shift_factor,
+        input_range=[-1.0, 1.0],
+        resize="not known: imported",
+        resolution=None,
+        psnr_db=None,
+        precision="not known: imported",
+        count=sum(shard.count for shard in described if shard.split == "train"),
+        held_out=sum(shard.count for shard in described if shard.split == "held_out"),
+        skipped=[],
+        source=str(cfg.source),
+        source_sha256=digest.hexdigest(),
+        seed=cfg.seed,
+        versions=describe_environment(torch.device("cpu"))["versions"],
+        shards=described,
+    )
+
+
+def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[str, Tensor]:
+    """In the dtype of the shards; ValueError for a value that it cannot hold, or a label below 0."""
+    import torch
+
+    if int(tensors["labels"].min()) < 0:
+        raise ValueError(
+            f"sample {start + int(tensors['labels'].argmin())} of {cfg.source} has a label below 0; class indices start there."
+        )
+    kind = getattr(torch, cfg.dtype)
+    found = {name: t if name == "labels" else t.to(kind) for name, t in tensors.items()}
+    for name, tensor in found.items():
+        bad = ~tensor.isfinite().reshape(len(tensor), -1).all(1)
+        if bad.any():
+            raise ValueError(
+                f"sample {start + int(bad.nonzero()[0])} of {cfg.source} has {name} that are not finite in "
+                f"dtype={cfg.dtype}; remove it, or use dtype=bfloat16 or float32."
+            )
+    return found
+
+
+@contextlib.contextmanager
+def writers(out: Path, shards: int, held_out: bool, block_size: int) -> Iterator[dict[int, Any]]:
+    """A writer for each shard, by number, held out first; none leaves anything behind if one fails."""
+    from data.shards import ShardWriter
+
+    files = {0: ShardWriter(out / "held_out-00000.tar", "held_out", block_size)} if held_out else {}
+    files |= {i + 1: ShardWriter(out / f"train-{i:05d}.tar", "train", block_size) for i in range(shards)}
+    try:
+        yield files
+    except BaseException:
+        for file in files.values():
+            file.discard()
+        raise
+
+
+def main() -> None:
+    with one_sentence():
+        import_latents(checked(from_words(ImportConfig, sys.argv[1:], __doc__ or "")))
+
+
+if __name__ == "__main__":
+    main()

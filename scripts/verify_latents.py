@@ -1,0 +1,188 @@
+"""Checks a latent set: every hash, count, label and value, the statistics; and shows what it decodes to.
+
+    python -m scripts.verify_latents path=latents/photos
+    python -m scripts.verify_latents path=latents/photos source=photos count=16 out=check.png
+    python -m scripts.verify_latents path=https://example.org/latents count=0
+
+Says every problem that it finds and ends with an error if there is one. With `count` it decodes so many training
+samples to a PNG grid; with `source`, the images that they were made of stand beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.config import from_words, one_sentence
+
+if TYPE_CHECKING:
+    from data.blocks import BlockReader
+    from data.manifest import Manifest
+    from data.source import Source
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """What to check."""
+
+    path: str | None = None
+    """Folder or URL with manifest.json."""
+    source: str | None = None
+    """The images, to be shown beside what is decoded."""
+    count: int = 8
+    """Samples to decode; 0 for none."""
+    encoder: str | None = None
+    """Where the autoencoder lies now, if its folder was moved since the latents were made."""
+    out: str = "latents_check.png"
+    device: str = "auto"
+
+
+def verify(cfg: VerifyConfig) -> list[str]:
+    """Prints what was checked and returns the problems."""
+    from data.manifest import read_manifest
+    from data.source import open_source
+
+    if cfg.path is None:
+        raise ValueError("path is not set; say which latent set: path=<folder with manifest.json>.")
+    source = open_source(cfg.path)
+    manifest = read_manifest(source)
+    problems = []
+    for split in ("train", "held_out"):
+        problems += check_split(source, manifest, split)
+    problems += check_files(source, manifest)
+    for problem in problems:
+        print(f"  ! {problem}")
+    shape = f"{manifest.channels}×{manifest.height}×{manifest.width}"
+    total = sum(shard.bytes for shard in manifest.shards)
+    print(
+        f"{source}: {manifest.count} training and {manifest.held_out} held-out latents of {shape} in "
+        f"{manifest.dtype}, {len(manifest.class_names)} classes, {len(manifest.shards)} shards, {total / 2**30:.2f} GiB"
+    )
+    if cfg.count and not problems:
+        print(show(cfg, source, manifest))
+    return problems
+
+
+def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
+    """Every block of a split: hash, counts, finite values, labels; then the statistics of what is left."""
+    from data.blocks import BlockReader, DamagedBlockError
+    from data.statistics import ChannelSums, channel_statistics
+
+    blocks, problems, sums = BlockReader(source, manifest, split), [], ChannelSums()
+    for number, place in enumerate(blocks.places):
+        try:
+            tensors = blocks.checked(number)
+        except DamagedBlockError as error:
+            problems.append(str(error).partition(";")[0])
+            continue
+        labels = tensors["labels"]
+        if not 0 <= int(labels.min()) <= int(labels.max()) < len(manifest.class_names):
+            problems.append(
+                f"{source}/{place.shard.file} ({place}): labels from {int(labels.min())} to {int(labels.max())}, but "
+                f"there are {len(manifest.class_names)} classes"
+            )
+        sums.add(tensors)
+    if split == "train" and not problems:
+        mean, std = channel_statistics([{"shard": {"split": "train"}, "sums": sums.as_dict()}])
+        for what, found, said in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
+            scale = max(manifest.std)
+            if any(abs(a - b) > 1e-5 * scale for a, b in zip(found, said, strict=True)):
+                problems.append(f"{source}/manifest.json: {what} is {said}, of the latents it is {found}")
+    return problems
+
+
+def check_files(source: Source, manifest: Manifest) -> list[str]:
+    """Whole files of a local set: size, hash, and that there are no others."""
+    from data.shards import file_sha256
+    from data.source import LocalSource
+
+    if not isinstance(source, LocalSource):
+        return []
+    problems, named = [], {shard.file for shard in manifest.shards}
+    for shard in manifest.shards:
+        file = source.folder / shard.file
+        if file.is_file() and (file.stat().st_size != shard.bytes or file_sha256(file) != shard.sha256):
+            problems.append(f"{file}: size or sha256 differs from the manifest's")
+    for file in sorted(source.folder.glob("*.tar")) + sorted(source.folder.glob("*.tmp")):
+        empty = file.suffix == ".tar" and counted(file) == 0  # a shard whose images could all not be decoded
+        if file.name not in named and not empty:
+            problems.append(f"{file} is not in the manifest")
+    return problems
+
+
+def counted(file: Path) -> int | None:
+    """Samples in a shard, by its sidecar."""
+    sidecar = file.with_name(f"{file.name}.json")
+    return json.loads(sidecar.read_text())["shard"]["count"] if sidecar.is_file() else None
+
+
+def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
+    """Writes the grid and says what is in it."""
+    import numpy as np
+    import torch
+
+    from data.blocks import BlockReader
+    from data.latent_set import spec_of
+    from models.images import psnr, to_uint8, write_grid
+    from training.run import pick_device
+    from training.setup import build_autoencoder
+
+    device = pick_device(cfg.device)
+    autoencoder = build_autoencoder(spec_of(manifest, source, "channel"), device, cfg.encoder)
+    latents = first_latents(BlockReader(source, manifest, "train"), cfg.count)
+    with torch.no_grad():
+        decoded = torch.cat([autoencoder.decode(part.to(device).float()) for part in latents.split(8)]).cpu()
+    pixels, columns, said = to_uint8(decoded), min(8, len(latents)), ""
+    if cfg.source is not None:
+        originals = originals_of(cfg, source, manifest, len(latents))
+        pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
+        columns, said = 2 * min(4, len(latents)), f", each right of its original, at {psnr(decoded, originals):.1f} dB"
+    write_grid(Path(cfg.out).expanduser(), pixels, columns=columns)
+    return f"{cfg.out}: the first {len(latents)} training latents decoded{said}"
+
+
+def first_latents(blocks: BlockReader, count: int) -> Any:
+    import torch
+
+    parts, number = [], 0
+    while sum(map(len, parts)) < min(count, blocks.count):
+        parts.append(blocks.read(number)["latents"])
+        number += 1
+    return torch.cat(parts)[:count]
+
+
+def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: int) -> Any:
+    """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` is not what was encoded."""
+    import torch
+
+    from data.images import decode_image, list_images, read_image
+    from training.precompute import plan_shards
+    from training.schema import PrecomputeConfig
+
+    images = list_images(str(cfg.source))
+    if manifest.resolution is None or images.sha256() != manifest.source_sha256:
+        raise ValueError(f"source={cfg.source} is not what {source} was made of ({manifest.source}); leave it out.")
+    job: dict[str, Any] = json.loads(source.read("job.json"))
+    keys = ("seed", "limit", "held_out", "shard_size")
+    plan = plan_shards(images, PrecomputeConfig(**{key: job[key] for key in keys}))
+    skipped = {line.partition(": ")[0] for line in manifest.skipped}
+    entries = [entry for _, split, part in plan.shards if split == "train" for _, entry in part]
+    used = [entry for entry in entries if entry.key not in skipped][:count]
+    pixels = torch.stack([decode_image(read_image(entry), manifest.resolution) for entry in used])
+    return pixels.float() / 127.5 - 1.0
+
+
+def main() -> None:
+    with one_sentence():
+        cfg = from_words(VerifyConfig, sys.argv[1:], __doc__ or "")
+        if problems := verify(cfg):
+            raise ValueError(
+                f"path={cfg.path}: {len(problems)} problems, listed above; run precompute_latents.py again to rebuild."
+            )
+
+
+if __name__ == "__main__":
+    main()
