@@ -127,7 +127,8 @@ class BlockReader:
             if name != "labels" and tensors[name].shape[1:] != self.shape:
                 raise DamagedBlockError(f"{what} holds {name} of shape {tuple(tensors[name].shape[1:])}; {REMEDY}.")
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
+            # The extremes carry NaN along, and are an order of magnitude quicker than isfinite in 16 bits.
+            if tensor.is_floating_point() and len(tensor) and not torch.stack(tensor.aminmax()).isfinite().all():
                 raise DamagedBlockError(f"{what} holds {name} that are not finite; {REMEDY}.")
 
     def block_of(self, sample: int) -> int:

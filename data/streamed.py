@@ -16,9 +16,7 @@ from data.in_memory import LatentTensors, sampled
 from data.latent_set import open_set
 from data.loader import Batch
 from data.source import LONGEST_PAUSE
-from data.streams import Part, Share, StreamDataset, StreamOrder
-
-WORKER_DIED = "DataLoader worker"
+from data.streams import Part, Share, StreamDataset, StreamOrder, columns_of, from_rows
 
 
 class StreamedLatents:
@@ -117,6 +115,7 @@ class Assembly:
 
     def __init__(self, dataset: StreamDataset, workers: int, prefetch: int, pin_memory: bool, patience: float) -> None:
         self.workers = workers
+        self.columns = columns_of(dataset.blocks.read(0))
         self.parts = DataLoader(
             dataset,
             batch_size=None,
@@ -134,24 +133,23 @@ class Assembly:
             batch = [self.next_part(parts) for _ in range(max(1, self.workers))]
             for part in batch:
                 skips.say(part.reports)
-            filled = [part for part in batch if part.tensors]
-            order = torch.cat([part.position for part in filled]).argsort().to(device, non_blocking=True)
-            columns = {name: [part.tensors[name] for part in filled] for name in filled[0].tensors}
-            columns["position"] = [part.position for part in filled]
-            yield {
-                name: torch.cat([tensor.to(device, non_blocking=True) for tensor in column])[order]
-                for name, column in columns.items()
-            }
+            filled = [part for part in batch if part.samples]
+            position, order = torch.cat([part.position() for part in filled]).sort()
+            moved = [part._replace(buffer=part.buffer.to(device, non_blocking=True)).rows() for part in filled]
+            rows = moved[0] if len(moved) == 1 else torch.cat(moved)
+            tensors = from_rows(rows, self.columns, order.to(device, non_blocking=True))
+            yield tensors | {"position": position.to(device, non_blocking=True)}
 
     def next_part(self, parts: Iterator[Part]) -> Part:
         try:
             part = next(parts)
-        except RuntimeError as error:
-            if not str(error).startswith((WORKER_DIED, "DataLoader timed out")):
+        except (RuntimeError, OSError, EOFError) as error:  # the latter two: killed while it sent a batch
+            if isinstance(error, RuntimeError) and not str(error).startswith(("DataLoader worker", "DataLoader timed")):
                 raise
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(
-                f"a reader of data=webdataset died or hangs ({str(error).splitlines()[0]}); start the same command "
-                f"again to resume, with a smaller data.window or data.num_workers if memory ran out."
+                f"a reader of data=webdataset died or hangs ({reason}); start the same command again to resume, with a "
+                f"smaller data.window or data.num_workers if memory ran out."
             ) from error
         if part.failure is not None:
             raise ValueError(part.failure)

@@ -142,7 +142,7 @@ class WindowedLatents:
             group, offset = self.order.at(at)
             slot = self.slot_of(group)
             rows = slot.order[offset : offset + left]
-            parts.append({name: tensor[rows] for name, tensor in slot.tensors.items()})
+            parts.append({name: tensor.index_select(0, rows) for name, tensor in slot.tensors.items()})
             at, left = at + len(rows), left - len(rows)
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts[1:] else parts[0]
         ids = tensors.pop("ids")

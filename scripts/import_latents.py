@@ -232,9 +232,8 @@ def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[st
     import torch
 
     if int(tensors["labels"].min()) < 0:
-        raise ValueError(
-            f"sample {start + int(tensors['labels'].argmin())} of {cfg.source} has a label below 0; class indices start there."
-        )
+        sample = start + int(tensors["labels"].argmin())
+        raise ValueError(f"sample {sample} of {cfg.source} has a label below 0; class indices start there.")
     kind = getattr(torch, cfg.dtype)
     found = {name: t if name == "labels" else t.to(kind) for name, t in tensors.items()}
     for name, tensor in found.items():

@@ -21,6 +21,7 @@ DATA = {
     "digits": [],
     "synthetic": ["data.height=4", "data.width=8", "data.count=20", "data.num_classes=3"],
     "resident": ["data.path=latents"],
+    "webdataset": ["data.path=latents", "data.streams=4", "data.num_workers=0"],
 }
 
 

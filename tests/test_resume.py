@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import TINY_RUN
+from tests.helpers import random_samples, save_latent_set
 from train import train
 from training.checkpoint import Checkpoints, damage
 from training.config import ROOT, compose
@@ -95,9 +96,18 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, sto
 
 
 @pytest.mark.parametrize(
-    "words", [["data=synthetic", "data.height=8", "data.width=8"], ["runtime=fast", "model=dit_xs"]]
+    "words",
+    [
+        ["data=synthetic", "data.height=8", "data.width=8"],
+        ["runtime=fast", "model=dit_xs"],
+        ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
+        ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # by windows
+    ],
 )
 def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
+    if "data=webdataset" in words or "data=resident" in words:
+        save_latent_set(tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))])
+        words = [*words, f"data.path={tmp_path / 'set'}"]
     common = [*WORDS, *words, "model.dim=64", "model.depth=2", "eval_every=0", "keep_checkpoints=9"]
     common = [word for word in common if not (word == "runtime=eager" and "runtime=fast" in words)]
     train(compose([*common, f"run_dir={tmp_path / 'one'}"]))

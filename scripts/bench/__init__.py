@@ -4,6 +4,7 @@
     techniques    each technique alone over eager, and removed from max
     kernels       each fused operator beside its definition: time, share of the copy rate
     mixers        a training step of each mixer at equal parameters
+    data          samples a second of each loader, and of the usual pipelines; precompute by parts
     step          one configuration by phases, with a verdict: what bounds it, which keys to try next
     trace         a profiler trace of a few steps
     antipatterns  what each known mistake costs here

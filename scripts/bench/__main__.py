@@ -10,7 +10,7 @@ import scripts.bench
 from training.config import one_sentence
 
 COMMANDS = (
-    *("ladder", "techniques", "kernels", "mixers", "step", "trace"),
+    *("ladder", "techniques", "kernels", "mixers", "data", "step", "trace"),
     *("antipatterns", "precision", "claims", "compare", "readme"),
 )
 

@@ -40,12 +40,12 @@ def each_step(workload: Workload, steps: int, extra: Callable[[torch.Tensor], ob
     return run
 
 
-def encoder_in_the_loop(workload: Workload, steps: int) -> Callable[[], None]:
-    """The steps with an autoencoder of Stable Diffusion's shape (random weights: the time is the same) before each."""
+def random_autoencoder(device: torch.device) -> Any:
+    """An autoencoder of Stable Diffusion's shape with random weights, for its time; a tiny one without a GPU."""
     from diffusers import AutoencoderKL
 
     make: Any = AutoencoderKL
-    widths = (128, 256, 512, 512) if workload.device.type == "cuda" else (8, 8)
+    widths = (128, 256, 512, 512) if device.type == "cuda" else (8, 8)
     encoder = make(
         block_out_channels=widths,
         down_block_types=("DownEncoderBlock2D",) * len(widths),
@@ -53,8 +53,13 @@ def encoder_in_the_loop(workload: Workload, steps: int) -> Callable[[], None]:
         layers_per_block=2,
         norm_num_groups=min(32, widths[0]),
     )
-    encoder = encoder.to(workload.device).eval()
-    scale = 2 ** (len(widths) - 1)
+    return encoder.to(device).eval()
+
+
+def encoder_in_the_loop(workload: Workload, steps: int) -> Callable[[], None]:
+    """The steps with an encoder before each."""
+    encoder = random_autoencoder(workload.device)
+    scale = 2 ** (len(encoder.config.block_out_channels) - 1)
     spec = workload.loader.spec
     images = torch.randn(workload.batch_size, 3, spec.height * scale, spec.width * scale, device=workload.device)
 
