@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -48,7 +49,8 @@ class ResidentLatents:
     ) -> None:
         if storage not in ("native", "int8"):
             raise ValueError(f"data.storage={storage} is unknown; choose native or int8.")
-        source, manifest, self.spec = open_set("resident", path, normalisation, encoder, latent_scale)
+        source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
+        self.spec = spec if storage == "native" else replace(spec, fingerprint=f"{spec.fingerprint}-{storage}")
         train, held_out = (BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out"))
         allowed = memory_allowed(device, device_memory_gib)
         a_sample = bytes_of_a_sample(train, storage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -52,9 +53,11 @@ class StreamedLatents:
         for key, value, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)):
             if value < least:
                 raise ValueError(f"data.{key}={value} must be at least {least}.")
-        source, manifest, self.spec = open_set(
+        source, manifest, spec = open_set(
             "webdataset", path, normalisation, encoder, latent_scale, cache=cache, timeout=timeout, retries=retries
         )
+        # Another order of samples is another data set: a run is not resumed on it.
+        self.spec = replace(spec, fingerprint=f"{spec.fingerprint}-{streams}-{window}")
         self.blocks = BlockReader(source, manifest, "train", on_corrupt)
         self.held_out_blocks = BlockReader(source, manifest, "held_out", on_corrupt)
         counts = [place.block.samples for place in self.blocks.places]

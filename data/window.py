@@ -116,6 +116,9 @@ class WindowedLatents:
 
     def make_room(self, window: int) -> None:
         """Room for two groups of at most `window` samples."""
+        self.thread.submit(lambda: None).result()  # nothing is on its way into slots that are given up here
+        if self.copies is not None:
+            self.copies.synchronize()
         counts = [place.block.samples for place in self.blocks.places]
         self.order = GroupOrder(counts, self.seed, window)
         first = self.blocks.read(0)
@@ -158,7 +161,6 @@ class WindowedLatents:
             if done is not None:
                 torch.cuda.current_stream(self.device).wait_event(done)
             self.skips.say(self.blocks.take_reports())
-            slot.order = self.order.permutation(group).to(self.device)
         self.claim(self.order.after(group), keep=slot)
         return slot
 
@@ -194,7 +196,12 @@ class WindowedLatents:
                         slot.tensors[name][row : row + rows].copy_(buffers[name][:rows], non_blocking=True)
                     copied.record(self.copies)
             row += rows
-        return None if self.copies is None else self.copies.record_event()
+        slot.order = self.order.permutation(group)
+        if self.copies is None:
+            return None
+        with torch.cuda.stream(self.copies):
+            slot.order = slot.order.pin_memory().to(self.device, non_blocking=True)
+            return self.copies.record_event()
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         yield from held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise)

@@ -162,7 +162,10 @@ def test_the_fingerprint_tells_sets_apart(latent_folder: Path, tmp_path: Path):
 
     save_latent_set(tmp_path, [("train", random_samples(5, seed=0))])
     prints = [fingerprint(latent_folder), fingerprint(latent_folder, "scale_shift"), fingerprint(tmp_path)]
-    assert len(set(prints)) == 3
+    shared: dict = {"path": str(latent_folder), "batch_size": 1, "seed": 0, "device": CPU}
+    prints.append(ResidentLatents(**shared, storage="int8").spec.fingerprint)
+    prints += [StreamedLatents(**shared, **order).spec.fingerprint for order in ({}, {"streams": 5}, {"window": 7})]
+    assert len(set(prints)) == 7
 
 
 def test_resident_reads_all_shards_in_order(latent_folder: Path):
