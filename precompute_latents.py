@@ -18,13 +18,16 @@ from training.config import Composed, composed_by_hydra, one_sentence, run_app
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help nobody
 
-TECHNIQUES = ("tf32", "cudnn_benchmark", "precision", "compile")
-"""The runtime keys that matter where nothing is trained."""
+TECHNIQUES = ("tf32", "precision", "compile")
+"""The runtime keys that matter where nothing is trained. Not cudnn_benchmark: it chooses algorithms by their time, and
+a job that was stopped and goes on must end with the same bytes."""
 
 
 def precompute(composed: Composed) -> Path:
     """Encodes what `composed` describes and returns the path of the manifest; with dry_run only says what it takes."""
-    from accel.stack import AccelerationStack  # torch comes in here, so that --help stays quick
+    import torch  # here, so that --help stays quick
+
+    from accel.stack import AccelerationStack
     from data.images import list_images
     from models.autoencoders import Autoencoder
     from training.build import build
@@ -50,6 +53,7 @@ def precompute(composed: Composed) -> Path:
         spine(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES
     )
     stack.on_process()
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     autoencoder = stack.on_model(autoencoder)
     step = stack.on_step(EncodeStep(autoencoder))
     first = first_images(images, cfg, device)
@@ -69,12 +73,13 @@ def precompute(composed: Composed) -> Path:
 
     # 4. All images, shard by shard; of several ranks each has its own shards.
     job = job_description(images, cfg, autoencoder.weights_sha256, precision)
-    if ranks.rank == 0:
+    with contextlib.ExitStack() as held:
+        if ranks.rank == 0:  # the others begin once the folder is ours
+            held.enter_context(locked(out))
+            claim(out, job)
+        ranks.wait_for_all()
         claim(out, job)
-    ranks.wait_for_all()
-    claim(out, job)
-    began = time.perf_counter()
-    with locked(out) if ranks.rank == 0 else contextlib.nullcontext():
+        began = time.perf_counter()
         encoder.run(plan)
         ranks.wait_for_all()
         if ranks.rank:

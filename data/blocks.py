@@ -7,6 +7,7 @@ unpickled. Samples of a split are numbered in the order of the manifest; that nu
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_right
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -17,14 +18,20 @@ from safetensors.torch import load
 from torch import Tensor
 
 from data.manifest import Block, Manifest, Shard
-from data.source import Source, reading
+from data.source import Source
 
 OnCorrupt = Literal["error", "skip"]
+MOST_UNREACHABLE = 3
+"""Blocks in a row; then the store is gone, not the block."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 
 class DamagedBlockError(ValueError):
     """A block that is not what the manifest says; one sentence names shard and samples."""
+
+
+class UnreachableError(DamagedBlockError):
+    """A block that could not be read this time, after all attempts."""
 
 
 class Place(NamedTuple):
@@ -53,7 +60,7 @@ class BlockReader:
         firsts = [0, *accumulate(block.samples for _, block in blocks)]
         self.count = firsts.pop()
         self.places = [Place(*pair, first) for pair, first in zip(blocks, firsts, strict=True)]
-        self.firsts = firsts
+        self.firsts = array("q", firsts)
         self.blocks_of_shard = [len(shard.blocks) for shard in shards]
         self.fields = fields_of(manifest)
         self.shape = (manifest.channels, manifest.height, manifest.width)
@@ -70,6 +77,7 @@ class BlockReader:
         DamagedBlockError if it is not what the manifest says, or cannot be had. With `on_corrupt="skip"` the next good
         block stands in for it, its samples repeated or cut to the same number, so that no place in the stream is lost.
         """
+        unreachable = 0
         for other in (*range(number, len(self.places)), *range(number)):
             if other in self.damaged:
                 continue
@@ -78,7 +86,12 @@ class BlockReader:
             except DamagedBlockError as error:
                 if self.on_corrupt == "error":
                     raise
-                self.damaged.add(other)
+                if isinstance(error, UnreachableError):
+                    unreachable += 1
+                    if unreachable == MOST_UNREACHABLE:
+                        raise
+                else:
+                    self.damaged.add(other)
                 self.reports.append((str(error).partition(";")[0], self.places[other].block.samples))
                 continue
             tensors["ids"] = torch.arange(len(tensors["labels"])) + self.places[other].first
@@ -91,8 +104,9 @@ class BlockReader:
     def fetched(self, number: int) -> dict[str, Tensor]:
         try:
             return self.checked(number)
-        except DamagedBlockError:
-            if self.source.forget(self.places[number].shard.file):  # a bad copy: fetch it again
+        except DamagedBlockError as error:
+            bad_copy = not isinstance(error, UnreachableError) and self.source.forget(self.places[number].shard.file)
+            if bad_copy:  # fetch it again
                 return self.checked(number)
             raise
 
@@ -104,9 +118,9 @@ class BlockReader:
         shard, block, _ = place = self.places[number]
         what = f"{self.source}/{shard.file} ({place})"
         try:
-            content = reading(lambda: self.source.read(shard.file, block.offset, block.size), what, REMEDY)
-        except ValueError as error:
-            raise DamagedBlockError(str(error)) from error
+            content = self.source.read(shard.file, block.offset, block.size)
+        except OSError as error:
+            raise unreadable(what, error) from error
         if len(content) != block.size:
             raise DamagedBlockError(f"{what} ends early, {len(content)} of {block.size} bytes are there; {REMEDY}.")
         if hashlib.sha256(content).hexdigest() != block.sha256:
@@ -134,6 +148,14 @@ class BlockReader:
     def block_of(self, sample: int) -> int:
         """Number of the block that holds a sample."""
         return bisect_right(self.firsts, sample) - 1
+
+
+def unreadable(what: str, error: OSError) -> DamagedBlockError:
+    """What a failed read means: a file that is not there will not be there next time either."""
+    if isinstance(error, FileNotFoundError):
+        reason = f" ({error})" if "server" in str(error) else ""
+        return DamagedBlockError(f"{what} is missing{reason}; {REMEDY}.")
+    return UnreachableError(f"{what} cannot be read: {error}; {REMEDY}.")
 
 
 def fields_of(manifest: Manifest) -> list[str]:

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import io
 import tarfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,6 +165,20 @@ def read_image(entry: ImageEntry) -> bytes:
         return stream.read(entry.size)
 
 
+def read_again(entry: ImageEntry, attempts: int = 4) -> bytes:
+    """The encoded image, after a moment once more if it cannot be read: the network may be back. OSError in the end."""
+    for attempt in range(attempts):
+        try:
+            return read_image(entry)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if attempt + 1 == attempts:
+                raise
+            time.sleep(0.1 * 4**attempt)
+    raise AssertionError
+
+
 def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
     """Decodes, turns upright by EXIF, resizes the shorter side to `side` and crops the centre.
 
@@ -188,7 +203,8 @@ def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
 
 
 class DecodedImages(Dataset):
-    """Items `(entry, pixels)`; `(entry, the reason)` for an image that cannot be decoded."""
+    """Items `(entry, pixels)`; `(entry, the reason)` for an image that cannot be decoded, `(entry, the OSError)` for
+    one that cannot be read."""
 
     def __init__(self, entries: list[ImageEntry], side: int) -> None:
         self.entries, self.side = entries, side
@@ -199,7 +215,11 @@ class DecodedImages(Dataset):
     def __getitem__(self, index: int) -> tuple[ImageEntry, Any]:
         entry = self.entries[index]
         try:
-            return entry, decode_image(read_image(entry), self.side)
+            content = read_again(entry)
+        except OSError as error:
+            return entry, error
+        try:
+            return entry, decode_image(content, self.side)
         except Exception as error:  # whatever a damaged file makes Pillow raise; the caller lists it
             return entry, f"{type(error).__name__}: {error}"
 
@@ -214,6 +234,8 @@ class Decoded(NamedTuple):
     """Where in the batch these n images stood."""
     reasons: list[str]
     """Of the others: name, and why it cannot be decoded."""
+    unread: str | None
+    """Name of the first that could not be read at all, and why."""
 
 
 def collate(items: list[tuple[ImageEntry, Any]]) -> Decoded:
@@ -221,4 +243,5 @@ def collate(items: list[tuple[ImageEntry, Any]]) -> Decoded:
     good = [(i, entry, pixels) for i, (entry, pixels) in enumerate(items) if isinstance(pixels, Tensor)]
     reasons = [f"{entry.key}: {reason}" for entry, reason in items if isinstance(reason, str)]
     pixels = torch.stack([pixels for _, _, pixels in good]) if good else torch.empty(0, dtype=torch.uint8)
-    return Decoded(pixels, [entry for _, entry, _ in good], [i for i, _, _ in good], reasons)
+    unread = next((f"{entry.key}: {error}" for entry, error in items if isinstance(error, OSError)), None)
+    return Decoded(pixels, [entry for _, entry, _ in good], [i for i, _, _ in good], reasons, unread)

@@ -52,7 +52,7 @@ class ResidentLatents:
         source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
         self.spec = spec if storage == "native" else replace(spec, fingerprint=f"{spec.fingerprint}-{storage}")
         train, held_out = (BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out"))
-        allowed = memory_allowed(device, device_memory_gib)
+        allowed = memory_allowed(device, device_memory_gib, world_size)
         a_sample = bytes_of_a_sample(train, storage)
         shared = {"batch_size": batch_size, "seed": seed, "device": device, "rank": rank, "world_size": world_size}
         if a_sample * (train.count + held_out.count) <= allowed:
@@ -100,15 +100,26 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def memory_allowed(device: torch.device, given: float | None) -> int:
-    """Bytes that latents may take on the device: as given, or half of what is free there now."""
+def memory_allowed(device: torch.device, given: float | None, world_size: int = 1) -> int:
+    """Bytes that latents may take on the device: as given, or half of what is free there now.
+
+    The least of all processes: what fits decides about the order, which must be one.
+    """
     if given is not None:
         if given <= 0:
             raise ValueError(f"data.device_memory_gib={given} must be above 0.")
         return int(given * GIB)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        allowed = torch.cuda.mem_get_info(device)[0] // 2
+    else:
+        allowed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if world_size > 1 and torch.distributed.is_initialized():
+        least = torch.tensor(allowed, device=device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        return int(least)
+    if world_size > 1 and device.type == "cuda":
+        raise ValueError("data=resident in several processes needs data.device_memory_gib=<GiB>, the same for all.")
+    return allowed
 
 
 def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
+import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -144,49 +147,92 @@ class HttpSource(RemoteSource):
 
 
 class FsspecSource(RemoteSource):
-    """s3://, gs://, hf:// and whatever else fsspec has an implementation installed for."""
+    """s3://, gs://, hf:// and whatever else fsspec has an implementation for; timeouts are the store's own."""
 
-    def read_once(self, name: str, offset: int, size: int | None) -> bytes:
+    def filesystem(self) -> Any:
+        """The store and the folder in it."""
         import fsspec
 
         try:
-            filesystem, folder = fsspec.core.url_to_fs(self.url)
+            return fsspec.core.url_to_fs(self.url)
+        except ValueError as error:  # no such scheme
+            raise ImportError(str(error)) from error
+
+    def read_once(self, name: str, offset: int, size: int | None) -> bytes:
+        try:
+            filesystem, folder = self.filesystem()
             end = None if size is None else offset + size
             return filesystem.cat_file(f"{folder}/{name}", start=offset or None, end=end)
         except FileNotFoundError:
             raise
-        except (ImportError, ValueError) as error:  # no implementation of the scheme
+        except ImportError as error:  # no implementation of the scheme
             raise OSError(f"{error}; install what fsspec asks for") from error
         except Exception as error:  # each store has errors of its own
             raise TransientError(f"{type(error).__name__} {error}".splitlines()[0]) from error
 
 
 class CachedSource:
-    """Copies of whole shards in `folder`/<hash of the URL>; anything else is read through."""
+    """Copies of whole shards in `folder`/<hash of the URL>; anything else is read through.
+
+    Several threads and processes may use one cache: each fetches under a name of its own and renames.
+    """
 
     def __init__(self, source: RemoteSource, folder: Path, url: str) -> None:
         self.source, self.folder = source, folder / hashlib.sha256(url.encode()).hexdigest()[:16]
+        self.fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self.seen: dict[str, int] = {}
+        """Inode of each copy as it was last read."""
 
     def __str__(self) -> str:
         return str(self.source)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"fetching": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"fetching": defaultdict(threading.Lock)}
+
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         if not name.endswith(".tar"):
             return self.source.read(name, offset, size)
-        file = self.folder / name
-        if not file.is_file():
-            content = self.source.read(name)
+        while True:
+            with self.fetching[name]:
+                if not (self.folder / name).is_file():
+                    self.fetch(name)
+            try:
+                with (self.folder / name).open("rb") as stream:
+                    self.seen[name] = os.fstat(stream.fileno()).st_ino
+                    stream.seek(offset)
+                    return stream.read(-1 if size is None else size)
+            except FileNotFoundError:
+                continue  # another process found it damaged in between and dropped it
+
+    def fetch(self, name: str) -> None:
+        content = self.source.read(name)
+        temporary = None
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_name(f"{name}.{os.getpid()}.tmp")  # others may fetch the same: the last one stays
-            temporary.write_bytes(content)
-            temporary.replace(file)
-        return LocalSource(self.folder).read(name, offset, size)
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f"{name}.", delete=False) as stream:
+                temporary = Path(stream.name)
+                stream.write(content)
+            temporary.replace(self.folder / name)
+        except OSError as error:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+            raise ValueError(
+                f"data.cache: {self.folder} cannot take {name}, {len(content) / 2**20:.0f} MiB ({error.strerror}); "
+                f"free some space, choose another folder, or leave data.cache out."
+            ) from error
 
     def forget(self, name: str) -> bool:
+        """Only the copy that was read here is dropped; another process may have fetched a better one since."""
         file = self.folder / name
-        found = file.is_file()
-        file.unlink(missing_ok=True)
-        return found
+        try:
+            if file.stat().st_ino == self.seen.get(name):
+                file.unlink()
+        except FileNotFoundError:
+            pass
+        return True
 
 
 def reading(action: Callable[[], bytes], what: str, remedy: str) -> bytes:

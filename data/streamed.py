@@ -16,7 +16,7 @@ from data.feeder import Feeder
 from data.in_memory import LatentTensors, sampled
 from data.latent_set import open_set
 from data.loader import Batch
-from data.source import LONGEST_PAUSE
+from data.readers import Readers
 from data.streams import Part, Share, StreamDataset, StreamOrder, columns_of, from_rows
 
 
@@ -66,7 +66,6 @@ class StreamedLatents:
         self.seed, self.device, self.batch_size = seed, device, batch_size
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self.pin_memory = pin_memory and device.type == "cuda"
-        self.patience = (retries + 1) * (timeout + LONGEST_PAUSE) + timeout
         self.normalise = self.spec.normaliser(device)
         self.skips = Skips()
         self.samples_seen = 0
@@ -84,7 +83,7 @@ class StreamedLatents:
 
     def __next__(self) -> Batch:
         if self.feeder is None:
-            batches = Assembly(self.dataset(), self.num_workers, self.prefetch_factor, self.pin_memory, self.patience)
+            batches = Assembly(self.dataset(), self.num_workers, self.prefetch_factor, self.pin_memory)
             self.feeder = Feeder(partial(batches.on, self.device, self.skips), self.device)
         tensors = self.feeder.get()
         self.samples_seen += self.share.batch
@@ -116,7 +115,7 @@ def as_it_is(part: Any) -> Any:
 class Assembly:
     """Batches on the device from the parts that the workers make."""
 
-    def __init__(self, dataset: StreamDataset, workers: int, prefetch: int, pin_memory: bool, patience: float) -> None:
+    def __init__(self, dataset: StreamDataset, workers: int, prefetch: int, pin_memory: bool) -> None:
         self.workers = workers
         self.columns = columns_of(dataset.blocks.read(0))
         self.parts = DataLoader(
@@ -126,7 +125,7 @@ class Assembly:
             collate_fn=as_it_is,
             pin_memory=pin_memory,
             prefetch_factor=prefetch if workers else None,
-            timeout=patience if workers else 0.0,
+            generator=torch.Generator(),  # or it draws from the run's
         )
 
     def on(self, device: torch.device, skips: Skips) -> Iterator[dict[str, Tensor]]:
@@ -147,11 +146,11 @@ class Assembly:
         try:
             part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:  # the latter two: killed while it sent a batch
-            if isinstance(error, RuntimeError) and not str(error).startswith(("DataLoader worker", "DataLoader timed")):
-                raise
             reason = str(error).partition("\n")[0] or type(error).__name__
+            if isinstance(error, RuntimeError) and not reason.startswith(("DataLoader worker", "Pin memory thread")):
+                raise
             raise ValueError(
-                f"a reader of data=webdataset died or hangs ({reason}); start the same command again to resume, with a "
+                f"a reader of data=webdataset died ({reason}); start the same command again to resume, with a "
                 f"smaller data.window or data.num_workers if memory ran out."
             ) from error
         if part.failure is not None:
@@ -164,10 +163,14 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """A held-out split once, in order, without augmentation."""
     waiting: list[dict[str, Tensor]] = []
-    start = 0
-    for number in range(len(blocks.places)):
-        waiting.append(blocks.read(number))
-        last = number + 1 == len(blocks.places)
+    start, count = 0, len(blocks.places)
+    readers = Readers(1, "held-out")
+    ahead = [readers.submit(blocks.read, number) for number in range(min(2, count))]
+    for number in range(count):
+        waiting.append(ahead.pop(0).result())
+        last = number + 1 == count
+        if number + 2 < count:
+            ahead.append(readers.submit(blocks.read, number + 2))
         joined = {name: torch.cat([part[name] for part in waiting]) for name in ("latents", "labels")}
         while len(joined["labels"]) >= batch_size or (last and len(joined["labels"])):
             latents, labels = (joined[name][:batch_size].to(device) for name in ("latents", "labels"))
@@ -176,3 +179,4 @@ def held_out_batches(
             start += len(labels)
             yield Batch(normalise(latents), labels, ids, ids)
         waiting = [joined]
+    readers.close()

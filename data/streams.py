@@ -11,9 +11,10 @@ Ranks and worker processes own whole lanes.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data.blocks import BlockReader
 from data.order import seeded
+from data.readers import Readers
+
+READERS = 8
+"""Threads of a worker; they wait for the disk or the network most of the time."""
 
 
 class Spot(NamedTuple):
@@ -47,24 +52,26 @@ class StreamOrder:
         self.blocks_of_shard, self.counts = blocks_of_shard, counts
         self.seed, self.streams, self.window = seed, streams, window
         self.count = sum(counts)
-        self.cache: dict[int, tuple[list[int], list[int]]] = {}
+        self.cache: dict[int, tuple[array[int], array[int]]] = {}
 
-    def blocks(self, epoch: int) -> tuple[list[int], list[int]]:
+    def blocks(self, epoch: int) -> tuple[array[int], array[int]]:
         """Block numbers in the order of an epoch, and the first sample of each in that order."""
-        if epoch not in self.cache:
+        known = self.cache.get(epoch)
+        if known is None:
             firsts = [0]
             for blocks in self.blocks_of_shard:
                 firsts.append(firsts[-1] + blocks)
             generator = seeded(self.seed, epoch)
-            order: list[int] = []
+            order = array("q")
             for shard in torch.randperm(len(self.blocks_of_shard), generator=generator).tolist():
                 inside = torch.randperm(self.blocks_of_shard[shard], generator=generator)
-                order += (inside + firsts[shard]).tolist()
-            starts = [0]
+                order.extend((inside + firsts[shard]).tolist())
+            starts = array("q", [0])
             for block in order[:-1]:
                 starts.append(starts[-1] + self.counts[block])
-            self.cache = {e: found for e, found in self.cache.items() if e >= epoch - 2} | {epoch: (order, starts)}
-        return self.cache[epoch]
+            known = order, starts
+            self.cache = {e: found for e, found in self.cache.items() if e >= epoch - 1} | {epoch: known}
+        return known
 
     def extent(self, range_: int) -> tuple[int, int]:
         """First sample and number of samples of a range."""
@@ -169,12 +176,22 @@ def from_rows(rows: UInt8[Tensor, "n bytes"], columns: list[Column], order: Int[
 class Lane:
     """Reads one lane in order. While a window is used, the next one is read in `readers`."""
 
-    def __init__(self, order: StreamOrder, blocks: BlockReader, readers: ThreadPoolExecutor) -> None:
+    def __init__(self, order: StreamOrder, blocks: BlockReader, readers: Readers) -> None:
         self.order, self.blocks, self.readers = order, blocks, readers
         self.windows: dict[tuple[int, int, int], Future[Tensor]] = {}
         self.latest: tuple[int, Tensor] | None = None
         self.rest, self.at = torch.empty(0), -1
         """What is left of the window in use, and the position of its first row."""
+
+    def begin(self, positions: range) -> None:
+        """Reading of the window that `positions` begin in has begun when this returns."""
+        if positions and (positions.start != self.at or not len(self.rest)):
+            self.submit(self.order.spot(positions.start))
+
+    def submit(self, spot: Spot) -> Future[Tensor]:
+        if spot[:3] not in self.windows:
+            self.windows[spot[:3]] = self.readers.submit(self.read, spot)
+        return self.windows[spot[:3]]
 
     def take(self, positions: range) -> list[Tensor]:
         """The rows of the samples at `positions` of the lane, in pieces."""
@@ -190,14 +207,13 @@ class Lane:
         return parts
 
     def window(self, position: int) -> Tensor:
-        """The rows of its window from that position on; reading the window after it begins."""
+        """The rows of its window from that position on; then reading the window after it begins."""
         spot = self.order.spot(position)
-        after = self.order.spot(position + (spot.size - spot.offset) * self.order.streams)
-        for needed in (spot, after):
-            if needed[:3] not in self.windows:
-                self.windows[needed[:3]] = self.readers.submit(self.read, needed)
-        self.windows = {key: self.windows[key] for key in (spot[:3], after[:3])}
-        return self.windows[spot[:3]].result()[spot.offset :]
+        rows = self.submit(spot).result()[spot.offset :]
+        after = self.order.spot(position + len(rows) * self.order.streams)
+        self.windows = {key: future for key, future in self.windows.items() if key == after[:3]}
+        self.submit(after)
+        return rows
 
     def read(self, spot: Spot) -> Tensor:
         """The rows of a window, shuffled. The block at its end is kept: the next window begins in it."""
@@ -239,9 +255,10 @@ class StreamDataset(IterableDataset):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         own = self.share.own_lanes()
         numbers = (range(self.order.streams) if own is None else own)[worker::workers]
-        with ThreadPoolExecutor(2) as readers:
-            lanes = {number: Lane(self.order, self.blocks, readers) for number in numbers}
-            start = self.start
+        readers = Readers(READERS, "reader")
+        lanes = {number: Lane(self.order, self.blocks, readers) for number in numbers}
+        start = self.start
+        try:
             while True:
                 try:
                     yield self.part(lanes, start)
@@ -249,13 +266,15 @@ class StreamDataset(IterableDataset):
                     yield Part(torch.empty(0), 0, [], str(error))
                     return
                 start += self.share.batch
+        finally:
+            readers.close()
 
     def part(self, lanes: dict[int, Lane], start: int) -> Part:
-        taken, position = [], []
+        places = {number: self.share.positions(start, number) for number in lanes}
         for number, lane in lanes.items():
-            places = self.share.positions(start, number)
-            position += places
-            taken += lane.take(places)
+            lane.begin(places[number])
+        position = [place for of_lane in places.values() for place in of_lane]
+        taken = [rows for number, lane in lanes.items() for rows in lane.take(places[number])]
         if not taken:
             return Part(torch.empty(0, dtype=torch.uint8), 0, self.blocks.take_reports())
         size = taken[0].shape[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from data.blocks import BlockReader, Skips
 from data.in_memory import LatentTensors, sampled
 from data.loader import Batch, LatentSpec
 from data.order import seeded
+from data.readers import Readers
 from data.streamed import held_out_batches
 
 STAGES = 2
@@ -51,12 +52,15 @@ class GroupOrder:
 
     def groups(self, epoch: int) -> list[Group]:
         if epoch not in self.cache:
-            groups, blocks, first, size = [], [], 0, 0
+            groups: list[Group] = []
+            blocks: list[int] = []
+            first = size = 0
             for block in torch.randperm(len(self.counts), generator=seeded(self.seed, epoch)).tolist():
                 if size + self.counts[block] > self.window:
                     groups.append(Group(epoch, len(groups), blocks, first, size))
                     blocks, first, size = [], first + size, 0
-                blocks, size = [*blocks, block], size + self.counts[block]
+                blocks.append(block)
+                size += self.counts[block]
             groups.append(Group(epoch, len(groups), blocks, first, size))
             self.cache = {e: found for e, found in self.cache.items() if e >= epoch - 1} | {epoch: groups}
         return self.cache[epoch]
@@ -110,20 +114,24 @@ class WindowedLatents:
         self.normalise = spec.normaliser(device)
         self.skips = Skips()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="window")
+        self.readers = Readers(1, "window")
         self.samples_seen = 0
+        self.slots: list[Slot] = []
+        self.stages: list[tuple[dict[str, Tensor], Any]] = []
         self.make_room(window)
 
     def make_room(self, window: int) -> None:
         """Room for two groups of at most `window` samples."""
-        self.thread.submit(lambda: None).result()  # nothing is on its way into slots that are given up here
+        for slot in self.slots:
+            slot.holds = None  # what is being filled stops at the next block
+        self.readers.submit(lambda: None).result()
         if self.copies is not None:
             self.copies.synchronize()
+        self.slots, self.stages = [], []  # before there is room for others
         counts = [place.block.samples for place in self.blocks.places]
         self.order = GroupOrder(counts, self.seed, window)
         first = self.blocks.read(0)
         self.slots = [Slot(window, first, self.device) for _ in range(2)]
-        self.stages: list[tuple[dict[str, Tensor], Any]] = []
         if self.copies is not None:
             largest = max(counts)
             for _ in range(STAGES):
@@ -173,13 +181,15 @@ class WindowedLatents:
         slot = self.slots[0] if keep is not self.slots[0] else self.slots[1]
         slot.holds = key
         used = None if self.copies is None else torch.cuda.current_stream(self.device).record_event()
-        slot.filled = self.thread.submit(self.fill, slot, group, used)
+        slot.filled = self.readers.submit(self.fill, slot, group, used)
         return slot
 
     def fill(self, slot: Slot, group: Group, used: Any) -> Any:
         """Reads a group's blocks into `slot`, once what used it before is done; returns the event of the last copy."""
         row = 0
         for i, number in enumerate(group.blocks):
+            if slot.holds != (group.epoch, group.number):
+                return None  # another group is wanted here by now
             tensors = self.blocks.read(number)
             rows = len(tensors["ids"])
             if self.copies is None:

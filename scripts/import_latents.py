@@ -12,7 +12,9 @@ which encoder made them, and what they were multiplied by (`scale`; 1 for latent
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,9 +104,20 @@ def import_latents(cfg: ImportConfig) -> Path:
         )
     check(cfg, raw(cfg, next(foreign.chunks())), autoencoder)
     print(f"{foreign.what}: {foreign.count} latents", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    manifest = write(cfg, foreign, autoencoder, node, out)
-    manifest.write(out)
+    unfinished = out.with_name(f"{out.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an import that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        manifest = write(cfg, foreign, autoencoder, node, unfinished)
+        manifest.write(unfinished)
+    except BaseException as error:
+        shutil.rmtree(unfinished)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(f"out={cfg.out}: no space is left ({error.strerror}); free some and try again.") from error
+        raise
+    if out.exists():
+        out.rmdir()  # it is empty
+    unfinished.rename(out)
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
     print(f"next: python -m scripts.verify_latents path={out}", flush=True)
     return out / "manifest.json"

@@ -212,7 +212,7 @@ def test_values_that_do_not_fit_leave_nothing_behind(samples, run, tmp_path: Pat
         source = npy(tmp_path / "in", changed, labels_too)
         with pytest.raises(ValueError, match=r"sample (17|0) of .* (not finite in dtype=float16|a label below 0)"):
             run(**source, scale=1.0, dtype="float16", check_scale=False)
-        assert list((tmp_path / "out").iterdir()) == []
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["in"]
 
 
 def test_nothing_is_unpickled(run, tmp_path: Path):

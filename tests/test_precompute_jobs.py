@@ -17,12 +17,12 @@ import pytest
 import torch
 from PIL import Image
 
+from data import images
 from data.manifest import read_manifest
 from data.shards import ShardWriter
 from tests.helpers import TINY_JOB, Job
 from tests.test_precompute import all_of, contents, load_set, matches
 from training.config import ROOT
-from training.precompute import locked
 from training.ranks import Ranks
 
 MANY = ["shard_size=1", "batch_size=1", "block_size=1"]
@@ -129,11 +129,45 @@ def test_twenty_kills_change_nothing(vae: Path, many_photos: Path, tmp_path: Pat
     assert whole_files(contents(tmp_path / "killed")) == expected
 
 
-def test_two_jobs_do_not_write_into_one_folder(job: Job):
-    folder = job()
-    with locked(folder), pytest.raises(ValueError, match=r"another process is encoding into it; wait for it"):
+HOLD = "import sys, training.precompute as p; from pathlib import Path; held = p.locked(Path(sys.argv[1])); input()"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_jobs_do_not_write_into_one_folder(vae: Path, photos: Path, tmp_path: Path, ranks: int):
+    out = tmp_path / "out"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
+    )
+    while not (out / ".lock").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    second = start(command(vae, photos, out, ranks=ranks))
+    _, errors = second.communicate()
+    assert second.returncode != 0
+    assert "another process is encoding into it; wait for it" in errors.decode()
+    assert [file.name for file in out.iterdir()] == [".lock"]
+    kill(holder)
+    again = start(command(vae, photos, out))
+    _, errors = again.communicate()
+    assert again.returncode == 0, errors.decode()
+
+
+def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job: Job, monkeypatch: pytest.MonkeyPatch):
+    """Unlike one that cannot be decoded: it may be there again in a moment."""
+    read, failing = images.read_image, iter([True] * 4)
+
+    def on_a_bad_day(entry: images.ImageEntry) -> bytes:
+        if entry.key.endswith("dog/009.png") and next(failing, False):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(entry)
+
+    monkeypatch.setattr(images, "read_image", on_a_bad_day)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(ValueError, match=r"dog/009\.png: .*Input/output error; what is finished is kept"):
         job()
-    job()
+    assert read_manifest(job()).count == 16
+    failing = iter([True] * 3)
+    assert read_manifest(job(out="patient")).skipped == []
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])

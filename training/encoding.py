@@ -99,6 +99,8 @@ class Encoder:
     def run(self, plan: Plan) -> None:
         """Leaves every shard of this rank with its sidecar. Decoding runs in worker processes, ahead of the encoder."""
         own = plan.shards[self.ranks.rank :: self.ranks.world_size]
+        if any((self.out / f"{name}.json").is_file() for name, _, _ in own):
+            print("checking the hashes of what is finished", flush=True)
         todo = [planned for planned in own if finished(self.out, planned[0]) is None]
         images = sum(len(entries) for _, _, entries in own)
         done = images - sum(len(entries) for _, _, entries in todo)
@@ -128,6 +130,11 @@ class Encoder:
             while remaining:
                 with self.timed("decode"):
                     numbers, decoded = next(batches)
+                if decoded.unread:
+                    raise ValueError(
+                        f"source={self.cfg.source}: {decoded.unread}; what is finished is kept. See that it can be "
+                        f"read and run the same command again."
+                    )
                 remaining -= len(numbers)
                 progress.advance(len(numbers))
                 skipped += decoded.reasons

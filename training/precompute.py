@@ -6,6 +6,7 @@ The content of a shard is a function of (image list, job, shard number). Each fi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from data.statistics import channel_statistics
 from models.autoencoders import Autoencoder
 from training.run import describe_environment
 from training.schema import PrecomputeConfig
+
+JOB, LOCK = "job.json", ".lock"
 
 
 @dataclass
@@ -67,7 +70,7 @@ def job_description(
 
 def claim(out: Path, job: dict[str, Any]) -> None:
     """Makes `out` this job's folder; ValueError if it belongs to another job."""
-    file = out / "job.json"
+    file = out / JOB
     if file.is_file():
         earlier = json.loads(file.read_text())
         if changed := [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]:
@@ -75,25 +78,33 @@ def claim(out: Path, job: dict[str, Any]) -> None:
                 f"out={out} holds latents of another job ({'; '.join(changed)}); choose another folder or delete it."
             )
         return
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out={out} is a file; choose a folder.")
-    if out.is_dir() and any(found.name != "job.json.tmp" for found in out.iterdir()):  # that one: killed while claiming
-        raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
-    out.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(job, indent=1) + "\n")
 
 
 def locked(out: Path) -> IO[bytes]:
-    """The claimed folder, held until the result is closed; ValueError if another process holds it."""
+    """The folder `out`, made and held until the result is closed; ValueError if another process holds it, or if it is
+    somebody else's.
 
+    A POSIX lock: it works on NFS, forked workers do not inherit it, and a killed process has let it go.
+    """
     import fcntl  # POSIX only
 
-    stream = (out / "job.json").open("rb")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out} is a file; choose a folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    found = {file.name for file in out.iterdir()}
+    if JOB not in found and found - {LOCK, f"{JOB}.tmp"}:  # those two: killed while claiming
+        raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
+    stream = (out / LOCK).open("a+b")
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        stream.close()
-        raise ValueError(f"out={out}: another process is encoding into it; wait for it, or stop it first.") from error
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            stream.close()
+            raise ValueError(
+                f"out={out}: another process is encoding into it; wait for it, or stop it first."
+            ) from error
+        print(f"warning: {out} cannot be locked ({error.strerror}); see that no other job writes there", flush=True)
     return stream
 
 
