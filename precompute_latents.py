@@ -35,7 +35,7 @@ def precompute(composed: Composed) -> Path:
     from training.precompute import claim, job_description, locked, plan_shards, write_manifest
     from training.ranks import Ranks
     from training.run import pick_device
-    from training.setup import spine
+    from training.setup import runtime_values
 
     # 1. What is encoded, with what, and where to.
     cfg = composed.cfg
@@ -50,7 +50,7 @@ def precompute(composed: Composed) -> Path:
 
     # 2. What makes it fast, seen in one encoding.
     stack = AccelerationStack(
-        spine(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES
+        runtime_values(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES
     )
     stack.on_process()
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True

@@ -36,17 +36,19 @@ def train(composed: Composed) -> dict[str, Any]:
         identity,
         restore,
     )
+    from training.stop import StopRequest
 
     # 1. Where we run.
     cfg = composed.cfg
-    micro_batch = cfg.batch_size // cfg.accumulation_steps
     run = Run(composed)
+    ranks = run.ranks
+    micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     run.show_rehearsal()
 
     # 2. What we train, and on what.
-    loader = build_loader(cfg.data, cfg.seed, micro_batch, run.device)
+    loader = build_loader(cfg.data, cfg.seed, micro_batch, run.device, ranks)
     objective = build(cfg.objective, "objective")
-    logger = SafeLogger(build(cfg.logger, "logger"))
+    logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
     autoencoder = build_autoencoder(loader.spec, run.device) if cfg.sample_every else None
     model = build_model(cfg.model, loader.spec, run.device)
 
@@ -55,7 +57,7 @@ def train(composed: Composed) -> dict[str, Any]:
     stack.on_process()
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
-    state, step = build_step(cfg, model, loader, objective, optimizer, stack)
+    state, step = build_step(cfg, model, loader, objective, optimizer, stack, ranks)
     meter = state.meter
     began = time.perf_counter()
     with state.preserved():
@@ -64,46 +66,51 @@ def train(composed: Composed) -> dict[str, Any]:
     warm_up_seconds = time.perf_counter() - began
 
     # 4. Where we left off.
-    checkpoints = Checkpoints(run.folder / "checkpoints", cfg.keep_checkpoints)
+    checkpoints = Checkpoints(run.folder / "checkpoints", cfg.keep_checkpoints, ranks)
     described = identity(composed, loader.spec, ledger)
     where = restore(cfg, state, checkpoints, described)
     run.open(ledger, logger, where)
     run.keep_metrics_before(state.step)
 
     # 5. The loop.
-    progress = Progress(cfg.total_samples, "samples", initial=state.samples)
+    progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
     meter.start()
-    while state.samples < cfg.total_samples:
-        with meter.waiting():
-            batches = [next(loader) for _ in range(cfg.accumulation_steps)]
-        step.schedule(state.samples)
-        meter.update(step(batches))
-        state.advance(cfg.batch_size)
-        progress.advance(cfg.batch_size)
-        last = state.samples >= cfg.total_samples
+    with StopRequest(ranks) as stop:
+        while state.samples < cfg.total_samples:
+            with meter.waiting():
+                batches = [next(loader) for _ in range(cfg.accumulation_steps)]
+            step.schedule(state.samples)
+            meter.update(step(batches))
+            state.advance(cfg.batch_size)
+            progress.advance(cfg.batch_size)
+            stopping = bool(stop)
+            last = state.samples >= cfg.total_samples
 
-        if last or state.due(cfg.log_every) or state.due(cfg.eval_every):
-            metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
-            state.skipped_steps += metrics["skipped"]
+            if last or state.due(cfg.log_every) or state.due(cfg.eval_every):
+                metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
+                state.skipped_steps += metrics["skipped"]
+                with meter.paused():
+                    if cfg.eval_every and (last or state.due(cfg.eval_every)):
+                        metrics |= evaluate(step, state, micro_batch)
+                    run.append_metrics(metrics)
+                    logger.log(metrics, state.samples)
+                    progress.say(log_line(metrics))
             with meter.paused():
-                if cfg.eval_every and (last or state.due(cfg.eval_every)):
-                    metrics |= evaluate(step, state, micro_batch)
-                run.append_metrics(metrics)
-                logger.log(metrics, state.samples)
-                progress.say(log_line(metrics))
-        with meter.paused():
-            if autoencoder and (last or state.due(cfg.sample_every)):
-                file = run.folder / "samples" / f"step-{state.step}.png"
-                sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file, micro_batch)
-                logger.image("samples", file, state.samples)
-            if cfg.save_every and (last or state.due(cfg.save_every)):
-                checkpoints.save(state, described)
+                if autoencoder and (last or state.due(cfg.sample_every)):
+                    file = run.folder / "samples" / f"step-{state.step}.png"
+                    sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file, micro_batch)
+                    logger.image("samples", file, state.samples)
+                if cfg.save_every and (last or stopping or state.due(cfg.save_every)):
+                    checkpoints.save(state, described)
+            if stopping and not last:
+                run.stop(state, saved=cfg.save_every > 0)
     progress.close()
 
     # 6. What came of it.
     summary = run.summarise(state, ledger, warm_up_seconds)
     logger.finish(summary)
-    print(f"\nsummary\n{summary_table(summary)}", flush=True)
+    run.say(f"\nsummary\n{summary_table(summary)}", flush=True)
+    ranks.close()
     return summary
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accel.evidence import Evidence
 from accel.fused_adamw import is_fused
+from accel.parallel import world_size
 from accel.technique import AnyStep, Observation, Technique, TrainingStep, first_line
 
 GraphedUpdate = Callable[[Sequence[Any]], Any]
@@ -34,6 +35,8 @@ class CudaGraph(Technique):
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
             return f"CUDA graphs need an NVIDIA GPU; this run is on {self.device.type}."
+        if world_size() > 1:
+            return "A step that communicates with other processes is not captured; this run has several."
         return None
 
     def optimizer_kwargs(self) -> dict[str, Any]:

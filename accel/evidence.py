@@ -69,13 +69,15 @@ class BlockProbe(nn.Module):
             return getattr(self.block, name)  # switches that the model reads
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        own = [*self.block.parameters(), *self.block.buffers()]
-        parameters = {tensor.untyped_storage().data_ptr() for tensor in own}
+        parameters: set[int] = set()
         seen: set[int] = set()
         saved = 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal saved
+            if not parameters:  # only now: sharded ones have been gathered
+                own = [*self.block.parameters(), *self.block.buffers()]
+                parameters.update(p.untyped_storage().data_ptr() for p in own)
             storage = tensor.untyped_storage().data_ptr()
             if storage not in parameters and storage not in seen:
                 seen.add(storage)

@@ -20,13 +20,15 @@ from accel.fused_adamw import FusedAdamW
 from accel.fused_kernels import FusedAddNorm, FusedConv, FusedScan
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.ledger import Ledger, LedgerRow
+from accel.parallel import DataParallel, agreed
 from accel.precision import Precision
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.technique import AnyStep, Model, Technique
 from accel.tf32 import Tf32
 
-# Process flags, module changes, checkpointing, compile, optimizer, autocast, evaluation, CUDA graph. Checkpointing
-# comes before compile, so that a compiled block contains its own recomputation; the graph is last and contains all.
+# Process flags, module changes, checkpointing, compile, sharding, optimizer, autocast, evaluation, CUDA graph.
+# Checkpointing comes before compile, so that a compiled block contains its own recomputation, and both before sharding,
+# which gathers a block's parameters around all of it; the graph is last and contains all.
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tf32,
     CudnnBenchmark,
@@ -37,11 +39,19 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     AttentionBackend,
     CheckpointBlocks,
     CompileBlocks,
+    DataParallel,
     FusedAdamW,
     Precision,
     EmptyCacheAtEval,
     CudaGraph,
 )
+
+
+class FailedElsewhereError(RuntimeError):
+    """Another process failed in warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__("another process failed in warm-up; its message says why")
 
 
 class AccelerationStack:
@@ -64,7 +74,7 @@ class AccelerationStack:
         self.requested: dict[str, bool | str] = {}
         self.reasons: dict[str, str] = {}
         self.techniques: list[Technique] = []
-        self.strict = on_unavailable == "error"
+        self.strict, self.device = on_unavailable == "error", device
         refused = []
         for kind in TECHNIQUES:
             if only is not None and kind.key not in only:
@@ -129,17 +139,22 @@ class AccelerationStack:
     def run_until_it_works(self, run: Callable[[], object]) -> None:
         """Calls `run` once; a failure that a technique recognises as its own doing is undone, and `run` called again.
 
-        Under `on_unavailable="error"` the failure is raised instead.
+        Under `on_unavailable="error"` the failure is raised instead. Of several processes all undo what one has to:
+        it would run other code than they do.
         """
         while True:
             try:
                 run()
-                return
+                failure = None
             except Exception as error:
-                sentence = next(filter(None, (t.recover(error) for t in reversed(self.techniques))), None)
-                if sentence is None or self.strict:
-                    raise
-                warnings.warn(sentence, stacklevel=3)
+                failure = error
+            if not agreed(failure is not None, self.device):
+                return
+            error = failure if failure is not None else FailedElsewhereError()
+            sentence = next(filter(None, (t.recover(error) for t in reversed(self.techniques))), None)
+            if sentence is None or self.strict:
+                raise error
+            warnings.warn(sentence, stacklevel=3)
 
     def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
         """Calls `run` (a whole step, or an encoding) until it is warm, observes it once more, and fills the ledger.

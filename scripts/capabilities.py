@@ -10,7 +10,7 @@ import torch
 
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
-from training.schema import RuntimeConfig
+from training.schema import ParallelMode, RuntimeConfig
 
 
 class Capability(NamedTuple):
@@ -23,14 +23,15 @@ class Capability(NamedTuple):
     @property
     def word(self) -> str:
         """The override that asks for it, such as runtime.tf32=true."""
-        return f"runtime.{self.key}={str(self.value).lower()}"
+        key = "parallel.mode" if self.key == "parallel" else self.key
+        return f"runtime.{key}={str(self.value).lower()}"
 
 
 def values_of(technique: type[Technique]) -> list[bool | str]:
     """The values of a technique's key that switch it on."""
-    kind = typing.get_type_hints(RuntimeConfig)[technique.key]
+    kind = ParallelMode if technique.key == "parallel" else typing.get_type_hints(RuntimeConfig)[technique.key]
     values = [member.value for member in kind] if issubclass(kind, Enum) else [True]
-    return [value for value in values if value != technique.off]
+    return [value for value in values if value not in (technique.off, "auto")]
 
 
 def capabilities(device: torch.device) -> list[Capability]:

@@ -43,7 +43,7 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "versions": environment["versions"],
         "techniques": [
             {
-                "key": f"runtime.{c.key}",
+                "key": c.word.partition("=")[0],
                 "word": c.word,
                 "value": c.value,
                 "available": c.reason is None,

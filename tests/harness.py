@@ -13,11 +13,11 @@ from training.objective import FlowMatching
 from training.optim import parameter_groups
 from training.schedule import Schedule
 from training.schema import RuntimeConfig
-from training.setup import spine
+from training.setup import runtime_values
 from training.step import TrainStep
 
 CPU = torch.device("cpu")
-EAGER = spine(RuntimeConfig())
+EAGER = runtime_values(RuntimeConfig())
 VARIANTS = [
     {"tf32": True},
     {"cudnn_benchmark": True},
@@ -35,6 +35,9 @@ VARIANTS = [
     {"gradient_checkpointing": True, "checkpoint_policy": "selective"},
     {"compile": True},
     {"compile": True, "compile_scope": "model"},
+    {"parallel": "ddp"},
+    {"parallel": "fsdp"},
+    {"parallel": "hsdp"},
     {"fused_adamw": True},
     {"precision": "bf16"},
     {"precision": "fp16"},

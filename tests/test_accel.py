@@ -44,7 +44,7 @@ def test_every_technique_is_enrolled():
     assert {key_of(variant) for variant in VARIANTS} == {kind.key for kind in TECHNIQUES}
     assert {kind.key for kind in TECHNIQUES} | {option for kind in TECHNIQUES for option in kind.options} == set(
         EAGER
-    ) - {"device", "on_unavailable"}
+    ) - {"device", "on_unavailable", "mode", "timeout_minutes", "nccl"}  # of the process group
 
 
 @pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "zigzag", "dit"])

@@ -27,10 +27,10 @@ def test_every_technique_is_examined_in_every_way(capsys):
 def test_the_page_has_a_line_for_each_with_its_reason(capsys):
     doctor.main([])
     text = capsys.readouterr().out
-    for key, value, reason in capabilities(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-        line = next(line for line in text.splitlines() if f"runtime.{key}={str(value).lower()} " in f"{line} ")
-        assert line.split()[0] == ("yes" if reason is None else "no")
-        assert reason is None or reason in line
+    for capability in capabilities(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        line = next(line for line in text.splitlines() if f"{capability.word} " in f"{line} ")
+        assert line.split()[0] == ("yes" if capability.reason is None else "no")
+        assert capability.reason is None or capability.reason in line
 
 
 def test_off_is_no_way_to_switch_on():

@@ -13,6 +13,7 @@ from accel.compile_blocks import CompileBlocks
 from precompute_latents import precompute
 from scripts.bench.__main__ import main as bench
 from scripts.doctor import main as doctor
+from scripts.plan import main as plan
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
 from train import train
@@ -49,7 +50,7 @@ def test_make_targets_exist():
 
 
 def test_every_command_is_one_that_this_test_knows():
-    assert all(line.split()[0] in ("make", "python") for line in COMMANDS)
+    assert all(line.split()[0] in ("make", "python", "torchrun") for line in COMMANDS)
     assert len(COMMANDS) >= 10
 
 
@@ -58,6 +59,8 @@ def module(name: str, words: list[str]) -> None:
     if name == "scripts.sample":
         _, npz = sample_run(from_words(SampleConfig, [*words, "steps=2"], ""))
         assert np.load(npz)["arr_0"].shape == (16, 32, 32, 3)
+    elif name == "scripts.plan":
+        plan([*words, "data.height=4", "data.width=4", "data.count=2", "model.dim=64", "gpus=[1,8]"])
     elif name == "scripts.doctor":
         assert doctor(words) == 0
     elif words[0] == "compare":
@@ -76,6 +79,8 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
     ran = 0
     for line in COMMANDS:
         words = shlex.split(line)[1:]
+        if line.startswith("torchrun"):
+            continue  # tests/test_parallel.py starts several processes
         if "--help" in words or "--cfg" in words or words[0] in ("train", "test"):
             continue  # tests/test_config.py and the Makefile's own users run these
         program, words = words[0], words[1:]

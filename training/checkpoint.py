@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from data.manifest import sync_folder, write_atomically
 from data.shards import file_sha256
-from training.state import TrainState
+from training.ranks import SINGLE, Ranks
+from training.state import TrainState, gathered
 
 FORMAT = 1
 
@@ -27,8 +28,8 @@ FORMAT = 1
 class Checkpoints:
     """The checkpoints of one run, `folder/step-N` for N = the number of steps done."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, ranks: Ranks = SINGLE) -> None:
+        self.folder, self.keep, self.ranks = folder, keep, ranks
 
     def found(self) -> list[Path]:
         """Complete checkpoints, oldest first. A kill in mid-write leaves a `.tmp` folder, which does not count."""
@@ -38,13 +39,18 @@ class Checkpoints:
     def save(self, state: TrainState, identity: dict[str, Any]) -> Path:
         """Writes one checkpoint, removes those beyond `keep`, and returns its folder.
 
-        `identity` describes the run (model and its arguments, latent spec, ledger); it is stored in `state.json`.
+        `identity` describes the run (model and its arguments, latent spec, ledger); it is stored in `state.json`. All
+        processes call it: sharded tensors are gathered, the first one writes, the others wait for it.
         """
+        content = gathered(state.state_dict(), self.ranks.first)
         final = self.folder / f"step-{state.step}"
-        temporary = self.folder / f"step-{state.step}.tmp"
+        self.ranks.agreed(lambda: str(self.write(state.step, content, identity)))
+        return final
+
+    def write(self, step: int, content: dict[str, Any], identity: dict[str, Any]) -> Path:
+        final, temporary = self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        content = state.state_dict()
         save_file({k: v.contiguous() for k, v in content["model"].items()}, temporary / "model.safetensors")
         save_file(content["ema"], temporary / "ema.safetensors")
         training = {name: content[name] for name in ("optimizer", "techniques", "rng")}
@@ -76,15 +82,20 @@ class Checkpoints:
         One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried. ValueError
         if there were some and none verifies: starting over is for the user to decide.
         """
+        folder = self.ranks.agreed(self.newest_verified)
+        if folder is not None:
+            load_verified(folder, description(folder), state, identity)
+        return folder
+
+    def newest_verified(self) -> Path | None:
         found = self.found()
         for folder in reversed(found):
             if problem := damage(folder):
                 quarantine = folder.with_name(folder.name + ".corrupt")
                 shutil.rmtree(quarantine, ignore_errors=True)
                 folder.rename(quarantine)
-                warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=2)
+                warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3)
                 continue
-            load_verified(folder, description(folder), state, identity)
             return folder
         if found:
             raise ValueError(f"{self.folder} holds no checkpoint that verifies; start over in a new run_dir.")

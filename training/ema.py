@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from accel.parallel import local, part_of
+
 
 class EMA:
     """ema ← ema + w·(parameter - ema), with w = 1 - 0.5^(batch / half_life).
@@ -23,6 +25,7 @@ class EMA:
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = [p for _, p in model.named_parameters()]
         self.averages = [p.detach().float().clone() for p in self.parameters]
+        """Sharded like the parameters. What is done to them is done element by element, so on each process's part."""
 
     def weight(self, samples: int, batch_size: int) -> float:
         """w for the step that ends at `samples` samples."""
@@ -33,9 +36,10 @@ class EMA:
     def update(self, weight: Tensor) -> None:
         """`weight` is a device scalar; 0 leaves the averages bit for bit as they are."""
         # Not _foreach_lerp_: it takes one weight as a host number only, which would wait for the device.
-        moves = torch._foreach_sub([p.detach() for p in self.parameters], self.averages)
+        averages = [local(average) for average in self.averages]
+        moves = torch._foreach_sub([local(p.detach()) for p in self.parameters], averages)
         torch._foreach_mul_(moves, weight)
-        torch._foreach_add_(self.averages, moves)
+        torch._foreach_add_(averages, moves)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -63,4 +67,4 @@ class EMA:
                 f"the averages do not fit the model; they differ in {sorted(state.keys() ^ set(self.names))[:5]}."
             )
         for name, average in zip(self.names, self.averages, strict=True):
-            average.copy_(state[name])
+            local(average).copy_(part_of(state[name], average))

@@ -25,12 +25,11 @@ from models.autoencoders import Autoencoder
 from models.images import psnr
 from training.precompute import Plan, finished
 from training.progress import Progress
-from training.ranks import Ranks
+from training.ranks import SINGLE, Ranks
 from training.schema import PrecomputeConfig
 
 PSNR_IMAGES = 16
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-SINGLE = Ranks()
 
 
 class EncodeStep:

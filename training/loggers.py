@@ -115,8 +115,8 @@ class TensorBoardLogger:
 class SafeLogger:
     """A logger that is switched off, with one warning, at its first exception."""
 
-    def __init__(self, logger: Logger) -> None:
-        self.logger: Logger = logger
+    def __init__(self, logger: Logger, silent: bool = False) -> None:
+        self.logger: Logger = NoLogger() if silent else logger
 
     def guarded(self, call: Callable[[], None]) -> None:
         try:

@@ -10,18 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.ranks import SINGLE, Ranks
 from training.step import StepOutput
 
 
 class Meter:
     """Sums over a log window, kept on the device, and the clock of the window.
 
-    Time spent inside `paused()` (evaluation, sampling, saving) counts as maintenance, not as training;
-    `waiting()` wraps the calls that wait for data.
+    Of several processes the loss is the mean, waiting for data and memory are the most of all; `batch_size` is global
+    and `mfu` per process. Time spent inside `paused()` (evaluation, sampling, saving) counts as maintenance, not as
+    training; `waiting()` wraps the calls that wait for data.
     """
 
-    def __init__(self, batch_size: int, tokens: int, flops_per_sample: int, peak_flops: float | None) -> None:
-        self.batch_size, self.tokens = batch_size, tokens
+    def __init__(
+        self, batch_size: int, tokens: int, flops_per_sample: int, peak_flops: float | None, ranks: Ranks = SINGLE
+    ) -> None:
+        self.batch_size, self.tokens, self.ranks = batch_size, tokens, ranks
         self.train_flops, self.peak = 3 * flops_per_sample, peak_flops
         self.loss: Tensor | float = 0.0
         self.skipped: Tensor | float = 0.0
@@ -66,9 +70,13 @@ class Meter:
         self.steps += 1
 
     def state_dict(self) -> dict[str, float | int]:
-        """The sums of the window; reading them waits for the device."""
-        sums = {"loss": float(self.loss), "skipped": float(self.skipped), "backed_off": float(self.backed_off)}
+        """The sums of the window over all processes; reading them waits for the device."""
+        sums = {"loss": self.loss_of_all(), "skipped": float(self.skipped), "backed_off": float(self.backed_off)}
         return sums | {"steps": self.steps}
+
+    def loss_of_all(self) -> float:
+        """The sum of the window, averaged over processes."""
+        return float(self.ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64)))
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
@@ -79,12 +87,14 @@ class Meter:
 
     def report(self, lr: float) -> dict[str, Any]:
         """Figures of the window since the last report (the one wait for the device), and starts the next window."""
-        loss, skipped = float(self.loss) / self.steps, int(float(self.skipped))
+        loss, skipped = self.loss_of_all() / self.steps, int(float(self.skipped))
         seconds = time.perf_counter() - self.since
         samples = (self.steps - self.carried) * self.batch_size
         self.train_seconds += seconds
         self.trained_samples += samples
         rate = samples / seconds
+        memory = memory_reserved_peak()
+        most = self.ranks.reduced(torch.tensor([self.wait, memory or 0.0], dtype=torch.float64), "max").tolist()
         report = {
             "loss": loss,
             "grad_norm": float(self.grad_norm),
@@ -94,9 +104,9 @@ class Meter:
             "samples_per_s": rate,
             "tokens_per_s": rate * self.tokens,
             "model_tflops": rate * self.train_flops / 1e12,
-            "mfu": rate * self.train_flops / self.peak if self.peak else None,
-            "data_wait": self.wait / seconds,
-            "memory_reserved_peak": memory_reserved_peak(),
+            "mfu": rate * self.train_flops / self.peak / self.ranks.world_size if self.peak else None,
+            "data_wait": most[0] / seconds,
+            "memory_reserved_peak": None if memory is None else int(most[1]),
         }
         self.restart()
         return report

@@ -9,15 +9,17 @@ import time
 class Progress:
     """Counts towards `total`. On a terminal a tqdm bar; elsewhere a line every `every` seconds if `every` is set."""
 
-    def __init__(self, total: int, unit: str, initial: int = 0, every: float | None = None) -> None:
+    def __init__(
+        self, total: int, unit: str, initial: int = 0, every: float | None = None, silent: bool = False
+    ) -> None:
         from tqdm import tqdm
 
         self.total, self.unit, self.every = total, unit, every
         self.count = self.initial = initial
         self.started = self.shown = time.perf_counter()
-        terminal = sys.stderr.isatty()
+        terminal, self.silent = sys.stderr.isatty() and not silent, silent
         self.bar = tqdm(total=total, initial=initial, unit=unit, unit_scale=True, disable=not terminal)
-        self.plain = every is not None and not terminal
+        self.plain = every is not None and not terminal and not silent
 
     def advance(self, count: int) -> None:
         self.count += count
@@ -32,6 +34,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Prints a line without breaking the bar."""
+        if self.silent:
+            return
         self.bar.write(line, file=sys.stdout)
         sys.stdout.flush()
 

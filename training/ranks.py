@@ -1,15 +1,20 @@
-"""Who we are among the processes that a launcher such as torchrun started."""
+"""The processes that a launcher such as torchrun started, and who we are among them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 LONGEST_WAIT = timedelta(days=7)
 """For ranks that encode at different speed."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,13 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """From RANK, WORLD_SIZE and LOCAL_RANK; ValueError if they contradict each other."""
-        found = {name: os.environ.get(name.upper()) for name in ("rank", "world_size", "local_rank")}
+        """From RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's; ValueError if they contradict each other."""
+        slurm = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
+        found = {name: os.environ.get(name.upper()) for name in slurm}
         if found["world_size"] is None:
-            return cls()
+            if "SLURM_PROCID" not in os.environ or "MASTER_ADDR" not in os.environ:
+                return cls()
+            found = {name: os.environ.get(theirs) for name, theirs in slurm.items()}
         try:
             ranks = cls(**{name: int(value or 0) for name, value in found.items()})
         except ValueError as error:
@@ -34,21 +42,107 @@ class Ranks:
             raise ValueError(f"RANK={ranks.rank} does not fit WORLD_SIZE={ranks.world_size}; use torchrun.")
         return ranks
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def check_batch(self, batch_size: int, accumulation_steps: int) -> None:
+        """ValueError unless every process has the same number of samples in every micro-batch."""
+        if batch_size % (accumulation_steps * self.world_size):
+            raise ValueError(
+                f"batch_size={batch_size} (global) is not a multiple of accumulation_steps={accumulation_steps} × "
+                f"{self.world_size} processes; change one of them."
+            )
+
     def device(self, chosen: torch.device) -> torch.device:
-        """The GPU of this process, where `chosen` is any GPU."""
+        """The GPU of this process, where `chosen` is any GPU; ValueError if there are more processes than GPUs."""
         if chosen.type != "cuda" or self.world_size == 1:
             return chosen
-        device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        if self.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK={self.local_rank}, but this machine has {torch.cuda.device_count()} GPUs; start as many "
+                f"processes as it has (--nproc-per-node)."
+            )
+        device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)
         return device
+
+    def connect(
+        self, device: torch.device, timeout: timedelta, variables: Mapping[str, str], alone: bool = False
+    ) -> None:
+        """Joins the process group; of one process only if `alone`. ValueError if the others cannot be reached."""
+        if dist.is_initialized() or (self.world_size == 1 and not alone):
+            return
+        os.environ.update(variables)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        how: dict[str, Any] = {"backend": backend, "timeout": timeout}
+        if device.type == "cuda":
+            how["device_id"] = torch.device("cuda", device.index or 0)
+        if self.world_size == 1:
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **how)
+            return
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ValueError(f"{name} is not set, and WORLD_SIZE is {self.world_size}; start with torchrun.")
+        try:
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                how["store"] = fresh_part_of_agents_store(timeout)
+            dist.init_process_group(rank=self.rank, world_size=self.world_size, **how)
+        except (dist.DistError, RuntimeError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ValueError(
+                f"rank {self.rank} cannot reach the others at {where} within {timeout} "
+                f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
+            ) from error
+
+    def agreed(self, choose: Callable[[], Result]) -> Result:
+        """What the first process chooses, on all of them; a ValueError there is one everywhere."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return choose()
+        chosen: list[Any] = [None, None]
+        if self.first:
+            try:
+                chosen[0] = choose()
+            except ValueError as error:
+                chosen[1] = str(error)
+        dist.broadcast_object_list(chosen, src=0)
+        if chosen[1] is not None:
+            raise ValueError(chosen[1])
+        return chosen[0]
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all processes, in order; they may differ in their first dimension."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return [tensor]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, tensor.cpu())
+        return found
+
+    def reduced(self, values: Tensor, how: str = "mean") -> Tensor:
+        """Mean or maximum of a tensor over all processes."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return values
+        values = values.clone()
+        dist.all_reduce(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
+        return values / self.world_size if how == "mean" else values
 
     def wait_for_all(self) -> None:
         """Returns once every process has come here."""
         if self.world_size > 1:
-            if not torch.distributed.is_initialized():
-                torch.distributed.init_process_group("gloo", timeout=LONGEST_WAIT)
-            torch.distributed.barrier()
+            self.connect(torch.device("cpu"), LONGEST_WAIT, {})
+            dist.barrier()
 
     def close(self) -> None:
-        if self.world_size > 1 and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def fresh_part_of_agents_store(timeout: timedelta) -> dist.Store:
+    """torchrun keeps one store over restarts; PyTorch 2.13 would find addresses of processes in it that are gone."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+SINGLE = Ranks()

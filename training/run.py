@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,7 +21,10 @@ from data.manifest import write_atomically
 from training.checkpoint import Checkpoints
 from training.config import ROOT, Composed, as_yaml, redact_words
 from training.loggers import SafeLogger
+from training.ranks import Ranks
+from training.schema import TrainConfig
 from training.state import TrainState
+from training.stop import EXIT_CODE
 
 PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
 
@@ -35,9 +39,16 @@ class Run:
     def __init__(self, composed: Composed) -> None:
         cfg = composed.cfg
         self.cfg, self.choices = cfg, composed.choices
-        self.device = pick_device(cfg.runtime.device.value)
+        self.ranks = Ranks.from_environment()
+        refuse_contradictions(cfg)
+        self.ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
+        self.device = self.ranks.device(pick_device(cfg.runtime.device.value))
+        parallel = cfg.runtime.parallel
+        alone = parallel.mode.value not in ("auto", "none")  # one process on the path of many
+        self.ranks.connect(self.device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone)
+        self.say = print if self.ranks.first else silent
         self.started = time.perf_counter()
-        self.folder = Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
+        self.folder = self.ranks.agreed(lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser())
         if cfg.resume == "never" and any((self.folder / "checkpoints").glob("step-*")):
             raise ValueError(
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
@@ -56,7 +67,12 @@ class Run:
         write_atomically(self.folder / name, json.dumps(content, indent=1) + "\n")
 
     def open(self, ledger: Ledger, logger: SafeLogger, where: str) -> None:
-        """Makes the folder, now that all is known to work; the ledger goes there, to the terminal and to the logger."""
+        """Makes the folder, now that all is known to work; the ledger goes there, to the terminal and to the logger.
+
+        All of it by the first process only.
+        """
+        if not self.ranks.first:
+            return
         self.folder.mkdir(parents=True, exist_ok=self.cfg.run_dir is not None)
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)
@@ -68,6 +84,8 @@ class Run:
 
     def keep_metrics_before(self, step: int) -> None:
         """Drops logged steps after `step`, which a killed run had reached and this one will do again."""
+        if not self.ranks.first:
+            return
         file = self.folder / "metrics.jsonl"
         if file.is_file():
             lines = [
@@ -78,8 +96,17 @@ class Run:
             write_atomically(file, "".join(f"{line}\n" for line in lines))
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        if not self.ranks.first:
+            return
         with (self.folder / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps(dict(metrics)) + "\n")
+
+    def stop(self, state: TrainState, saved: bool) -> NoReturn:
+        """Ends the process with the code that says: the same command again goes on."""
+        kept = "saved" if saved else "nothing is saved, for save_every=0"
+        self.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.", flush=True)
+        self.ranks.close()
+        raise SystemExit(EXIT_CODE)
 
     def summarise(self, state: TrainState, ledger: Ledger, warm_up_seconds: float) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, what was made, and how long it took."""
@@ -109,13 +136,14 @@ class Run:
             "sample_grid": str(grids[-1]) if grids else None,
             "run_dir": str(self.folder),
         }
-        self.write_json("summary.json", summary)
+        if self.ranks.first:
+            self.write_json("summary.json", summary)
         return summary
 
     def show_rehearsal(self) -> None:
         """Prints ledger and speed of the latest run of experiment `rehearsal`, or warns that there is none."""
         wanted = self.cfg.rehearsal
-        if wanted is None:
+        if wanted is None or not self.ranks.first:
             return
         for folder in finished_runs(self.folder.parent, Path("runs")):
             try:
@@ -134,6 +162,27 @@ class Run:
             f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
             flush=True,
         )
+
+
+def silent(*words: object, **how: object) -> None:
+    """Stands in for `print` where another process speaks."""
+
+
+def refuse_contradictions(cfg: TrainConfig) -> None:
+    """ValueError for a launcher's variables that say something else than the runtime keys; both would be believed."""
+    precision = {"no": "fp32"}.get(found := os.environ.get("ACCELERATE_MIXED_PRECISION", ""), found)
+    wanted = cfg.runtime.precision.value
+    if precision and precision != wanted:
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one (accelerate launch "
+            f"--mixed_precision {'no' if wanted == 'fp32' else wanted})."
+        )
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        if os.environ.get(name, "false").lower() in ("true", "1"):
+            raise ValueError(f"{name} is set, and would be ignored; unset it and use runtime.parallel.mode.")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
+    if backend != "NO" and not cfg.runtime.compile:
+        raise ValueError(f"ACCELERATE_DYNAMO_BACKEND={backend}, but runtime.compile=false; change one of them.")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -78,6 +78,49 @@ class LatentDtype(str, Enum):
     float32 = "float32"
 
 
+class ParallelMode(str, Enum):
+    auto = "auto"
+    none = "none"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
+class ReduceDtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How several processes share the work (accel/parallel.py)."""
+
+    mode: ParallelMode = ParallelMode.auto
+    shard_degree: int | None = None
+    reshard_after_forward: bool = True
+    reduce_dtype: ReduceDtype = ReduceDtype.fp32
+    bucket_cap_mb: int = 25
+    gradient_as_bucket_view: bool = True
+    cpu_offload: bool = False
+    timeout_minutes: float = 30.0
+    nccl: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """ValueError for a value that no run can have."""
+        at_least(1, self, "bucket_cap_mb", prefix="runtime.parallel.")
+        if self.shard_degree is not None:
+            at_least(1, self, "shard_degree", prefix="runtime.parallel.")
+        if self.timeout_minutes <= 0:
+            raise ValueError(f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0.")
+        if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
+            raise ValueError(
+                f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out with "
+                f"mode={self.mode.value}."
+            )
+        if wrong := [name for name in self.nccl if not name.startswith("NCCL_")]:
+            raise ValueError(f"runtime.parallel.nccl.{wrong[0]} is no variable of NCCL; their names begin with NCCL_.")
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """How a run is executed; each key is one technique (see `python train.py --help`)."""
@@ -100,9 +143,26 @@ class RuntimeConfig:
     empty_cache_at_eval: bool = False
     cuda_graph: bool = False
     on_unavailable: OnUnavailable = OnUnavailable.degrade
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self, accumulation_steps: int = 1, deterministic: bool = False) -> None:
         """ValueError for techniques that contradict each other on any machine."""
+        self.parallel.check()
+        sharded = self.parallel.mode in (ParallelMode.fsdp, ParallelMode.hsdp)
+        if sharded and self.compile and self.compile_scope is CompileScope.model:
+            raise ValueError(
+                f"runtime.compile_scope=model does not go with runtime.parallel.mode={self.parallel.mode.value}, which "
+                f"gathers parameters block by block; use runtime.compile_scope=blocks."
+            )
+        if (
+            self.cuda_graph
+            and self.parallel.mode is not ParallelMode.none
+            and self.parallel.mode is not ParallelMode.auto
+        ):
+            raise ValueError(
+                f"runtime.cuda_graph=true was never tried with runtime.parallel.mode={self.parallel.mode.value}; use "
+                f"runtime=production."
+            )
         mode = self.compile_mode.value
         if not self.compile:
             return

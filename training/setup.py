@@ -24,9 +24,10 @@ from training.metrics import Meter
 from training.objective import FlowMatching
 from training.optim import parameter_groups
 from training.peak_flops import peak_flops
+from training.ranks import SINGLE, Ranks
 from training.schedule import Schedule
-from training.schema import TrainConfig
-from training.state import TrainState
+from training.schema import RuntimeConfig, TrainConfig
+from training.state import TrainState, load_weights
 from training.step import TrainStep
 
 
@@ -36,8 +37,18 @@ def spine(node: Any) -> dict[str, Any]:
     return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
 
 
-def build_loader(node: dict[str, Any], seed: int, micro_batch: int, device: torch.device) -> LatentLoader:
-    return build(node, "data", batch_size=micro_batch, seed=seed, device=device)
+def runtime_values(runtime: RuntimeConfig) -> dict[str, Any]:
+    """The runtime keys by technique: those of `parallel` beside the others, its mode under the technique's name."""
+    parallel = spine(runtime.parallel)
+    return spine(runtime) | parallel | {"parallel": parallel["mode"]}
+
+
+def build_loader(
+    node: dict[str, Any], seed: int, micro_batch: int, device: torch.device, ranks: Ranks = SINGLE
+) -> LatentLoader:
+    """The loader of this process's share: `micro_batch` samples of each micro-batch."""
+    shared = {"seed": seed, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    return build(node, "data", batch_size=micro_batch, **shared)
 
 
 def build_model(node: dict[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
@@ -63,7 +74,7 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
 def build_stack(cfg: TrainConfig, device: torch.device) -> AccelerationStack:
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable` is error."""
     strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
-    return AccelerationStack(spine(cfg.runtime), device, **strictness)
+    return AccelerationStack(runtime_values(cfg.runtime), device, **strictness)
 
 
 def build_step(
@@ -73,13 +84,14 @@ def build_step(
     objective: FlowMatching,
     optimizer: torch.optim.Optimizer,
     stack: AccelerationStack,
+    ranks: Ranks = SINGLE,
 ) -> tuple[TrainState, TrainStep]:
     """All that changes in a run, and what changes it; `stack.on_model` has been applied to `model`."""
     device = next(model.parameters()).device
     ema = EMA(model, **spine(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
     peak = peak_flops(device, str(stack.value("precision")))
-    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak)
+    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks)
     state = TrainState(model, optimizer, ema, loader, meter, stack)
     rates = {"seed": cfg.seed, "batch_size": cfg.batch_size, "max_grad_norm": cfg.max_grad_norm}
     return state, stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, **rates))
@@ -130,7 +142,7 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, ident
     if cfg.init_from is not None:
         file = resolve_weights(cfg.init_from)
         try:
-            state.model.load_state_dict(load_file(file))
+            load_weights(state.model, load_file(file))
         except RuntimeError as error:
             raise ValueError(f"init_from={cfg.init_from}: {file} does not fit this model: {error}") from error
         state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from accel.parallel import cut, whole
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader
 from models.denoiser import Denoiser
@@ -58,7 +60,7 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads everything; ValueError if the tensors do not fit the model. Hyper-parameters stay the config's."""
         try:
-            self.model.load_state_dict(state["model"])
+            load_weights(self.model, state["model"])
         except RuntimeError as error:
             raise ValueError(f"the checkpoint does not fit this model: {error}") from error
         self.ema.load_state_dict(state["ema"])
@@ -91,6 +93,21 @@ class TrainState:
             self.optimizer.zero_grad(set_to_none=True)
 
 
+def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
+    """Whole tensors into a model, sharded or not; RuntimeError if they do not fit."""
+    own = model.state_dict()
+    model.load_state_dict({name: cut(tensor, own.get(name)) for name, tensor in weights.items()})
+
+
+def gathered(node: Any, first: bool) -> Any:
+    """The same tree with its sharded tensors whole, in host memory of the first process; one by one, so that no device
+    ever holds more than one. All processes call this together."""
+    if isinstance(node, DTensor):
+        tensor = whole(node)
+        return tensor.cpu() if first else None
+    return {key: gathered(value, first) for key, value in node.items()} if isinstance(node, dict) else node
+
+
 def load_moments(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> None:
     """Loads an optimizer's state, in place where it exists already: a captured step goes on using those tensors.
 
@@ -99,6 +116,8 @@ def load_moments(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, An
     current = optimizer.state_dict()
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         saved = {i: dict.fromkeys(entries, 0.0) for i, entries in current["state"].items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = {i: {name: cut(t, parameters[i]) for name, t in entries.items()} for i, entries in saved.items()}
     same = saved.keys() == current["state"].keys()
     if not (
         same and all(isinstance(t, torch.Tensor) for entries in current["state"].values() for t in entries.values())

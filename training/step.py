@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from accel.fused_adamw import is_fused
 from accel.loss_scaler import LossScaler
+from accel.parallel import beside, local, whole
 from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA
@@ -34,7 +36,8 @@ class TrainStep:
     """Forward, backward, clipping, optimizer and EMA.
 
     `forward` is the network's forward pass and `update` the whole step, which techniques wrap; evaluation and sampling
-    use the same `forward`. `mark(phase)` is called at the end of each phase, for who wants to time them.
+    use the same `forward`. `mark(phase)` is called at the end of each phase, for who wants to time them, and
+    `synchronised(last)` surrounds each micro-batch, for who has other processes to tell of the gradients of the last.
     `schedule(samples)` moves learning rate and EMA weight to the device before the step; calling the step then takes
     only what is already there. The optimizer decides on device: a fused one gets the clipping factor as `grad_scale`
     and a non-finite norm as `found_inf`. An unfused one cannot, so there the host reads one flag a step.
@@ -55,6 +58,7 @@ class TrainStep:
         self.forward: Callable[..., Tensor] = model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.one_step
         self.mark: Callable[[str], None] = lambda phase: None
+        self.synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
         self.scaler: LossScaler | None = None
         self.objective, self.optimizer = objective, optimizer
         self.lr_schedule, self.ema = schedule, ema
@@ -98,14 +102,15 @@ class TrainStep:
 
     def one_step(self, batches: Sequence[Batch]) -> StepOutput:
         total = torch.zeros((), device=self.ema_weight.device)
-        for batch in batches:
-            loss = self.losses(batch)[0].mean() / len(batches)
-            self.mark("forward")
-            (loss if self.scaler is None else loss * self.scaler.scale).backward()
-            self.mark("backward")
+        for i, batch in enumerate(batches):
+            with self.synchronised(i + 1 == len(batches)):
+                loss = self.losses(batch)[0].mean() / len(batches)
+                self.mark("forward")
+                (loss if self.scaler is None else loss * self.scaler.scale).backward()
+                self.mark("backward")
             total += loss.detach()
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = whole(torch.nn.utils.get_total_norm(grads))
         backed_off = torch.zeros_like(norm)
         if self.scaler is not None:
             norm = norm / self.scaler.scale
@@ -126,11 +131,11 @@ class TrainStep:
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):
-            self.optimizer.grad_scale = divisor  # pyright: ignore[reportAttributeAccessIssue]
-            self.optimizer.found_inf = not_finite  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.grad_scale = beside(divisor, grads)  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.found_inf = beside(not_finite, grads)  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         elif bool(finite):
-            torch._foreach_div_(grads, divisor)
+            torch._foreach_div_([local(g) for g in grads], divisor)
             self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update(not_finite)

@@ -26,6 +26,7 @@ WHAT = {
     "attention": "`auto`, or one backend: `flash`, `cudnn`, `efficient`, `math`, `flex`",
     "gradient_checkpointing": "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`",
     "compile": "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`",
+    "parallel": "`runtime.parallel.mode`: `ddp`, `fsdp`, `hsdp`, for several processes",
     "fused_adamw": "fused update; clipping and skipping decided on the device",
     "precision": "`bf16`, `fp16`: products in 16 bits, everything else fp32",
     "empty_cache_at_eval": "gives unused memory back around evaluation only",

@@ -1,0 +1,180 @@
+"""Data parallelism over several processes, by torch.distributed: each takes its share of every batch.
+
+`ddp` (Li et al. 2020, https://arxiv.org/abs/2006.15704): every process has the whole model; gradients are averaged
+while the backward pass goes on. `fsdp` (FSDP2, `fully_shard`): parameters, gradients, moments and averages are cut over
+all processes; a block's parameters are gathered for its forward and backward pass. `hsdp`: cut over `shard_degree` of
+them, copied over the rest. What it costs: communication, and with fsdp two gathers a block. Speed: not measured yet.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from accel.evidence import Evidence
+from accel.technique import AnyStep, Model, Observation, Technique, blocks_of
+
+BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers"  # before torch 2.13
+)
+REDUCTIONS = {"ddp": "all_?reduce", "fsdp": "reduce_?scatter", "hsdp": "reduce_?scatter"}
+"""What must be seen of each mode, as part of an operation's name."""
+
+
+class DataParallel(Technique):
+    key = "parallel"
+    options = (
+        *("shard_degree", "reshard_after_forward", "reduce_dtype"),
+        *("bucket_cap_mb", "gradient_as_bucket_view", "cpu_offload"),
+    )
+    off = "none"
+    loss_rtol = 1e-4  # sums over a batch in another order
+
+    def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
+        world = world_size()
+        super().__init__(("ddp" if world > 1 else "none") if value == "auto" else value, device, **options)
+        self.model: nn.Module | None = None
+        self.wrapped: Any = None
+
+    def unavailable(self) -> str | None:
+        if not dist.is_initialized():
+            return "There is one process only; start several with torchrun."
+        if self.value == "hsdp" and world_size() % (self.shard_degree or 1):
+            return f"shard_degree={self.shard_degree} does not divide {world_size()} processes."
+        return None
+
+    @property
+    def shard_degree(self) -> int | None:
+        return cast("int | None", self.option["shard_degree"])
+
+    def mesh(self) -> DeviceMesh:
+        world = world_size()
+        if self.value == "fsdp":
+            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
+        degree = self.shard_degree or min(world, torch.cuda.device_count() if self.device.type == "cuda" else world)
+        return init_device_mesh(self.device.type, (world // degree, degree), mesh_dim_names=("replicate", "shard"))
+
+    def on_model(self, model: Model) -> Model:
+        self.model = model
+        if self.enabled and self.value != "ddp":
+            from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+            narrow = torch.bfloat16 if self.option["reduce_dtype"] == "bf16" else None
+            how: dict[str, Any] = {
+                "mesh": self.mesh(),
+                "reshard_after_forward": self.option["reshard_after_forward"],
+                # Autocast decides about dtypes; inputs are left alone, for the residual stream is one and stays fp32.
+                "mp_policy": MixedPrecisionPolicy(reduce_dtype=narrow, cast_forward_inputs=False),
+                "offload_policy": CPUOffloadPolicy() if self.option["cpu_offload"] else OffloadPolicy(),
+            }
+            # Of the gate, which a block returns as a view, and which nobody writes to.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            for part in (*blocks_of(model), model):
+                fully_shard(part, **how)
+        return model
+
+    def on_step(self, step: AnyStep) -> AnyStep:
+        if self.value == "ddp" and self.enabled:
+            unchanging: dict[str, Any] = {BUFFERS: False}  # our buffers never change
+            self.wrapped = nn.parallel.DistributedDataParallel(
+                cast("nn.Module", self.model),
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                **unchanging,
+                bucket_cap_mb=cast("float", self.option["bucket_cap_mb"]),
+                gradient_as_bucket_view=bool(self.option["gradient_as_bucket_view"]),
+            )
+            if self.option["reduce_dtype"] == "bf16":
+                from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+                self.wrapped.register_comm_hook(None, bf16_compress_hook)
+            step.forward = self.wrapped
+        if self.enabled:
+            step.synchronised = self.synchronised  # pyright: ignore[reportAttributeAccessIssue]
+        return step
+
+    def synchronised(self, last: bool) -> AbstractContextManager[object]:
+        """Surrounds a micro-batch: only the last one of a step communicates its gradients."""
+        if self.wrapped is not None:
+            return nullcontext() if last else self.wrapped.no_sync()
+        return self.gathering(last)
+
+    @contextmanager
+    def gathering(self, last: bool) -> Iterator[None]:
+        cast("Any", self.model).set_requires_gradient_sync(last)
+        yield
+
+    def observe(self, evidence: Evidence) -> Observation:
+        found = {
+            what: sum(n for name, n in evidence.ops.items() if re.search(f"{what}", name.lower()))
+            for what in ("all_?reduce", "reduce_?scatter", "all_?gather")
+        }
+        counts = ", ".join(f"{n} {what.replace('_?', '-')}" for what, n in found.items() if n) or "no collectives"
+        note = f"{counts} in one step of {world_size()} processes"
+        if not self.enabled:
+            return Observation(self.off if world_size() == 1 else "not synchronised", note)
+        return Observation(str(self.value) if found[REDUCTIONS[str(self.value)]] else False, note)
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered, on every process; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a whole tensor, cut as `like` is; of one that is cut already, its part."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return local(tensor)
+    mesh, placements = like.device_mesh, like.placements
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(dim, min(start, tensor.shape[dim]), length)
+    return tensor
+
+
+def cut(tensor: Any, like: Any) -> Any:
+    """A whole tensor as a sharded one such as `like`; anything else as it is."""
+    if not isinstance(like, DTensor) or not isinstance(tensor, Tensor) or tensor.shape != like.shape:
+        return tensor
+    part = part_of(tensor, like).to(like.device, copy=True)
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def beside(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
+    """A scalar that may meet `tensors` in one operation."""
+    like = tensors[0]
+    if not isinstance(like, DTensor):
+        return scalar
+    mesh = like.device_mesh
+    return DTensor.from_local(scalar, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def agreed(flag: bool, device: torch.device) -> bool:
+    """True if any process says so."""
+    if world_size() == 1:
+        return flag
+    votes = torch.tensor(float(flag), device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes.item())

@@ -1,0 +1,295 @@
+"""Plans a run before it costs anything.
+
+    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic
+    python -m scripts.plan scale model=mamba_b data=synthetic gpus=[1,8,64,1024] batch_per_gpu=64 hardware=a100
+
+`scale` predicts step time and memory of each way to use N GPUs, and where each stops paying. It is arithmetic on
+counted work, not a measurement: docs/scaling.md has the formulas and the sources of the constants.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from math import ceil, log2
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from training.config import compose, from_words, one_sentence
+
+if TYPE_CHECKING:
+    from models.denoiser import Denoiser
+
+GPUS_A_MACHINE = 8
+BUCKET = 25 * 2**20
+"""runtime.parallel.bucket_cap_mb."""
+PAYS = 0.8
+"""A way to scale pays as long as N GPUs do at least this share of N times the work of one."""
+
+
+class Hardware(NamedTuple):
+    """One kind of GPU and its network. Bandwidths are bytes a second per GPU in one direction, as collectives reach."""
+
+    peak: float
+    """Dense 16-bit FLOP/s: training/peak_flops.py."""
+    memory: float
+    intra: float
+    inter: float
+
+
+# Bandwidths: for Hopper the table in torch/_inductor/comm_analysis.py (PyTorch 2.13). For A100 its data sheet's NVLink,
+# 300 GB/s a direction, at the share of 450 that Hopper reaches (370), and InfiniBand of 200 Gb/s.
+HARDWARE = {
+    "h200": Hardware(989e12, 141e9, 370e9, 50e9),
+    "h100": Hardware(989e12, 80e9, 370e9, 50e9),
+    "a100": Hardware(312e12, 80e9, 247e9, 25e9),
+}
+HOP, MACHINE_HOP = 1e-6, 5e-6
+"""Seconds from GPU to GPU in a machine, and from machine to machine: of the order of NCCL's own tables."""
+
+
+@dataclass(frozen=True)
+class ScaleConfig:
+    """What to predict; any other word is an override of the training configuration."""
+
+    gpus: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 64, 256, 1024])
+    batch_per_gpu: int = 32
+    hardware: str = "h200"
+    mfu: float = 0.4
+    """Model FLOPs utilisation of one GPU: take it from a run (metrics.jsonl), or from `bench step`."""
+    gradient_bytes: int = 4
+    """2 with runtime.parallel.reduce_dtype=bf16."""
+
+
+class Model(NamedTuple):
+    """What a model asks of a machine."""
+
+    parameters: int
+    block_parameters: int
+    """Of the largest block."""
+    depth: int
+    flops: float
+    """Of a training step of one sample."""
+    activations: float
+    """Bytes kept for the backward pass of one sample."""
+
+
+class Forecast(NamedTuple):
+    """One way on N GPUs."""
+
+    way: str
+    gpus: int
+    seconds: float
+    memory: float
+    efficiency: float
+
+
+def bandwidth(gpus: int, hw: Hardware) -> float:
+    """Across machines each GPU has a network card of its own, and rings go through all of them at once."""
+    return hw.intra if gpus <= GPUS_A_MACHINE else min(hw.intra, GPUS_A_MACHINE * hw.inter)
+
+
+def gather(size: float, gpus: int, hw: Hardware) -> float:
+    """Seconds of an all-gather, or reduce-scatter, of `size` bytes in all: a ring, n-1 hops."""
+    if gpus == 1:
+        return 0.0
+    machines = ceil(gpus / GPUS_A_MACHINE)
+    hops = (gpus - machines) * HOP + (machines - 1) * MACHINE_HOP
+    return (gpus - 1) / gpus * size / bandwidth(gpus, hw) + hops
+
+
+def all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> float:
+    """Seconds: every byte passes twice; a tree, 2 log2 n hops a bucket."""
+    if gpus == 1:
+        return 0.0
+    return 2 * (gpus - 1) / gpus * size / rate + buckets * 2 * ceil(log2(gpus)) * MACHINE_HOP
+
+
+def forecast(way: str, gpus: int, model: Model, cfg: ScaleConfig, hw: Hardware, counts: Counter[str]) -> Forecast:
+    """Communication hides behind computing as far as that is long enough; what is left over is added."""
+    compute = model.flops * cfg.batch_per_gpu / (hw.peak * cfg.mfu)
+    forward, backward = compute / 3, 2 * compute / 3
+    size, shards = 4.0 * model.parameters, 1
+    gradients = float(cfg.gradient_bytes * model.parameters)
+    if way == "ddp":
+        buckets = ceil(gradients / BUCKET)
+        reduction = all_reduce(gradients, gpus, bandwidth(gpus, hw), buckets)
+        last = reduction / buckets  # has nothing left to hide behind
+        exposed = max(0.0, reduction - last - backward) + last
+    else:
+        shards = gpus if way == "fsdp" else min(gpus, GPUS_A_MACHINE)
+        calls = counts["reduce_scatter"]  # one a block, and the root's; a pass gathers as often
+        one = gather(size / calls, shards, hw)
+        reduction = calls * gather(gradients / calls, shards, hw)
+        if way == "hsdp":  # then each part with those of its like, all network cards at once
+            reduction += all_reduce(gradients / shards, gpus // shards, hw.inter, calls)
+        exposed = one + max(0.0, calls * one - forward) + max(0.0, calls * one + reduction - backward)
+    state = 20.0 * model.parameters / shards  # parameters, gradients, two moments and the average, fp32
+    whole = 0.0 if way == "ddp" else 8.0 * model.block_parameters  # the block at work and the next one
+    memory = state + whole + model.activations * cfg.batch_per_gpu
+    seconds = compute + exposed
+    return Forecast(way, gpus, seconds, memory, compute / seconds)
+
+
+def described(words: list[str]) -> Model:
+    """Counts the model's parameters and FLOPs, and measures on one sample what a block keeps for backward."""
+    import torch
+
+    from training.build import build
+    from training.setup import build_loader, build_model
+
+    cfg = compose(words).cfg
+    device = torch.device("cpu")
+    loader = build_loader(cfg.data, cfg.seed, 1, device)
+    spec = loader.spec
+    image: dict[str, Any] = {
+        "channels": spec.channels,
+        "height": spec.height,
+        "width": spec.width,
+        "num_classes": spec.num_classes,
+    }
+    with torch.device("meta"):
+        model = build(cfg.model, "model", **image)
+    kept = [saved_bytes(build_model(cfg.model | {"depth": depth}, spec, device), next(loader)) for depth in (1, 2)]
+    block = kept[1] - kept[0]
+    return Model(
+        sum(p.numel() for p in model.parameters()),
+        max(sum(p.numel() for p in b.parameters()) for b in model.blocks),
+        model.depth,
+        3.0 * model.flops_per_sample(),
+        kept[0] + block * (model.depth - 1),
+    )
+
+
+def saved_bytes(model: Denoiser, batch: Any) -> int:
+    """Bytes that the forward pass of one sample in bf16 keeps, parameters left out."""
+    import torch
+
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.amp.autocast("cpu", torch.bfloat16):
+        kept = model(batch.latents, torch.rand(1), batch.labels)
+    del kept
+    return sum(seen.values())
+
+
+@contextmanager
+def pretended(gpus: int) -> Iterator[None]:
+    """A process group of `gpus` processes of which only this one is there; nothing is really sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def collectives(depth: int, gpus: int) -> Counter[str]:
+    """The collectives of one step with fsdp: a model of this depth, tiny, sharded over pretended GPUs."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from models.denoiser import Denoiser
+    from models.mixers.convolution import Convolution
+
+    image: dict[str, int] = {"channels": 1, "height": 4, "width": 4, "num_classes": 2}
+    model = Denoiser(**image, depth=depth, dim=32, head_dim=16, patch_size=2, mixer=Convolution)
+    model.init_weights()
+    with pretended(gpus), CommDebugMode() as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of FSDP2 on the block's views, which nobody writes to
+        mesh = init_device_mesh("cpu", (gpus,))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+        model(torch.zeros(1, 1, 4, 4), torch.zeros(1), torch.zeros(1, dtype=torch.long)).sum().backward()
+        counts = {str(op): n for op, n in seen.get_comm_counts().items()}
+    return Counter(
+        {
+            what: sum(n for op, n in counts.items() if part in op)
+            for what, part in (("all_gather", "gather"), ("reduce_scatter", "scatter"), ("all_reduce", "allreduce"))
+        }
+    )
+
+
+def scale(cfg: ScaleConfig, words: list[str]) -> str:
+    from scripts.bench.report import table
+
+    if cfg.hardware not in HARDWARE:
+        raise ValueError(f"hardware={cfg.hardware} is not known; choose one of {', '.join(HARDWARE)}.")
+    if not cfg.gpus or min(cfg.gpus) < 1 or cfg.batch_per_gpu < 1 or not 0.0 < cfg.mfu <= 1.0:
+        raise ValueError(
+            f"gpus={cfg.gpus} and batch_per_gpu={cfg.batch_per_gpu} must be at least 1, mfu={cfg.mfu} above 0 and at "
+            f"most 1."
+        )
+    hw, model = HARDWARE[cfg.hardware], described(words)
+    counts = collectives(model.depth, max(2, max(cfg.gpus)))
+    found = [
+        forecast(way, gpus, model, cfg, hw, counts)
+        for way in ("ddp", "fsdp", "hsdp")
+        for gpus in cfg.gpus
+        if way != "hsdp" or (gpus > GPUS_A_MACHINE and gpus % GPUS_A_MACHINE == 0)
+    ]
+    rows: list[tuple[object, ...]] = [("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")]
+    for f in found:
+        rate = cfg.batch_per_gpu * f.gpus / f.seconds
+        fits = "" if f.memory < 0.9 * hw.memory else "does not fit"
+        rows.append(
+            (
+                f.way,
+                f.gpus,
+                f"{1e3 * f.seconds:.1f}",
+                f"{rate:.0f}",
+                f"{f.efficiency:.0%}",
+                f"{f.memory / 2**30:.1f}",
+                fits,
+            )
+        )
+    lines = [
+        f"{model.parameters / 1e6:.0f} M parameters, {model.flops / 1e9:.0f} GFLOP and "
+        f"{model.activations / 2**20:.0f} MiB of activations a sample and step (no checkpointing)",
+        f"assumed: {cfg.hardware}, MFU {cfg.mfu:.0%} on one GPU, {cfg.batch_per_gpu} samples a GPU, "
+        f"{GPUS_A_MACHINE} GPUs a machine; counted at {max(2, max(cfg.gpus))} GPUs with fsdp: {dict(counts)}",
+        "",
+        table(rows),
+        "",
+        *(verdict(way, [f for f in found if f.way == way], hw) for way in ("ddp", "fsdp", "hsdp")),
+    ]
+    return "\n".join(lines)
+
+
+def verdict(way: str, found: list[Forecast], hw: Hardware) -> str:
+    good = [f.gpus for f in found if f.efficiency >= PAYS and f.memory < 0.9 * hw.memory]
+    bad = [f.gpus for f in found if f.efficiency < PAYS]
+    if not good:
+        return f"{way}: does not pay, or does not fit, at any of these sizes"
+    stops = f"; at {min(g for g in bad if g > good[0])} it is below {PAYS:.0%}" if any(g > good[0] for g in bad) else ""
+    return f"{way}: pays up to {max(good)} GPUs of those asked for{stops}"
+
+
+def main(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return
+    if words[0] != "scale":
+        raise ValueError(f"plan {words[0]}: there is no such command; choose scale.")
+    own = {f.name for f in fields(ScaleConfig)}
+    mine = [word for word in words[1:] if word.partition("=")[0] in own or "=" not in word]
+    print(scale(from_words(ScaleConfig, mine, __doc__ or ""), [word for word in words[1:] if word not in mine]))
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""What torchrun starts in the tests: `train.py`, with a quick compiler and, where it is asked for, a fault.
+
+FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from accel.compile_blocks import CompileBlocks
+from tests.conftest import TINY_RUN
+from train import train
+from training.config import compose, one_sentence
+from training.step import TrainStep
+
+CompileBlocks.backend = "aot_eager"
+
+
+def faulty(kind: str, step: int) -> None:
+    """Makes the step fail; warm-up has three of its own, which do not count."""
+    losses, calls = TrainStep.losses, iter(range(10**6))
+    marker = Path(os.environ["FAULT_MARKER"])
+
+    def failing(self: TrainStep, batch, held_out=False):
+        loss, t = losses(self, batch, held_out)
+        if self.optimizer.state_dict()["state"] and next(calls) == step:
+            if kind == "nan":
+                loss = loss * float("nan")
+            elif kind == "hang":
+                time.sleep(600)
+            elif not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return loss, t
+
+    TrainStep.losses = failing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if fault := os.environ.get("FAULT"):
+        kind, rank, step = fault.split(":")
+        if os.environ.get("RANK") == rank:
+            faulty(kind, int(step))
+    with one_sentence():
+        train(compose([*TINY_RUN, *sys.argv[1:]]))
+
+
+if __name__ == "__main__":
+    main()

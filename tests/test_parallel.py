@@ -1,0 +1,251 @@
+"""Several processes do what one does: real ones, started by torchrun, on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.helpers import pairwise
+from training.config import ROOT, compose
+from training.evaluate import dealt
+from training.ranks import Ranks
+from training.run import refuse_contradictions
+
+WORDS = [
+    *("runtime=eager", "total_samples=48", "batch_size=12", "log_every=1", "schedule.kind=constant"),
+    *("schedule.warmup_samples=0", "deterministic=true", "runtime.parallel.timeout_minutes=1"),
+]
+"""Four steps."""
+
+
+def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 0, **environment: str) -> subprocess.Popen[bytes]:
+    settings = [*WORDS, *words, f"run_dir={folder}"]
+    program = ["-m", "tests.parallel_worker"]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        program = [*launcher, f"--max-restarts={restarts}", *program]
+    return subprocess.Popen(
+        [sys.executable, *program, *settings],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "FAULT_MARKER": str(folder) + ".died"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def finished(process: subprocess.Popen[bytes], code: int = 0) -> str:
+    """What it printed; it must end with `code`."""
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == code, errors.decode()[-3000:]
+    return output.decode()
+
+
+def logged(folder: Path, *names: str) -> list[list[Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[line.get(name) for name in names] for line in lines]
+
+
+def close(folder: Path, expected: Path, *names: str) -> None:
+    """Same losses, within rounding: a sum over a batch is taken in another order."""
+    found, wanted = (torch.tensor(logged(f, *names), dtype=torch.float64) for f in (folder, expected))
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=0.0)
+
+
+def weights(folder: Path, step: int, which: str = "ema") -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step}" / f"{which}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, with everything that a run can do along the way."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    extras = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
+    finished(launch(folder, *extras, ranks=1))
+    return folder
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 2), ("fsdp", 3)])
+def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: Path, tmp_path: Path):
+    """Losses, held-out losses, samples, and the averages in the checkpoint; one folder, one voice."""
+    extras = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
+    said = finished(launch(tmp_path / "run", *extras, f"runtime.parallel.mode={mode}", ranks=ranks))
+    close(tmp_path / "run", single, "loss", "grad_norm", "lr", "step", "samples")
+    assert said.count("summary") == 1
+    assert f"in one step of {ranks} processes" in said
+    evaluated = [row for row in logged(tmp_path / "run", "eval_loss") if row[0] is not None]
+    torch.testing.assert_close(
+        torch.tensor(evaluated), torch.tensor([r for r in logged(single, "eval_loss") if r[0] is not None])
+    )
+    for name, tensor in weights(tmp_path / "run", 4).items():
+        torch.testing.assert_close(tensor, weights(single, 4)[name], rtol=1e-4, atol=1e-6, msg=name)
+    mine, other = (Image.open(folder / "samples" / "step-4.png") for folder in (tmp_path / "run", single))
+    assert mine.size == other.size
+    assert np.abs(np.asarray(mine, dtype=np.float32) - np.asarray(other, dtype=np.float32)).mean() < 1.0
+
+
+TECHNIQUES = {
+    "accumulation": [[], ["accumulation_steps=2"]],
+    "checkpointing": [[], ["runtime.gradient_checkpointing=true"]],
+    "compile": [[], ["runtime.compile=true"]],
+    "optimizer": [[], ["runtime.fused_adamw=true"]],
+}
+ROWS = pairwise(["ddp", "fsdp", "hsdp"], *([0, 1] for _ in TECHNIQUES))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_techniques_and_processes_do_not_disturb_each_other(row: tuple, single: Path, tmp_path: Path):
+    mode, *chosen = row
+    words = [w for options, i in zip(TECHNIQUES.values(), chosen, strict=True) for w in options[i]]
+    finished(launch(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error"))
+    close(tmp_path / "run", single, "loss", "grad_norm")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("bits", range(16))
+def test_the_whole_matrix(mode: str, ranks: int, bits: int, single: Path, tmp_path: Path):
+    words = [w for i, options in enumerate(TECHNIQUES.values()) for w in options[bits >> i & 1]]
+    finished(launch(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", ranks=ranks))
+    close(tmp_path / "run", single, "loss", "grad_norm")
+
+
+def test_a_checkpoint_fits_any_number_of_processes(single: Path, tmp_path: Path):
+    """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run."""
+    folder = tmp_path / "run"
+    stages = [(24, 2, "fsdp"), (36, 3, "ddp"), (48, 1, "none")]
+    for samples, ranks, mode in stages:
+        words = [f"total_samples={samples}", "save_every=1", f"runtime.parallel.mode={mode}"]
+        finished(launch(folder, *words, ranks=ranks))
+    close(folder, single, "loss", "grad_norm")
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, tmp_path: Path):
+    words = ["save_every=1", "keep_checkpoints=9", f"runtime.parallel.mode={mode}", "runtime.fused_adamw=true"]
+    finished(launch(tmp_path / "run", *words, FAULT="nan:1:4"))
+    skipped = [row[0] for row in logged(tmp_path / "run", "skipped")]
+    assert sum(skipped) == 1
+    bad = skipped.index(1)
+    if bad:
+        before, after = (weights(tmp_path / "run", step, "model") for step in (bad, bad + 1))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Path, tmp_path: Path):
+    finished(launch(tmp_path / "run", "save_every=1", restarts=2, FAULT="die:1:3"))
+    assert (tmp_path / "run.died").exists()
+    close(tmp_path / "run", single, "loss", "grad_norm")
+
+
+def test_a_process_that_hangs_ends_the_run_within_the_timeout(tmp_path: Path):
+    began = time.monotonic()
+    process = launch(tmp_path / "run", "runtime.parallel.timeout_minutes=0.1", FAULT="hang:1:4")
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 120
+    assert "imed out" in errors.decode() or "imeout" in errors.decode()
+
+
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(tmp_path: Path):
+    words = ["total_samples=12000", "save_every=100000", "log_every=5"]
+    process = launch(tmp_path / "run", *words)
+    deadline = time.time() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None, process.communicate()[1].decode()[-2000:]
+        assert time.time() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert "asked to stop at step" in output.decode()
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    said = finished(launch(tmp_path / "run", f"total_samples={12 * (step + 2)}", "save_every=100000"))
+    assert f"resumed from {saved} at step {step}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "sentence"),
+    [
+        (["batch_size=10"], {}, "batch_size=10 (global) is not a multiple of accumulation_steps=1 × 4 processes"),
+        ([], {"RANK": "7"}, "RANK=7 does not fit WORLD_SIZE=4"),
+        ([], {"MASTER_ADDR": ""}, "MASTER_PORT is not set, and WORLD_SIZE is 4"),
+        (
+            ["runtime.parallel.timeout_minutes=0.02"],
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
+            "rank 1 cannot reach the others at 127.0.0.1:9",
+        ),
+    ],
+)
+def test_a_wrong_launch_is_one_sentence(words: list[str], environment: dict, sentence: str, tmp_path: Path):
+    several = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"} | environment
+    process = launch(tmp_path / "run", *words, ranks=1, **several)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert sentence in errors.decode()
+    assert "Traceback" not in errors.decode()
+
+
+def contradiction(monkeypatch: pytest.MonkeyPatch, *words: str, **environment: str) -> str:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        refuse_contradictions(compose([*words]).cfg)
+    for name in environment:
+        monkeypatch.delenv(name)
+    return str(caught.value)
+
+
+def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch):
+    said = contradiction(monkeypatch, "runtime.precision=fp32", ACCELERATE_MIXED_PRECISION="bf16")
+    assert "ACCELERATE_MIXED_PRECISION=bf16, but runtime.precision=fp32" in said
+    assert "--mixed_precision no" in said
+    assert "use runtime.parallel.mode" in contradiction(monkeypatch, ACCELERATE_USE_FSDP="true")
+    assert "runtime.compile=false" in contradiction(monkeypatch, ACCELERATE_DYNAMO_BACKEND="INDUCTOR")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    refuse_contradictions(compose(["runtime.precision=fp32"]).cfg)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["runtime.parallel.shard_degree=2"], "is for mode=hsdp"),
+        (["runtime.parallel.bucket_cap_mb=0"], "runtime.parallel.bucket_cap_mb=0 must be at least 1"),
+        (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
+        (["+runtime.parallel.nccl.DEBUG=INFO"], "their names begin with NCCL_"),
+        (["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"], "block by block"),
+        (["runtime.parallel.mode=ddp", "runtime.cuda_graph=true"], "never tried"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(words: list[str], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        compose(words)
+
+
+@pytest.mark.parametrize("count", range(8))
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_items_are_dealt_evenly(count: int, world: int):
+    hands = [list(dealt(range(count), Ranks(rank, world, rank))) for rank in range(world)]
+    assert len({len(hand) for hand in hands}) == 1
+    assert sorted(item for hand in hands for item, mine in hand if mine) == list(range(count))
+
+
+def test_one_process_may_take_the_path_of_many(single: Path, tmp_path: Path):
+    """For measuring what it costs."""
+    said = finished(launch(tmp_path / "run", "runtime.parallel.mode=fsdp", ranks=1))
+    assert "in one step of 1 processes" in said
+    close(tmp_path / "run", single, "loss", "grad_norm")
