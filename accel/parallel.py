@@ -49,10 +49,12 @@ class DataParallel(Technique):
         self.wrapped: Any = None
 
     def unavailable(self) -> str | None:
-        if not dist.is_initialized():
+        if not dist.is_available() or not dist.is_initialized():
             return "There is one process only; start several with torchrun."
         if self.value == "hsdp" and world_size() % (self.shard_degree or 1):
             return f"shard_degree={self.shard_degree} does not divide {world_size()} processes."
+        if self.value == "ddp" and self.option["reduce_dtype"] == "bf16" and self.device.type != "cuda":
+            return "Gradients of ddp travel in bf16 over NCCL only, which needs NVIDIA GPUs; use reduce_dtype=fp32."
         return None
 
     @property
@@ -71,14 +73,17 @@ class DataParallel(Technique):
         if self.enabled and self.value != "ddp":
             from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+            on_gpu = self.device.type == "cuda"
             narrow = torch.bfloat16 if self.option["reduce_dtype"] == "bf16" else None
             how: dict[str, Any] = {
                 "mesh": self.mesh(),
                 "reshard_after_forward": self.option["reshard_after_forward"],
                 # Autocast decides about dtypes; inputs are left alone, for the residual stream is one and stays fp32.
                 "mp_policy": MixedPrecisionPolicy(reduce_dtype=narrow, cast_forward_inputs=False),
-                "offload_policy": CPUOffloadPolicy() if self.option["cpu_offload"] else OffloadPolicy(),
+                "offload_policy": OffloadPolicy(),
             }
+            if self.option["cpu_offload"]:
+                how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
             # Of the gate, which a block returns as a view, and which nobody writes to.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             for part in (*blocks_of(model), model):

@@ -77,10 +77,11 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
 def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: Path, tmp_path: Path):
     """Losses, held-out losses, samples, and the averages in the checkpoint; one folder, one voice."""
     extras = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
+    extras += ["runtime.parallel.shard_degree=2"] if mode == "hsdp" else []  # two copies of two parts each
     said = finished(launch(tmp_path / "run", *extras, f"runtime.parallel.mode={mode}", ranks=ranks))
     close(tmp_path / "run", single, "loss", "grad_norm", "lr", "step", "samples")
     assert said.count("summary") == 1
@@ -111,6 +112,47 @@ def test_techniques_and_processes_do_not_disturb_each_other(row: tuple, single: 
     words = [w for options, i in zip(TECHNIQUES.values(), chosen, strict=True) for w in options[i]]
     finished(launch(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error"))
     close(tmp_path / "run", single, "loss", "grad_norm")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["runtime.parallel.gradient_as_bucket_view=false", "runtime.parallel.bucket_cap_mb=1"],
+        ["runtime.parallel.mode=fsdp", "runtime.parallel.reduce_dtype=bf16"],
+        ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false"],
+        ["runtime.parallel.mode=fsdp", "runtime.parallel.cpu_offload=true"],
+    ],
+    ids=lambda words: words[-1].rpartition(".")[2],
+)
+def test_every_option_trains(words: list[str], single: Path, tmp_path: Path):
+    finished(launch(tmp_path / "run", *words))
+    found, wanted = (torch.tensor(logged(f, "loss")) for f in (tmp_path / "run", single))
+    torch.testing.assert_close(found, wanted, rtol=1e-2 if "bf16" in str(words) else 2e-5, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["runtime.parallel.mode=none"], "mode=none with 2 processes: Each would train a model of its own"),
+        (["runtime.parallel.reduce_dtype=bf16"], "over NCCL only, which needs NVIDIA GPUs; use reduce_dtype=fp32"),
+    ],
+)
+def test_processes_never_train_apart(words: list[str], sentence: str, tmp_path: Path):
+    """Even where what cannot be had is left out otherwise."""
+    process = launch(tmp_path / "run", *words)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert sentence in errors.decode()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_one_gpu_on_the_path_of_many(mode: str, tmp_path: Path):
+    """NCCL with one process: the same losses as without it."""
+    for name, words in (("plain", ["runtime.parallel.mode=none"]), ("many", [f"runtime.parallel.mode={mode}"])):
+        finished(launch(tmp_path / name, "runtime.device=cuda", *words, ranks=1))
+    close(tmp_path / "many", tmp_path / "plain", "loss", "grad_norm")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel.ledger import Ledger
+from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader, LatentSpec
 from models.autoencoders import Autoencoder
@@ -72,9 +73,15 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
 
 
 def build_stack(cfg: TrainConfig, device: torch.device) -> AccelerationStack:
-    """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable` is error."""
+    """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable` is error, and if
+    several processes would train apart from each other."""
     strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
-    return AccelerationStack(runtime_values(cfg.runtime), device, **strictness)
+    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness)
+    if world_size() > 1 and stack.value("parallel") == "none":
+        reason = stack.reasons.get("parallel", "Each would train a model of its own; use auto, or start one process.")
+        mode = cfg.runtime.parallel.mode.value
+        raise ValueError(f"runtime.parallel.mode={mode} with {world_size()} processes: {reason}")
+    return stack
 
 
 def build_step(
