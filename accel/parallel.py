@@ -95,7 +95,7 @@ class DataParallel(Technique):
             unchanging: dict[str, Any] = {BUFFERS: False}  # our buffers never change
             self.wrapped = nn.parallel.DistributedDataParallel(
                 cast("nn.Module", self.model),
-                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None,
                 **unchanging,
                 bucket_cap_mb=cast("float", self.option["bucket_cap_mb"]),
                 gradient_as_bucket_view=bool(self.option["gradient_as_bucket_view"]),
