@@ -77,7 +77,9 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow), ("hsdp", 4)]
+)
 def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: Path, tmp_path: Path):
     """Losses, held-out losses, samples, and the averages in the checkpoint; one folder, one voice."""
     extras = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
@@ -118,9 +120,11 @@ def test_techniques_and_processes_do_not_disturb_each_other(row: tuple, single: 
     "words",
     [
         ["runtime.parallel.gradient_as_bucket_view=false", "runtime.parallel.bucket_cap_mb=1"],
-        ["runtime.parallel.mode=fsdp", "runtime.parallel.reduce_dtype=bf16"],
-        ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false"],
         ["runtime.parallel.mode=fsdp", "runtime.parallel.cpu_offload=true"],
+        pytest.param(["runtime.parallel.mode=fsdp", "runtime.parallel.reduce_dtype=bf16"], marks=pytest.mark.slow),
+        pytest.param(
+            ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false"], marks=pytest.mark.slow
+        ),
     ],
     ids=lambda words: words[-1].rpartition(".")[2],
 )
@@ -176,7 +180,7 @@ def test_a_checkpoint_fits_any_number_of_processes(single: Path, tmp_path: Path)
     close(folder, single, "loss", "grad_norm")
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, tmp_path: Path):
     words = ["save_every=1", "keep_checkpoints=9", f"runtime.parallel.mode={mode}", "runtime.fused_adamw=true"]
     finished(launch(tmp_path / "run", *words, FAULT="nan:1:4"))
