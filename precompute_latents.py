@@ -40,13 +40,14 @@ def precompute(composed: Composed) -> Path:
     # 1. What is encoded, with what, and where to.
     cfg = composed.cfg
     ranks = Ranks.from_environment()
-    say = print if ranks.rank == 0 else (lambda *words, **how: None)
     device = ranks.device(pick_device(cfg.runtime.device.value))
     out = Path(cfg.out).expanduser()
     images = list_images(cfg.source)
     plan = plan_shards(images, cfg)
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
-    say(f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode")
+    ranks.say(
+        f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode"
+    )
 
     # 2. What makes it fast, seen in one encoding.
     stack = AccelerationStack(
@@ -59,22 +60,22 @@ def precompute(composed: Composed) -> Path:
     first = first_images(images, cfg, device)
     ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
     precision = str(ledger.as_dict()["precision"]["active"])
-    say(f"\nledger ({device})\n{ledger.table()}\n")
+    ranks.say(f"\nledger ({device})\n{ledger.table()}\n")
 
     # 3. Does the encoder do what it should?
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
-    say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}", flush=True)
+    ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
     encoder = Encoder(step, cfg, out, device, ranks)
     if cfg.dry_run:
-        say(estimate(encoder, images, plan))
+        ranks.say(estimate(encoder, images, plan))
         return out / "manifest.json"
 
     # 4. All images, shard by shard; of several ranks each has its own shards.
     job = job_description(images, cfg, autoencoder.weights_sha256, precision)
     with contextlib.ExitStack() as held:
-        if ranks.rank == 0:  # the others begin once the folder is ours
+        if ranks.first:  # the others begin once the folder is ours
             held.enter_context(locked(out))
             claim(out, job)
         ranks.wait_for_all()
@@ -82,7 +83,7 @@ def precompute(composed: Composed) -> Path:
         began = time.perf_counter()
         encoder.run(plan)
         ranks.wait_for_all()
-        if ranks.rank:
+        if not ranks.first:
             ranks.close()
             return out / "manifest.json"
         manifest = write_manifest(out, plan, images, cfg, autoencoder, shape, quality, precision)

@@ -109,7 +109,7 @@ def train(composed: Composed) -> dict[str, Any]:
     # 6. What came of it.
     summary = run.summarise(state, ledger, warm_up_seconds)
     logger.finish(summary)
-    run.say(f"\nsummary\n{summary_table(summary)}", flush=True)
+    ranks.say(f"\nsummary\n{summary_table(summary)}")
     ranks.close()
     return summary
 

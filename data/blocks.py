@@ -7,8 +7,6 @@ unpickled. Samples of a split are numbered in the order of the manifest; that nu
 from __future__ import annotations
 
 import hashlib
-from array import array
-from bisect import bisect_right
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -18,7 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from data.manifest import Block, Manifest, Shard
-from data.source import Source
+from data.source import Source, unreadable
 
 OnCorrupt = Literal["error", "skip"]
 MOST_UNREACHABLE = 3
@@ -60,7 +58,6 @@ class BlockReader:
         firsts = [0, *accumulate(block.samples for _, block in blocks)]
         self.count = firsts.pop()
         self.places = [Place(*pair, first) for pair, first in zip(blocks, firsts, strict=True)]
-        self.firsts = array("q", firsts)
         self.blocks_of_shard = [len(shard.blocks) for shard in shards]
         self.fields = fields_of(manifest)
         self.shape = (manifest.channels, manifest.height, manifest.width)
@@ -120,7 +117,9 @@ class BlockReader:
         try:
             content = self.source.read(shard.file, block.offset, block.size)
         except OSError as error:
-            raise unreadable(what, error) from error
+            # A file that is not there will not be there next time either.
+            kind = DamagedBlockError if isinstance(error, FileNotFoundError) else UnreachableError
+            raise kind(f"{unreadable(what, error)}; {REMEDY}.") from error
         if len(content) != block.size:
             raise DamagedBlockError(f"{what} ends early, {len(content)} of {block.size} bytes are there; {REMEDY}.")
         if hashlib.sha256(content).hexdigest() != block.sha256:
@@ -144,18 +143,6 @@ class BlockReader:
             # The extremes carry NaN along, and are an order of magnitude quicker than isfinite in 16 bits.
             if tensor.is_floating_point() and len(tensor) and not torch.stack(tensor.aminmax()).isfinite().all():
                 raise DamagedBlockError(f"{what} holds {name} that are not finite; {REMEDY}.")
-
-    def block_of(self, sample: int) -> int:
-        """Number of the block that holds a sample."""
-        return bisect_right(self.firsts, sample) - 1
-
-
-def unreadable(what: str, error: OSError) -> DamagedBlockError:
-    """What a failed read means: a file that is not there will not be there next time either."""
-    if isinstance(error, FileNotFoundError):
-        reason = f" ({error})" if "server" in str(error) else ""
-        return DamagedBlockError(f"{what} is missing{reason}; {REMEDY}.")
-    return UnreachableError(f"{what} cannot be read: {error}; {REMEDY}.")
 
 
 def fields_of(manifest: Manifest) -> list[str]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.technique import first_line
+
 CHUNK = 256
 MIRRORED = ("mirrored", "latents_flip", "flip")
 """Names under which the latents of mirrored images are kept; the second is LightningDiT's."""
@@ -71,7 +73,7 @@ def mapped(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged file, or one with objects in it, makes them raise
         raise ValueError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}); save plain tensors, for nothing is unpickled."
+            f"{path} cannot be read ({first_line(error)}); save plain tensors, for nothing is unpickled."
         ) from error
 
 

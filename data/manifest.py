@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.source import Source, open_source, reading
+from data.source import Source, open_source, unreadable
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -100,7 +100,10 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
         f"data.path={source} must name a folder that precompute_latents.py has finished. "
         f"Run `python precompute_latents.py source=<images> out={source}` (the same command again continues)"
     )
-    content = reading(lambda: source.read(NAME), file, remedy)
+    try:
+        content = source.read(NAME)
+    except OSError as error:
+        raise ValueError(f"{unreadable(file, error)}; {remedy}.") from error
     try:
         raw = json.loads(content)
     except ValueError as error:

@@ -13,9 +13,10 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+from accel.technique import first_line
 
 LONGEST_PAUSE = 30.0
 FIRST_PAUSE = 0.2
@@ -168,7 +169,7 @@ class FsspecSource(RemoteSource):
         except ImportError as error:  # no implementation of the scheme
             raise OSError(f"{error}; install what fsspec asks for") from error
         except Exception as error:  # each store has errors of its own
-            raise TransientError(f"{type(error).__name__} {error}".splitlines()[0]) from error
+            raise TransientError(f"{type(error).__name__} {first_line(error)}") from error
 
 
 class CachedSource:
@@ -235,12 +236,9 @@ class CachedSource:
         return True
 
 
-def reading(action: Callable[[], bytes], what: str, remedy: str) -> bytes:
-    """The result of `action`; a ValueError that says `what` cannot be read and the `remedy` if it raises OSError."""
-    try:
-        return action()
-    except FileNotFoundError as error:
-        reason = f" ({error})" if "server" in str(error) else ""
-        raise ValueError(f"{what} is missing{reason}; {remedy}.") from error
-    except OSError as error:
-        raise ValueError(f"{what} cannot be read: {error}; {remedy}.") from error
+def unreadable(what: str, error: OSError) -> str:
+    """What a failed read means: that `what` is not there, or why it cannot be read."""
+    if not isinstance(error, FileNotFoundError):
+        return f"{what} cannot be read: {error}"
+    reason = f" ({error})" if "server" in str(error) else ""
+    return f"{what} is missing{reason}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel.technique import first_line
 from data.blocks import BlockReader, OnCorrupt, Skips
 from data.feeder import Feeder
+from data.held_out import held_out_batches
 from data.in_memory import LatentTensors, sampled
 from data.latent_set import open_set
 from data.loader import Batch
-from data.readers import Readers
 from data.streams import Part, Share, StreamDataset, StreamOrder, columns_of, from_rows
 
 
@@ -95,8 +96,7 @@ class StreamedLatents:
         return StreamDataset(self.order, self.blocks, self.share, self.samples_seen)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        yield from held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise)
-        self.skips.say(self.held_out_blocks.take_reports())
+        return held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise, self.skips)
 
     def state_dict(self) -> dict[str, int]:
         return {"samples_seen": self.samples_seen}
@@ -146,7 +146,7 @@ class Assembly:
         try:
             part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:  # the latter two: killed while it sent a batch
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
             if isinstance(error, RuntimeError) and not reason.startswith(("DataLoader worker", "Pin memory thread")):
                 raise
             raise ValueError(
@@ -156,27 +156,3 @@ class Assembly:
         if part.failure is not None:
             raise ValueError(part.failure)
         return part
-
-
-def held_out_batches(
-    blocks: BlockReader, batch_size: int, device: torch.device, normalise: Callable[[Tensor], Tensor]
-) -> Iterator[Batch]:
-    """A held-out split once, in order, without augmentation."""
-    waiting: list[dict[str, Tensor]] = []
-    start, count = 0, len(blocks.places)
-    readers = Readers(1, "held-out")
-    ahead = [readers.submit(blocks.read, number) for number in range(min(2, count))]
-    for number in range(count):
-        waiting.append(ahead.pop(0).result())
-        last = number + 1 == count
-        if number + 2 < count:
-            ahead.append(readers.submit(blocks.read, number + 2))
-        joined = {name: torch.cat([part[name] for part in waiting]) for name in ("latents", "labels")}
-        while len(joined["labels"]) >= batch_size or (last and len(joined["labels"])):
-            latents, labels = (joined[name][:batch_size].to(device) for name in ("latents", "labels"))
-            joined = {name: tensor[batch_size:] for name, tensor in joined.items()}
-            ids = torch.arange(start, start + len(labels), device=device)
-            start += len(labels)
-            yield Batch(normalise(latents), labels, ids, ids)
-        waiting = [joined]
-    readers.close()

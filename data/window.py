@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from data.blocks import BlockReader, Skips
+from data.held_out import held_out_batches
 from data.in_memory import LatentTensors, sampled
 from data.loader import Batch, LatentSpec
 from data.order import seeded
 from data.readers import Readers
-from data.streamed import held_out_batches
 
 STAGES = 2
 """Pinned buffers of one block each."""
@@ -214,8 +214,7 @@ class WindowedLatents:
             return self.copies.record_event()
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        yield from held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise)
-        self.skips.say(self.held_out_blocks.take_reports())
+        return held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise, self.skips)
 
     def state_dict(self) -> dict[str, int]:
         return {"samples_seen": self.samples_seen, "window": self.order.window}

@@ -157,6 +157,8 @@ def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder)
     """Whether the encoder can have made these latents; ValueError if not."""
     import torch
 
+    from accel.technique import first_line
+
     latents = chunk["latents"][:4]
     try:
         with torch.no_grad():
@@ -164,7 +166,7 @@ def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder)
     except RuntimeError as error:
         raise ValueError(
             f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "
-            f"({str(error).splitlines()[0]}); name the encoder that made them, or set moments."
+            f"({first_line(error)}); name the encoder that made them, or set moments."
         ) from error
     usual = autoencoder.scaling_factor
     if cfg.check_scale and usual:

@@ -159,6 +159,7 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     import torch
 
     from data.images import decode_image, list_images, read_image
+    from training.encoding import to_input
     from training.precompute import plan_shards
     from training.schema import PrecomputeConfig
 
@@ -172,7 +173,7 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     entries = [entry for _, split, part in plan.shards if split == "train" for _, entry in part]
     used = [entry for entry in entries if entry.key not in skipped][:count]
     pixels = torch.stack([decode_image(read_image(entry), manifest.resolution) for entry in used])
-    return pixels.float() / 127.5 - 1.0
+    return to_input(pixels, torch.device("cpu"))
 
 
 def main() -> None:

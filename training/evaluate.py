@@ -93,7 +93,7 @@ def sample_grid(
             latents = sample(velocity, noise, sampling.steps, sampling.solver.value, sampling.shift)
             if mine:
                 images.append(torch.from_numpy(to_uint8(autoencoder.decode(spec.denormalise(latents)))))
-                places.append(position)
+                places.append(position.cpu())
     none = torch.zeros(0, dtype=torch.long)
     order = torch.cat(ranks.gathered(torch.cat(places) if places else none)).argsort()
     shape = (0, *images[0].shape[1:]) if images else (0, 1, 1, 3)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.technique import first_line
+
 LONGEST_WAIT = timedelta(days=7)
 """For ranks that encode at different speed."""
 Result = TypeVar("Result")
@@ -47,6 +49,16 @@ class Ranks:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.world_size == 1 or not dist.is_initialized()
+
+    def say(self, text: str) -> None:
+        """Prints; what several processes have to say is said once."""
+        if self.first:
+            print(text, flush=True)
+
     def check_batch(self, batch_size: int, accumulation_steps: int) -> None:
         """ValueError unless every process has the same number of samples in every micro-batch."""
         if batch_size % (accumulation_steps * self.world_size):
@@ -69,10 +81,10 @@ class Ranks:
         return device
 
     def connect(
-        self, device: torch.device, timeout: timedelta, variables: Mapping[str, str], alone: bool = False
+        self, device: torch.device, timeout: timedelta, variables: Mapping[str, str], even_alone: bool = False
     ) -> None:
-        """Joins the process group; of one process only if `alone`. ValueError if the others cannot be reached."""
-        if dist.is_initialized() or (self.world_size == 1 and not alone):
+        """Joins the process group; of one process only if `even_alone`. ValueError if the others cannot be reached."""
+        if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
         os.environ.update(variables)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -93,12 +105,12 @@ class Ranks:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ValueError(
                 f"rank {self.rank} cannot reach the others at {where} within {timeout} "
-                f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
+                f"({first_line(error)}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
             ) from error
 
     def agreed(self, choose: Callable[[], Result]) -> Result:
         """What the first process chooses, on all of them; a ValueError there is one everywhere."""
-        if self.world_size == 1 or not dist.is_initialized():
+        if self.alone:
             return choose()
         chosen: list[Any] = [None, None]
         if self.first:
@@ -113,7 +125,7 @@ class Ranks:
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, in order; they may differ in their first dimension."""
-        if self.world_size == 1 or not dist.is_initialized():
+        if self.alone:
             return [tensor]
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, tensor.cpu())
@@ -121,7 +133,7 @@ class Ranks:
 
     def reduced(self, values: Tensor, how: str = "mean") -> Tensor:
         """Mean or maximum of a tensor over all processes."""
-        if self.world_size == 1 or not dist.is_initialized():
+        if self.alone:
             return values
         values = values.clone()
         dist.all_reduce(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)

@@ -46,7 +46,6 @@ class Run:
         parallel = cfg.runtime.parallel
         alone = parallel.mode.value not in ("auto", "none")  # one process on the path of many
         self.ranks.connect(self.device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone)
-        self.say = print if self.ranks.first else silent
         self.started = time.perf_counter()
         self.folder = self.ranks.agreed(lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser())
         if cfg.resume == "never" and any((self.folder / "checkpoints").glob("step-*")):
@@ -104,7 +103,7 @@ class Run:
     def stop(self, state: TrainState, saved: bool) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
         kept = "saved" if saved else "nothing is saved, for save_every=0"
-        self.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.", flush=True)
+        self.ranks.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.")
         self.ranks.close()
         raise SystemExit(EXIT_CODE)
 
@@ -162,10 +161,6 @@ class Run:
             f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
             flush=True,
         )
-
-
-def silent(*words: object, **how: object) -> None:
-    """Stands in for `print` where another process speaks."""
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:

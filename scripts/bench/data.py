@@ -221,6 +221,7 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     import numpy as np
     from PIL import Image
 
+    from accel.precision import Precision
     from data.images import list_images
     from models.autoencoders import DiffusersAutoencoder
     from scripts.bench.antipatterns import random_autoencoder
@@ -240,9 +241,9 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     out.mkdir()
     cfg = PrecomputeConfig(source=str(folder / "images"), out=str(out), resolution=side, num_workers=2)
     autoencoder = DiffusersAutoencoder(str(folder / "vae")).to(device)
-    if device.type == "cuda":
-        autoencoder = autoencoder.bfloat16()
     step = EncodeStep(autoencoder)
+    if device.type == "cuda":
+        step = Precision("bf16", device).on_step(step)
     encoder = Encoder(step, cfg, out, device)
     began = time.perf_counter()
     encoder.run(plan_shards(list_images(folder / "images"), cfg))
