@@ -99,6 +99,37 @@ def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: 
     assert np.abs(np.asarray(mine, dtype=np.float32) - np.asarray(other, dtype=np.float32)).mean() < 1.0
 
 
+PAIRS = """
+import os, sys, tempfile, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from training.ranks import leaving_at_once
+torch.set_num_threads(1)
+def one(file, rank):
+    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
+    globals()["kept"] = init_device_mesh("cpu", (2,)).get_group()  # as a sharded model does
+    sys.setswitchinterval(5.0)  # the main thread lets no other one have the interpreter unless it waits
+    for _ in range(20):
+        dist.broadcast_object_list([{"a": "b"}], src=0)
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+for _ in range(8):
+    file, children = tempfile.mktemp(), []
+    for rank in range(2):
+        if not (child := os.fork()):
+            with leaving_at_once():
+                one(file, rank)
+        children.append(child)
+    print(*(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+def test_a_process_ends_well_while_threads_of_its_group_still_want_the_interpreter():
+    """Of such pairs, two in five had a process aborted at its end before there was `leaving_at_once`."""
+    done = subprocess.run([sys.executable, "-c", PAIRS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0"] * 16, done.stderr[-3000:]
+
+
 TECHNIQUES = {
     "accumulation": [[], ["accumulation_steps=2"]],
     "checkpointing": [[], ["runtime.gradient_checkpointing=true"]],

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -270,6 +270,15 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
 def run_app(app: Callable[[], None]) -> None:
     """Runs a `hydra.main` function as a command: mistakes become one sentence and exit code 1."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
-    with one_sentence():
+    with leaving_as_one_of_many(), one_sentence():
         refuse_foreign(sys.argv[1:])
         app()
+
+
+def leaving_as_one_of_many() -> AbstractContextManager[None]:
+    """How a process ends that torchrun started beside others; nothing special for a single one."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return nullcontext()
+    from training.ranks import leaving_at_once  # torch comes in with it
+
+    return leaving_at_once()

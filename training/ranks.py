@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Callable, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -148,6 +152,30 @@ class Ranks:
     def close(self) -> None:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Ends the process after what is inside, with its exit code and without Python's finalisation.
+
+    A sharded model keeps its process group alive, so gloo's threads outlive `close()`. One of them may just then need
+    the interpreter to give back a tensor; while Python finalises it is ended inside C++ code, which aborts the process
+    ("terminate called without an active exception"), and torchrun calls the run failed.
+    """
+    code: Any = 0
+    try:
+        yield
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def fresh_part_of_agents_store(timeout: timedelta) -> dist.Store:
