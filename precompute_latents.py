@@ -32,9 +32,9 @@ def precompute(composed: Composed) -> Path:
     from models.autoencoders import Autoencoder
     from training.build import build
     from training.encoding import PSNR_IMAGES, Encoder, EncodeStep, estimate, first_images, measure_psnr
+    from training.environment import pick_device
     from training.precompute import claim, job_description, locked, plan_shards, write_manifest
     from training.ranks import Ranks
-    from training.run import pick_device
     from training.setup import runtime_values
 
     # 1. What is encoded, with what, and where to.
@@ -76,7 +76,7 @@ def precompute(composed: Composed) -> Path:
     job = job_description(images, cfg, autoencoder.weights_sha256, precision)
     with contextlib.ExitStack() as held:
         if ranks.first:  # the others begin once the folder is ours
-            held.enter_context(locked(out))
+            held.callback(locked(out).close)
             claim(out, job)
         ranks.wait_for_all()
         claim(out, job)

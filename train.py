@@ -20,16 +20,15 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is 
 def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
     from training.build import build  # torch comes in with what follows, so that --help stays quick
-    from training.checkpoint import Checkpoints
     from training.evaluate import evaluate, sample_grid
+    from training.guards import memory_explained, stop_if_hopeless
     from training.loggers import SafeLogger
+    from training.pretrained import build_autoencoder, build_model
     from training.progress import Progress
     from training.report import log_line, summary_table
     from training.run import Run
     from training.setup import (
-        build_autoencoder,
         build_loader,
-        build_model,
         build_optimizer,
         build_stack,
         build_step,
@@ -60,13 +59,13 @@ def train(composed: Composed) -> dict[str, Any]:
     state, step = build_step(cfg, model, loader, objective, optimizer, stack, ranks)
     meter = state.meter
     began = time.perf_counter()
-    with state.preserved():
+    with memory_explained(cfg, step, state, run.device), state.preserved():
         step.schedule(0)
         ledger = stack.warm_up(lambda: step([next(loader) for _ in range(cfg.accumulation_steps)]), model.blocks)
     warm_up_seconds = time.perf_counter() - began
 
     # 4. Where we left off.
-    checkpoints = Checkpoints(run.folder / "checkpoints", cfg.keep_checkpoints, ranks)
+    checkpoints = run.checkpoints()
     described = identity(composed, loader.spec, ledger)
     where = restore(cfg, state, checkpoints, described)
     run.open(ledger, logger, where)
@@ -75,7 +74,7 @@ def train(composed: Composed) -> dict[str, Any]:
     # 5. The loop.
     progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
     meter.start()
-    with StopRequest(ranks) as stop:
+    with StopRequest(ranks) as stop, checkpoints, memory_explained(cfg, step, state, run.device):
         while state.samples < cfg.total_samples:
             with meter.waiting():
                 batches = [next(loader) for _ in range(cfg.accumulation_steps)]
@@ -84,33 +83,37 @@ def train(composed: Composed) -> dict[str, Any]:
             state.advance(cfg.batch_size)
             progress.advance(cfg.batch_size)
             stopping = bool(stop)
-            last = state.samples >= cfg.total_samples
+            last, eval_loss = state.samples >= cfg.total_samples, None
 
             if last or state.due(cfg.log_every) or state.due(cfg.eval_every):
                 metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
+                metrics |= checkpoints.figures()
                 state.skipped_steps += metrics["skipped"]
                 with meter.paused():
                     if cfg.eval_every and (last or state.due(cfg.eval_every)):
                         metrics |= evaluate(step, state, micro_batch)
+                        eval_loss = metrics.get("eval_loss")
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
                     progress.say(log_line(metrics))
+                    stop_if_hopeless(cfg, run.folder, step, state, batches)
             with meter.paused():
                 if autoencoder and (last or state.due(cfg.sample_every)):
                     file = run.folder / "samples" / f"step-{state.step}.png"
                     sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file, micro_batch)
                     logger.image("samples", file, state.samples)
                 if cfg.save_every and (last or stopping or state.due(cfg.save_every)):
-                    checkpoints.save(state, described)
+                    checkpoints.save(state, described, eval_loss)
             if stopping and not last:
+                checkpoints.finish()
                 run.stop(state, saved=cfg.save_every > 0)
     progress.close()
 
     # 6. What came of it.
-    summary = run.summarise(state, ledger, warm_up_seconds)
+    summary = run.summarise(state, ledger, warm_up_seconds, checkpoints)
     logger.finish(summary)
     ranks.say(f"\nsummary\n{summary_table(summary)}")
-    ranks.close()
+    run.close()
     return summary
 
 

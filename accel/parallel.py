@@ -159,6 +159,18 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
+def rows_of(tensor: DTensor) -> int | None:
+    """The first row of this process's part of a tensor sharded by rows; None if another process has the same part."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    assert all(isinstance(placement, Replicate) or placement.is_shard(0) for placement in placements)
+    coordinate = cast("list[int]", mesh.get_coordinate())
+    if any(c for c, placement in zip(coordinate, placements, strict=True) if isinstance(placement, Replicate)):
+        return None
+    return compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1][0]
+
+
 def cut(tensor: Any, like: Any) -> Any:
     """A whole tensor as a sharded one such as `like`; anything else as it is."""
     if not isinstance(like, DTensor) or not isinstance(tensor, Tensor) or tensor.shape != like.shape:

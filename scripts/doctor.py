@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> int:
 def examine(measure: bool = False) -> dict[str, Any]:
     """Machine, versions, techniques, what is planned, and rates if asked for."""
     from scripts.capabilities import capabilities
-    from training.run import describe_environment, pick_device
+    from training.environment import describe_environment, pick_device
 
     device = pick_device("auto")
     environment = describe_environment(device)

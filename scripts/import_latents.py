@@ -87,7 +87,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     from data.foreign import open_foreign
     from models.autoencoders import Autoencoder
     from training.build import build
-    from training.run import pick_device
+    from training.environment import pick_device
 
     assert cfg.source is not None
     assert cfg.out is not None
@@ -184,7 +184,7 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
 
     from data.manifest import Manifest
     from data.statistics import ChannelSums, channel_statistics
-    from training.run import describe_environment
+    from training.environment import describe_environment
 
     held_out = round(cfg.held_out * foreign.count)
     shards = max(1, min(MOST_SHARDS, -(-(foreign.count - held_out) // cfg.shard_size)))

@@ -139,7 +139,8 @@ def described(words: list[str]) -> Model:
     import torch
 
     from training.build import build
-    from training.setup import build_loader, build_model
+    from training.pretrained import build_model
+    from training.setup import build_loader
 
     cfg = compose(words).cfg
     device = torch.device("cpu")

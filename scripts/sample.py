@@ -2,6 +2,7 @@
 
     python -m scripts.sample run_dir=runs/mine out=samples/mine
     python -m scripts.sample run_dir=runs/mine labels=[0,3] count=16 guidance=2 steps=50 seed=1 out=samples/two_classes
+    python -m scripts.sample weights=copied/ema.safetensors
 
 Writes <out>.png (a grid) and <out>.npz: `arr_0` uint8 (N, H, W, 3) and `labels` (N,), as ADM's evaluator reads it.
 """
@@ -12,7 +13,6 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from training.config import from_words, one_sentence
 
@@ -24,7 +24,7 @@ class SampleConfig:
     run_dir: str | None = None
     """A run folder, or one of its checkpoints; its averaged weights are used."""
     weights: str | None = None
-    """Another .safetensors file of the same model, instead of the averages."""
+    """Instead of a run: a .safetensors file of a checkpoint, wherever it lies; its header says what the model is."""
     encoder: str | None = None
     """Where the autoencoder lies now, if its folder was moved since the latents were made."""
     labels: list[int] | None = None
@@ -43,8 +43,9 @@ class SampleConfig:
 
 
 def checked(cfg: SampleConfig) -> SampleConfig:
-    if cfg.run_dir is None:
-        raise ValueError("run_dir is not set; say which run to sample: run_dir=runs/<name>.")
+    if (cfg.run_dir is None) == (cfg.weights is None):
+        fault = "run_dir is not set" if cfg.run_dir is None else "run_dir and weights are both set"
+        raise ValueError(f"{fault}; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors.")
     for key in ("count", "steps", "batch_size"):
         if getattr(cfg, key) < 1:
             raise ValueError(f"{key}={getattr(cfg, key)} must be at least 1.")
@@ -55,26 +56,20 @@ def sample_run(cfg: SampleConfig) -> tuple[Path, Path]:
     """Samples as `cfg` says and returns the paths of the PNG and the npz. Equal settings give equal samples."""
     import numpy as np
     import torch
-    from safetensors.torch import load_file
 
     from accel.kernels.counter_noise import Purpose, counter_normal
-    from data.loader import LatentSpec
     from models.images import to_uint8, write_grid
     from models.sampler import guided_velocity, sample
-    from training.checkpoint import latest_checkpoint, read_description
-    from training.run import pick_device
-    from training.setup import build_autoencoder, build_model
+    from training.environment import pick_device
+    from training.pretrained import build_autoencoder, load_pretrained
+    from training.verified import weights_file
 
-    assert cfg.run_dir is not None
     device = pick_device(cfg.device)
-    checkpoint = latest_checkpoint(cfg.run_dir)
-    described: dict[str, Any] = read_description(checkpoint)
-    spec = LatentSpec(**described["spec"])
+    file = weights_file(cfg.weights, "weights") if cfg.weights else weights_file(str(cfg.run_dir), "run_dir")
+    model, spec = load_pretrained(file, device)
     chosen = list(range(spec.num_classes)) if cfg.labels is None else cfg.labels
     if wrong := [label for label in chosen if not 0 <= label < spec.num_classes]:
         raise ValueError(f"labels={cfg.labels}: {wrong[0]} is no class of this run; it has 0 … {spec.num_classes - 1}.")
-    model = build_model(described["model"], spec, device).eval()
-    model.load_state_dict(load_file(cfg.weights or checkpoint / "ema.safetensors"))
     autoencoder = build_autoencoder(spec, device, cfg.encoder)
 
     labels = torch.tensor([chosen[i % len(chosen)] for i in range(cfg.count)], device=device)
@@ -93,7 +88,7 @@ def sample_run(cfg: SampleConfig) -> tuple[Path, Path]:
     write_grid(png, pixels, columns=-(-cfg.count // len(chosen)) if cfg.count > len(chosen) else min(cfg.count, 10))
     np.savez(npz, pixels, labels=labels.cpu().numpy())
     names = [spec.class_names[label] for label in chosen]
-    print(f"{cfg.count} samples of {json.dumps(names[:10])}{' …' if len(names) > 10 else ''} from {checkpoint}")
+    print(f"{cfg.count} samples of {json.dumps(names[:10])}{' …' if len(names) > 10 else ''} from {file}")
     print(f"{png}\n{npz}", flush=True)
     return png, npz
 

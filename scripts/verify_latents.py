@@ -127,8 +127,8 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     from data.blocks import BlockReader
     from data.latent_set import spec_of
     from models.images import psnr, to_uint8, write_grid
-    from training.run import pick_device
-    from training.setup import build_autoencoder
+    from training.environment import pick_device
+    from training.pretrained import build_autoencoder
 
     device = pick_device(cfg.device)
     autoencoder = build_autoencoder(spec_of(manifest, source, "channel"), device, cfg.encoder)

@@ -43,7 +43,7 @@ def pixels_of(file: Path) -> Tensor:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != ".lock"}
 
 
 def matches(found: Tensor, expected: Tensor, tolerance: float = 2e-2) -> list[int]:

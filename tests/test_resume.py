@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.conftest import TINY_RUN
 from tests.helpers import random_samples, save_latent_set
 from train import train
-from training.checkpoint import Checkpoints, damage
 from training.config import ROOT, compose
+from training.staging import assembled, flat
+from training.verified import complete, damage, description
 
 STEPS = 24
 WORDS = [
@@ -38,13 +38,10 @@ WORDS = [
 def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """Logged losses and all final tensors of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = Checkpoints(folder / "checkpoints", 1).found()[-1]
-    tensors = {
-        f"{file}.{k}": v for file in ("model", "ema") for k, v in load_file(last / f"{file}.safetensors").items()
-    }
-    state = torch.load(last / "training.pt", weights_only=True)["optimizer"]
-    tensors |= {f"{i}.{name}": value for i, moments in state.items() for name, value in moments.items()}
-    timing = ("samples_per_s", "tokens_per_s", "model_tflops", "data_wait")
+    last = complete(folder / "checkpoints")[-1]
+    state = assembled(last, description(last), 0)
+    tensors = {name: leaf for name, leaf in flat(state) if isinstance(leaf, torch.Tensor)}
+    timing = ("samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
     return [{k: v for k, v in line.items() if k not in timing} for line in lines], tensors
 
 
@@ -88,7 +85,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, sto
     """As if killed at `stop`: only what a kill there would have left is kept."""
     folder = tmp_path / "resumed"
     train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
-    for checkpoint in Checkpoints(folder / "checkpoints", 9).found():
+    for checkpoint in complete(folder / "checkpoints"):
         if int(checkpoint.name.removeprefix("step-")) > stop:
             shutil.rmtree(checkpoint)
     train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
@@ -130,7 +127,7 @@ def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrupted, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(uninterrupted, folder)
-    newest = Checkpoints(folder / "checkpoints", 1).found()[-1]
+    newest = complete(folder / "checkpoints")[-1]
     content = bytearray((newest / "ema.safetensors").read_bytes())
     content[-1] ^= 1
     (newest / "ema.safetensors").write_bytes(content)
@@ -144,7 +141,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrup
 def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
     folder = tmp_path / "half"
     shutil.copytree(uninterrupted, folder)
-    newest = Checkpoints(folder / "checkpoints", 1).found()[-1]
+    newest = complete(folder / "checkpoints")[-1]
     newest.rename(newest.with_name(newest.name + ".tmp"))
     train(compose([*WORDS, f"run_dir={folder}"]))
     assert_same(uninterrupted, folder)
@@ -163,7 +160,7 @@ def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
 
 
 def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path):
-    checkpoint = Checkpoints(uninterrupted / "checkpoints", 1).found()[-2]
+    checkpoint = complete(uninterrupted / "checkpoints")[-2]
     folder = tmp_path / "branch"
     train(compose([*WORDS, f"run_dir={folder}", f"resume={checkpoint}"]))
     (_, expected), (_, tensors) = outcome(uninterrupted), outcome(folder)
@@ -171,7 +168,7 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
 
 
 def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):
-    checkpoint = Checkpoints(uninterrupted / "checkpoints", 1).found()[0]
+    checkpoint = complete(uninterrupted / "checkpoints")[0]
     folder = tmp_path / "branch"
     words = [*WORDS, f"run_dir={folder}", f"resume={checkpoint}", "total_samples=184"]
     train(compose(words))
@@ -181,7 +178,7 @@ def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):
 
 
 def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
-    older = Checkpoints(uninterrupted / "checkpoints", 1).found()[0]
+    older = complete(uninterrupted / "checkpoints")[0]
     with pytest.raises(ValueError, match=r"holds a later checkpoint, step-24"):
         train(compose([*WORDS, f"run_dir={uninterrupted}", f"resume={older}"]))
 
@@ -189,14 +186,17 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(uninterrupted, tmp_path):
     folder = tmp_path / "lost"
     shutil.copytree(uninterrupted, folder)
-    for checkpoint in Checkpoints(folder / "checkpoints", 1).found():
-        (checkpoint / "training.pt").write_bytes(b"")
+    for checkpoint in complete(folder / "checkpoints"):
+        (checkpoint / "ema.safetensors").write_bytes(b"")
     metrics = (folder / "metrics.jsonl").read_text()
-    with pytest.warns(UserWarning, match="training.pt"), pytest.raises(ValueError, match="no checkpoint that verifies"):
+    with (
+        pytest.warns(UserWarning, match="ema.safetensors"),
+        pytest.raises(ValueError, match="no checkpoint that verifies"),
+    ):
         train(compose([*WORDS, f"run_dir={folder}"]))
     assert (folder / "metrics.jsonl").read_text() == metrics
 
 
 def test_old_checkpoints_go_and_as_many_as_asked_for_stay(uninterrupted):
-    names = [p.name for p in Checkpoints(uninterrupted / "checkpoints", 1).found()]
-    assert names == ["step-20", "step-24"]
+    names = [p.name for p in complete(uninterrupted / "checkpoints")]
+    assert names[-2:] == ["step-20", "step-24"]

@@ -1,177 +1,278 @@
-"""Checkpoints: written whole or not at all, verified before they are loaded.
+"""Checkpoints: written whole or not at all, in the background, verified before they are loaded.
 
-`checkpoints/step-N/` holds `model.safetensors`, `ema.safetensors`, `training.pt` (optimizer and generators, read with
-`weights_only=True`), `state.json` (counters, and what is needed to rebuild the model) and `manifest.json` (sizes and
-sha256 of the others). Written as `step-N.tmp`, synced, renamed.
+`checkpoints/step-N/` holds `model.safetensors` and `ema.safetensors` (whole, with the model's description: all that
+sampling needs), `rank-R-of-W.safetensors` (moments and generators), `state.json` (counters and configuration) and
+`manifest.json` (size and sha256 of the others). Every process writes and hashes its own files in `step-N.tmp`; the
+first one then writes the manifest, renames the folder, and replaces `latest`, which names it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import threading
+import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
 
 from data.manifest import sync_folder, write_atomically
 from data.shards import file_sha256
+from training.pretrained import header
 from training.ranks import SINGLE, Ranks
-from training.state import TrainState, gathered
+from training.staging import PART, HostCopies, Staged, assembled, flat, stage
+from training.state import TrainState
+from training.tensor_file import write_tensors
+from training.verified import complete, damage, description, goes_on, step_of, verified
 
-FORMAT = 1
+FORMAT = 2
+MARGIN = 1.1
+"""Of the size of a checkpoint, what must be free before it is begun."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, `folder/step-N` for N = the number of steps done."""
+    """The checkpoints of one run, `folder/step-N` for N = the number of steps done.
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks = SINGLE) -> None:
-        self.folder, self.keep, self.ranks = folder, keep, ranks
+    Kept are the newest `keep`, every one whose step is a multiple of `keep_every` (0: none), and the one with the
+    lowest `eval_loss`. With `in_background` a save returns once the state is copied; one is in flight at a time.
+    """
 
-    def found(self) -> list[Path]:
-        """Complete checkpoints, oldest first. A kill in mid-write leaves a `.tmp` folder, which does not count."""
-        steps = [p for p in self.folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()]
-        return sorted(steps, key=lambda p: int(p.name.removeprefix("step-")))
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 1,
+        ranks: Ranks = SINGLE,
+        *,
+        keep_every: int = 0,
+        in_background: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.folder, self.keep, self.keep_every, self.ranks = folder, keep, keep_every, ranks
+        self.copies = HostCopies() if in_background else None
+        self.group = None if ranks.alone else dist.new_group(backend="gloo", timeout=timeout)
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        self.stalled = self.stalled_in_all = self.seconds = 0.0
 
-    def save(self, state: TrainState, identity: dict[str, Any]) -> Path:
-        """Writes one checkpoint, removes those beyond `keep`, and returns its folder.
+    def __enter__(self) -> Checkpoints:
+        return self
 
-        `identity` describes the run (model and its arguments, latent spec, ledger); it is stored in `state.json`. All
-        processes call it: sharded tensors are gathered, the first one writes, the others wait for it.
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for a save in flight; its failure must not hide what ended the run."""
+        if kind is None or self.thread is None:
+            self.finish()
+            return
+        try:
+            self.finish()
+        except Exception as failure:
+            print(f"warning: {failure}", flush=True)
+
+    def save(self, state: TrainState, identity: dict[str, Any], eval_loss: float | None = None) -> Path:
+        """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
+
+        `identity` describes the run (see `training.setup.identity`) and goes into `state.json`. All processes call it.
+        ValueError if it, or the one before it, cannot be written; what was complete stays.
         """
-        content = gathered(state.state_dict(), self.ranks.first)
-        final = self.folder / f"step-{state.step}"
-        self.ranks.agreed(lambda: str(self.write(state.step, content, identity)))
-        return final
+        began = time.perf_counter()
+        self.finish()
+        staged = stage(state.state_dict(), self.ranks.first, self.copies)
+        told = {"format": FORMAT, "step": state.step, "eval_loss": eval_loss, "world_size": self.ranks.world_size}
+        described = told | staged.values | identity
+        sizes = torch.cat(self.ranks.gathered(torch.tensor([staged.nbytes])))
+        self.ranks.agreed(lambda: self.prepare(state.step, int(sizes.sum())))
+        if self.copies is None:
+            self.write(state.step, staged, described)
+            self.raise_failure()
+        else:
+            self.thread = threading.Thread(
+                target=self.write, args=(state.step, staged, described), name=f"checkpoint-{state.step}"
+            )
+            self.thread.start()
+        self.stalled += time.perf_counter() - began
+        return self.folder / f"step-{state.step}"
 
-    def write(self, step: int, content: dict[str, Any], identity: dict[str, Any]) -> Path:
-        final, temporary = self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file({k: v.contiguous() for k, v in content["model"].items()}, temporary / "model.safetensors")
-        save_file(content["ema"], temporary / "ema.safetensors")
-        training = {name: content[name] for name in ("optimizer", "techniques", "rng")}
-        torch.save(training, temporary / "training.pt")
-        described = {
-            "format": FORMAT,
-            "counters": content["counters"],
-            "loader": content["loader"],
-            "window": content["window"],
-        }
-        (temporary / "state.json").write_text(json.dumps(described | identity, indent=1) + "\n")
-        files = {}
-        for file in sorted(temporary.iterdir()):
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
+    def finish(self) -> None:
+        """Waits for the save in flight, if any; ValueError if it failed."""
+        if self.thread is not None:
+            began = time.perf_counter()
+            self.thread.join()
+            self.stalled += time.perf_counter() - began
+            self.thread = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if (failure := self.failure) is None:
+            return
+        self.failure = None
+        if isinstance(failure, OSError):
+            raise ValueError(str(failure)) from failure
+        raise failure
+
+    def figures(self) -> dict[str, float]:
+        """What saving cost since the last call: seconds that training waited, and how long the last save took."""
+        found = {"save_stall_s": self.stalled, "save_s": self.seconds} if self.stalled else {}
+        self.stalled_in_all, self.stalled = self.stalled_in_all + self.stalled, 0.0
+        return found
+
+    def prepare(self, step: int, size: int) -> None:
+        """Room on the disk and an empty folder to write in; ValueError otherwise."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+            if free < MARGIN * size:
+                raise OSError(f"it needs {MARGIN * size / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free")
+            shutil.rmtree(self.temporary(step), ignore_errors=True)
+            self.temporary(step).mkdir()
+        except OSError as error:
+            raise ValueError(self.not_saved(step, error)) from error
+
+    def temporary(self, step: int) -> Path:
+        return self.folder / f"step-{step}.tmp"
+
+    def not_saved(self, step: int, error: OSError) -> str:
+        reason = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
+        return (
+            f"{self.folder / f'step-{step}'} cannot be saved ({reason}). Free space or mend the folder; "
+            f"{goes_on(self.folder)}."
+        )
+
+    def write(self, step: int, staged: Staged, described: dict[str, Any]) -> None:
+        """All that happens on the disk; a failure is kept for `raise_failure`, the same one in all processes."""
+        began = time.perf_counter()
+        try:
+            written: tuple[dict[str, Any], str] = (self.write_files(self.temporary(step), staged, described), "")
+        except OSError as error:
+            written = {}, self.not_saved(step, error)
+        except BaseException as error:
+            self.failure, written = error, ({}, f"step-{step} cannot be saved ({error!r}).")
+        try:
+            shares = self.exchanged(written)
+            problem = next((problem for _, problem in shares if problem), "")
+            if self.ranks.first:
+                problem = problem or self.commit(step, {name: of for files, _ in shares for name, of in files.items()})
+                if problem:
+                    shutil.rmtree(self.temporary(step), ignore_errors=True)
+            if problem := self.exchanged(problem)[0]:
+                self.failure = self.failure or OSError(problem)
+        except BaseException as error:
+            self.failure = self.failure or error
+        self.seconds = time.perf_counter() - began
+
+    def write_files(self, folder: Path, staged: Staged, described: dict[str, Any]) -> dict[str, Any]:
+        """Writes this process's files and returns their sizes and hashes."""
+        if self.copies is not None:
+            self.copies.ready()
+        files: dict[str, Any] = {}
+        for kind, tensors in staged.whole.items():
+            file = folder / f"{kind}.safetensors"
+            files[file.name] = write_tensors(file, tensors, header(described, kind))
+        name = PART.format(rank=self.ranks.rank, world_size=self.ranks.world_size)
+        files[name] = write_tensors(folder / name, staged.own, {"rows": json.dumps(staged.rows)})
+        if self.ranks.first:
+            write_atomically(folder / "state.json", json.dumps(described, indent=1) + "\n")
+            file = folder / "state.json"
             files[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-        write_atomically(temporary / "manifest.json", json.dumps(files, indent=1) + "\n")
-        if final.exists():  # only a resumed run that saved this step again and was killed before it went on
-            shutil.rmtree(final)
-        temporary.rename(final)
-        sync_folder(self.folder)
-        for old in self.found()[: -self.keep]:
-            shutil.rmtree(old)
-        return final
+        return files
 
-    def load_latest(self, state: TrainState, identity: dict[str, Any]) -> Path | None:
-        """Loads the newest checkpoint that verifies and returns its folder; None if there is none.
+    def exchanged(self, mine: Any) -> list[Any]:
+        """What each process has to say, on a group of its own: training goes on beside it."""
+        if self.group is None:
+            return [mine]
+        found: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def commit(self, step: int, files: dict[str, Any]) -> str:
+        """Makes the files a checkpoint, then removes what need not be kept; a sentence if it cannot."""
+        temporary, final = self.temporary(step), self.folder / f"step-{step}"
+        try:
+            write_atomically(
+                temporary / "manifest.json", json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
+            )
+            if final.exists():  # only a resumed run that saved this step again and was killed before it went on
+                remove(final)
+            temporary.rename(final)
+            sync_folder(self.folder)
+            write_atomically(self.folder / "latest", f"{final.name}\n")
+            self.remove_old(final)
+        except OSError as error:
+            return self.not_saved(step, error)
+        return ""
+
+    def remove_old(self, newest: Path) -> None:
+        """Nothing goes before the newest one was read back and is as it was meant to be."""
+        found = complete(self.folder)
+        losses = {folder: loss for folder in found if (loss := description(folder).get("eval_loss")) is not None}
+        kept = {*found[-self.keep :], *sorted(losses, key=losses.__getitem__)[:1]}
+        old = [folder for folder in found if folder not in kept and not self.kept_for_good(folder)]
+        if old and (problem := damage(newest)):
+            raise OSError(f"{problem} when read back; nothing was removed")
+        for folder in old:
+            remove(folder)
+
+    def kept_for_good(self, folder: Path) -> bool:
+        return self.keep_every > 0 and step_of(folder) % self.keep_every == 0
+
+    def load_latest(self, state: TrainState, identity: dict[str, Any]) -> tuple[Path, str] | None:
+        """Loads the newest checkpoint that verifies; returns its folder and what has changed since. None without any.
 
         One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried. ValueError
         if there were some and none verifies: starting over is for the user to decide.
         """
         folder = self.ranks.agreed(self.newest_verified)
-        if folder is not None:
-            load_verified(folder, description(folder), state, identity)
-        return folder
+        return None if folder is None else (folder, load_verified(folder, state, identity, self.ranks))
 
     def newest_verified(self) -> Path | None:
-        found = self.found()
+        """Also clears away what a kill has left of a save or a removal; so only who holds the run's lock calls it."""
+        for half in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.removed")):
+            shutil.rmtree(half, ignore_errors=True)
+        found = complete(self.folder)
         for folder in reversed(found):
-            if problem := damage(folder):
-                quarantine = folder.with_name(folder.name + ".corrupt")
+            if not (problem := damage(folder)):
+                return folder
+            quarantine = folder.with_name(folder.name + ".corrupt")
+            try:
                 shutil.rmtree(quarantine, ignore_errors=True)
                 folder.rename(quarantine)
-                warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3)
-                continue
-            return folder
+            except OSError as error:
+                raise ValueError(f"{folder}: {problem}, and it cannot be set aside ({error.strerror}).") from error
+            warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3)
         if found:
             raise ValueError(f"{self.folder} holds no checkpoint that verifies; start over in a new run_dir.")
         return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if every file has the size and hash that its manifest says."""
-    try:
-        files = json.loads((folder / "manifest.json").read_text())
-        for name, expected in files.items():
-            file = folder / name
-            if file.stat().st_size != expected["bytes"] or file_sha256(file) != expected["sha256"]:
-                return f"{name} does not match its sha256"
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:  # any other OSError is no damage
-        return f"it is incomplete ({error})"
-    return None
+def remove(folder: Path) -> None:
+    """Takes its name away first: half a checkpoint must not look like one."""
+    removed = folder.with_name(folder.name + ".removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    folder.rename(removed)
+    shutil.rmtree(removed)
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint, after the whole checkpoint was verified; ValueError otherwise."""
-    if problem := damage(folder):
-        raise ValueError(f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run.")
-    return description(folder)
+def load(folder: Path, state: TrainState, identity: dict[str, Any], ranks: Ranks = SINGLE) -> str:
+    """Loads a checkpoint and returns what has changed since; ValueError if it is damaged or belongs to another run."""
+    return load_verified(verified(folder), state, identity, ranks)
 
 
-def description(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text())
-
-
-def load(folder: Path, state: TrainState, identity: dict[str, Any]) -> None:
-    """Loads a checkpoint; ValueError if it is damaged or belongs to another model or data set."""
-    load_verified(folder, read_description(folder), state, identity)
-
-
-def load_verified(folder: Path, described: dict[str, Any], state: TrainState, identity: dict[str, Any]) -> None:
-    for name in ("model", "data"):
+def load_verified(folder: Path, state: TrainState, identity: dict[str, Any], ranks: Ranks) -> str:
+    described = description(folder)
+    for name in ("model", "data", "objective", "optimizer"):
         if described[name] != json.loads(json.dumps(identity[name])):
             raise ValueError(
                 f"{folder} was made with another {name}: {difference(described[name], identity[name])}. "
                 f"Use a new run_dir, or init_from={folder} to start from its weights."
             )
-    training = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
-    state.load_state_dict(
-        {
-            "model": load_file(folder / "model.safetensors"),
-            "ema": load_file(folder / "ema.safetensors"),
-            **training,
-            "loader": described["loader"],
-            "window": described["window"],
-            "counters": described["counters"],
-        }
-    )
-
-
-def latest_checkpoint(folder: str) -> Path:
-    """The newest checkpoint of a run folder, or the checkpoint itself; ValueError if there is none."""
-    given = Path(folder).expanduser()
-    found = Checkpoints(given / "checkpoints", keep=1).found() or ([given] if (given / "state.json").is_file() else [])
-    if not found:
-        raise ValueError(f"run_dir={folder} is neither a run folder with a checkpoint nor a checkpoint.")
-    return found[-1]
+    state.load_state_dict(assembled(folder, described, ranks.rank))
+    return difference(described["settings"], identity["settings"])
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The keys in which two flat descriptions differ, with both values."""
-    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    return ", ".join(f"{k} was {old.get(k)}, is {new.get(k)}" for k in keys)
-
-
-def resolve_weights(path: str) -> Path:
-    """The safetensors file that `init_from` means: the file itself, or the EMA of a checkpoint or of a run's latest."""
-    given = Path(path).expanduser()
-    if given.suffix == ".safetensors" and given.is_file():
-        return given
-    try:
-        return latest_checkpoint(path) / "ema.safetensors"
-    except ValueError:
-        raise ValueError(f"init_from={path} is neither a .safetensors file, a run folder nor a checkpoint.") from None
+    """The keys in which two descriptions differ, with both values."""
+    was, now = dict(flat(old)), dict(flat(new))
+    keys = sorted(k for k in was.keys() | now.keys() if was.get(k) != now.get(k))
+    return ", ".join(f"{k} was {was.get(k)}, is {now.get(k)}" for k in keys)

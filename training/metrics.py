@@ -30,6 +30,9 @@ class Meter:
         self.loss: Tensor | float = 0.0
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
+        self.in_row: Tensor | float = 0.0
+        self.skipped_in_row = 0
+        """Steps skipped without one between them that was not, up to the last report."""
         self.train_seconds = self.maintenance_seconds = 0.0
         self.trained_samples = 0
         self.restart()
@@ -67,12 +70,13 @@ class Meter:
         self.loss = output.loss + self.loss
         self.skipped = output.skipped + self.skipped
         self.backed_off = output.backed_off + self.backed_off
+        self.in_row = (output.skipped + self.in_row) * output.skipped
         self.steps += 1
 
     def state_dict(self) -> dict[str, float | int]:
         """The sums of the window over all processes; reading them waits for the device."""
         sums = {"loss": self.loss_of_all(), "skipped": float(self.skipped), "backed_off": float(self.backed_off)}
-        return sums | {"steps": self.steps}
+        return sums | {"steps": self.steps, "in_row": float(self.in_row)}
 
     def loss_of_all(self) -> float:
         """The sum of the window, averaged over processes."""
@@ -82,12 +86,14 @@ class Meter:
         """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
         self.restart()
         self.loss, self.skipped, self.backed_off = state["loss"], state["skipped"], state["backed_off"]
+        self.in_row = state["in_row"]
         self.steps = int(state["steps"])
         self.carried = self.steps
 
     def report(self, lr: float) -> dict[str, Any]:
         """Figures of the window since the last report (the one wait for the device), and starts the next window."""
         loss, skipped = self.loss_of_all() / self.steps, int(float(self.skipped))
+        self.skipped_in_row = int(float(self.in_row))
         seconds = time.perf_counter() - self.since
         samples = (self.steps - self.carried) * self.batch_size
         self.train_seconds += seconds

@@ -6,12 +6,11 @@ The content of a shard is a function of (image list, job, shard number). Each fi
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +19,11 @@ from data.manifest import Manifest, Shard, write_atomically
 from data.shards import file_sha256
 from data.statistics import channel_statistics
 from models.autoencoders import Autoencoder
-from training.run import describe_environment
+from training import lock
+from training.environment import describe_environment
 from training.schema import PrecomputeConfig
 
-JOB, LOCK = "job.json", ".lock"
+JOB = "job.json"
 
 
 @dataclass
@@ -81,31 +81,16 @@ def claim(out: Path, job: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(job, indent=1) + "\n")
 
 
-def locked(out: Path) -> IO[bytes]:
+def locked(out: Path) -> lock.Held:
     """The folder `out`, made and held until the result is closed; ValueError if another process holds it, or if it is
-    somebody else's.
-
-    A POSIX lock: it works on NFS, forked workers do not inherit it, and a killed process has let it go.
-    """
-    import fcntl  # POSIX only
-
+    somebody else's."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; choose a folder.")
     out.mkdir(parents=True, exist_ok=True)
     found = {file.name for file in out.iterdir()}
-    if JOB not in found and found - {LOCK, f"{JOB}.tmp"}:  # those two: killed while claiming
+    if JOB not in found and found - {lock.NAME, f"{JOB}.tmp"}:  # those two: killed while claiming
         raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
-    stream = (out / LOCK).open("a+b")
-    try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            stream.close()
-            raise ValueError(
-                f"out={out}: another process is encoding into it; wait for it, or stop it first."
-            ) from error
-        print(f"warning: {out} cannot be locked ({error.strerror}); see that no other job writes there", flush=True)
-    return stream
+    return lock.held(out, f"out={out}: another process is encoding into it; wait for it, or stop it first.")
 
 
 def finished(out: Path, name: str) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ def log_line(metrics: Mapping[str, Any]) -> str:
         parts.append(f"mfu {metrics['mfu']:.1%}")
     parts.append(f"data wait {metrics['data_wait']:.1%}")
     if metrics.get("skipped"):
-        parts.append(f"{metrics['skipped']} steps skipped: their gradients were not finite")
+        parts.append(f"{metrics['skipped']} steps skipped: their gradients were not finite or spikes")
     if metrics.get("backed_off"):
         parts.append(f"{metrics['backed_off']} steps spent on finding fp16's loss scale")
     return "  ".join(parts)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,15 +14,16 @@ import torch
 
 from accel.ledger import Ledger
 from data.manifest import write_atomically
+from training import lock
 from training.checkpoint import Checkpoints
-from training.config import ROOT, Composed, as_yaml, redact_words
+from training.config import Composed, as_yaml
+from training.environment import describe_environment, pick_device
 from training.loggers import SafeLogger
 from training.ranks import Ranks
 from training.schema import TrainConfig
 from training.state import TrainState
 from training.stop import EXIT_CODE
-
-PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
+from training.verified import complete
 
 
 class Run:
@@ -52,6 +49,9 @@ class Run:
             raise ValueError(
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
             )
+        self.lock: lock.Held | None = None
+        if self.folder.exists():
+            self.claim()
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
             "overrides": composed.overrides,
@@ -62,17 +62,51 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(cfg.deterministic)
 
+    def claim(self) -> None:
+        """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in it."""
+        if self.lock is None:
+            self.ranks.agreed(self.hold)
+
+    def hold(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = lock.held(
+                self.folder, f"run_dir={self.folder}: another run writes to it; wait for it, or choose another folder."
+            )
+        except OSError as error:
+            raise ValueError(
+                f"run_dir={self.folder} cannot be written to ({error.strerror}); choose another folder."
+            ) from error
+
+    def checkpoints(self) -> Checkpoints:
+        """Where checkpoints of this run go."""
+        cfg = self.cfg
+        return Checkpoints(
+            self.folder / "checkpoints",
+            cfg.keep_checkpoints,
+            self.ranks,
+            keep_every=cfg.keep_every,
+            in_background=cfg.async_checkpoints,
+            timeout=timedelta(minutes=cfg.runtime.parallel.timeout_minutes),
+        )
+
+    def close(self) -> None:
+        """Lets go of the folder and of the other processes."""
+        if self.lock is not None:
+            self.lock.close()
+        self.ranks.close()
+
     def write_json(self, name: str, content: Any) -> None:
         write_atomically(self.folder / name, json.dumps(content, indent=1) + "\n")
 
     def open(self, ledger: Ledger, logger: SafeLogger, where: str) -> None:
-        """Makes the folder, now that all is known to work; the ledger goes there, to the terminal and to the logger.
+        """The ledger goes to the folder, to the terminal and to the logger; by the first process only.
 
-        All of it by the first process only.
+        Now that all is known to work, the folder is made.
         """
+        self.claim()
         if not self.ranks.first:
             return
-        self.folder.mkdir(parents=True, exist_ok=self.cfg.run_dir is not None)
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)
         print(f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.table()}\n\n{where}", flush=True)
@@ -104,17 +138,19 @@ class Run:
         """Ends the process with the code that says: the same command again goes on."""
         kept = "saved" if saved else "nothing is saved, for save_every=0"
         self.ranks.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.")
-        self.ranks.close()
+        self.close()
         raise SystemExit(EXIT_CODE)
 
-    def summarise(self, state: TrainState, ledger: Ledger, warm_up_seconds: float) -> dict[str, Any]:
+    def summarise(
+        self, state: TrainState, ledger: Ledger, warm_up_seconds: float, saved: Checkpoints
+    ) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, what was made, and how long it took."""
         file = self.folder / "metrics.jsonl"
         latest: dict[str, Any] = {}
         for line in file.read_text().splitlines() if file.is_file() else []:
             latest |= json.loads(line)
         meter = state.meter
-        checkpoints = Checkpoints(self.folder / "checkpoints", keep=1).found()
+        checkpoints = complete(self.folder / "checkpoints")
         grids = sorted((self.folder / "samples").glob("step-*.png"), key=lambda file: file.stat().st_mtime)
         rate = meter.trained_samples / meter.train_seconds if meter.train_seconds else latest.get("samples_per_s")
         summary = {
@@ -130,6 +166,7 @@ class Run:
             "train_seconds": meter.train_seconds,
             "warm_up_seconds": warm_up_seconds,
             "maintenance_seconds": meter.maintenance_seconds,
+            "save_stall_seconds": saved.stalled_in_all + saved.stalled,
             "ledger": ledger.as_dict(),
             "checkpoint": str(checkpoints[-1]) if checkpoints else None,
             "sample_grid": str(grids[-1]) if grids else None,
@@ -197,44 +234,3 @@ def default_folder(choices: Mapping[str, str]) -> Path:
     while folder.exists():
         folder, number = Path("runs") / f"{name}-{number}", number + 1
     return folder
-
-
-def pick_device(name: str) -> torch.device:
-    """ValueError if a GPU was asked for and there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, hardware and the state of the code."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    threads = f"{cpu_name()}, {torch.get_num_threads()} threads"
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
-    program = Path(sys.argv[0])
-    argv = [str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program), *redact_words(sys.argv[1:])]
-    return {"versions": versions, "hardware": hardware, "git": git_state(), "argv": argv}
-
-
-def cpu_name() -> str:
-    """The CPU's name where Linux tells it, otherwise its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def git_state() -> dict[str, Any] | None:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.CalledProcessError):
-        return None

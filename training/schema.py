@@ -199,6 +199,21 @@ class EmaConfig:
 
 
 @dataclass(frozen=True)
+class GuardsConfig:
+    """What protects a run from bad steps (training/guards.py)."""
+
+    max_skipped_in_row: int = 20
+    spike_sigmas: float = 0.0
+    spike_window: int = 128
+
+    def check(self) -> None:
+        """ValueError for a value that no run can have."""
+        at_least(1, self, "max_skipped_in_row", prefix="guards.")
+        at_least(0, self, "spike_sigmas", prefix="guards.")
+        at_least(8, self, "spike_window", prefix="guards.")
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """How sample grids are made."""
 
@@ -228,10 +243,13 @@ class TrainConfig:
     sample_every: int = 0
     eval_every: int = 0
     keep_checkpoints: int = 2
+    keep_every: int = 0
+    async_checkpoints: bool = True
     deterministic: bool = False
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     model: Any = None
     data: Any = None
@@ -242,7 +260,10 @@ class TrainConfig:
     def check(self) -> None:
         """ValueError for a value that no run can have."""
         at_least(1, self, "total_samples", "batch_size", "accumulation_steps", "keep_checkpoints")
-        at_least(0, self, "seed", "max_grad_norm", "log_every", "save_every", "sample_every", "eval_every")
+        at_least(
+            0, self, "seed", "max_grad_norm", "log_every", "save_every", "sample_every", "eval_every", "keep_every"
+        )
+        self.guards.check()
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
         at_least(1, self.sampling, "steps", "per_class", prefix="sampling.")
         if self.batch_size % self.accumulation_steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -15,10 +16,9 @@ from accel.ledger import Ledger
 from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader, LatentSpec
-from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from training.build import build, resolve_target
-from training.checkpoint import Checkpoints, load, resolve_weights
+from training.checkpoint import Checkpoints, load
 from training.config import Composed
 from training.ema import EMA
 from training.metrics import Meter
@@ -28,8 +28,16 @@ from training.peak_flops import peak_flops
 from training.ranks import SINGLE, Ranks
 from training.schedule import Schedule
 from training.schema import RuntimeConfig, TrainConfig
+from training.spikes import SpikeGuard
 from training.state import TrainState, load_weights
 from training.step import TrainStep
+from training.verified import complete, weights_file
+
+SETTINGS = (
+    *("batch_size", "accumulation_steps", "total_samples", "max_grad_norm", "deterministic"),
+    *("optim", "schedule", "ema", "guards", "runtime"),
+)
+"""What may change from one start to the next and has a part in the weights."""
 
 
 def spine(node: Any) -> dict[str, Any]:
@@ -50,17 +58,6 @@ def build_loader(
     """The loader of this process's share: `micro_batch` samples of each micro-batch."""
     shared = {"seed": seed, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
     return build(node, "data", batch_size=micro_batch, **shared)
-
-
-def build_model(node: dict[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
-    """The denoiser for `spec`, made without memory on the meta device, then initialised on `device`."""
-    with torch.device("meta"):
-        model = build(
-            node, "model", channels=spec.channels, height=spec.height, width=spec.width, num_classes=spec.num_classes
-        )
-    model = model.to_empty(device=device)
-    model.init_weights()
-    return model
 
 
 def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationStack) -> torch.optim.Optimizer:
@@ -99,34 +96,34 @@ def build_step(
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
     peak = peak_flops(device, str(stack.value("precision")))
     meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks)
-    state = TrainState(model, optimizer, ema, loader, meter, stack)
+    guards = cfg.guards
+    spikes = SpikeGuard(guards.spike_sigmas, guards.spike_window, device) if guards.spike_sigmas else None
+    state = TrainState(model, optimizer, ema, loader, meter, stack, spikes)
     rates = {"seed": cfg.seed, "batch_size": cfg.batch_size, "max_grad_norm": cfg.max_grad_norm}
-    return state, stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, **rates))
-
-
-def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None = None) -> Autoencoder:
-    """The autoencoder that made the latents, or the same one at `path`; ValueError if its weights are others."""
-    node = spec.encoder if path is None else spec.encoder | {"path": path}
-    autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
-    if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):
-        raise ValueError(
-            f"the encoder at {node.get('path')} has other weights than the one that made the latents "
-            f"(sha256 {autoencoder.weights_sha256} instead of {spec.encoder_sha256}); restore it or encode again."
-        )
-    return autoencoder
+    return state, stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, spikes=spikes, **rates))
 
 
 def identity(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:
-    """What a checkpoint says about its run; `model` and `data` must be equal on resume."""
+    """What a checkpoint says about its run.
+
+    `model`, `data`, `objective` and `optimizer` must be equal on resume; a change in `settings` is allowed, and said.
+    """
     cfg: TrainConfig = composed.cfg
     return {
         "model": cfg.model,
         "data": {"fingerprint": spec.fingerprint, "seed": cfg.seed},
+        "objective": cfg.objective,
+        "optimizer": {"class": cfg.optim["_target_"]},
+        "settings": plain({key: node for key, node in composed.source.items() if key in SETTINGS}),
         "spec": spec.as_dict(),
-        "seed": cfg.seed,
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
     }
+
+
+def plain(node: Any) -> Any:
+    """As JSON would give it back, choices as their names."""
+    return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
 
 def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, identity: dict[str, Any]) -> str:
@@ -136,18 +133,19 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, ident
     newest checkpoint. An older checkpoint of the same run is a ValueError: later ones would be lost or win.
     """
     branch = None if cfg.resume in ("auto", "never") else Path(cfg.resume).expanduser().resolve()
-    found = checkpoints.found()
+    found = complete(checkpoints.folder)
     if branch and found and branch.parent == checkpoints.folder.resolve() and branch != found[-1].resolve():
         raise ValueError(
             f"resume={cfg.resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
         )
-    if cfg.resume != "never" and (folder := checkpoints.load_latest(state, identity)):
-        return f"resumed from {folder} at step {state.step}"
-    if branch:
-        load(branch, state, identity)
-        return f"resumed from {branch} at step {state.step}"
+    latest = None if cfg.resume == "never" else checkpoints.load_latest(state, identity)
+    if latest is None and branch is not None:
+        latest = branch, load(branch, state, identity, checkpoints.ranks)
+    if latest is not None:
+        folder, changes = latest
+        return f"resumed from {folder} at step {state.step}" + (f"; since then {changes}" if changes else "")
     if cfg.init_from is not None:
-        file = resolve_weights(cfg.init_from)
+        file = checkpoints.ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
         try:
             load_weights(state.model, load_file(file))
         except RuntimeError as error:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from accel.parallel import cut, whole
+from accel.parallel import cut
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader
 from models.denoiser import Denoiser
 from training.ema import EMA
 from training.metrics import Meter
+from training.spikes import SpikeGuard
 
 
 @dataclass
@@ -32,6 +32,7 @@ class TrainState:
     loader: LatentLoader
     meter: Meter
     stack: AccelerationStack
+    spikes: SpikeGuard | None = None
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
@@ -54,6 +55,7 @@ class TrainState:
             "window": self.meter.state_dict(),
             "counters": {"step": self.step, "samples": self.samples, "skipped_steps": self.skipped_steps},
             "techniques": self.stack.state_dict(),
+            "guards": self.spikes.state_dict() if self.spikes else {},
             "rng": rng_state(),
         }
 
@@ -66,6 +68,8 @@ class TrainState:
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, state["optimizer"])
         self.stack.load_state_dict(state["techniques"])
+        if self.spikes is not None:
+            self.spikes.load_state_dict(state["guards"])
         self.loader.load_state_dict(state["loader"])
         self.meter.load_state_dict(state["window"])
         for name, value in state["counters"].items():
@@ -97,15 +101,6 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
     """Whole tensors into a model, sharded or not; RuntimeError if they do not fit."""
     own = model.state_dict()
     model.load_state_dict({name: cut(tensor, own.get(name)) for name, tensor in weights.items()})
-
-
-def gathered(node: Any, first: bool) -> Any:
-    """The same tree with its sharded tensors whole, in host memory of the first process; one by one, so that no device
-    ever holds more than one. All processes call this together."""
-    if isinstance(node, DTensor):
-        tensor = whole(node)
-        return tensor.cpu() if first else None
-    return {key: gathered(value, first) for key, value in node.items()} if isinstance(node, dict) else node
 
 
 def load_moments(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from models.denoiser import Denoiser
 from training.ema import EMA
 from training.objective import FlowMatching
 from training.schedule import Schedule
+from training.spikes import SpikeGuard
 
 
 class StepOutput(NamedTuple):
@@ -27,7 +28,7 @@ class StepOutput(NamedTuple):
     grad_norm: Tensor
     """Before clipping."""
     skipped: Tensor
-    """1.0 if the norm was not finite and parameters, moments and averages were left alone."""
+    """1.0 if the norm was not finite or a spike, and parameters, moments and averages were left alone."""
     backed_off: Tensor
     """1.0 if the same happened because fp16's loss scale was too large: part of its search, no failure."""
 
@@ -54,12 +55,16 @@ class TrainStep:
         seed: int,
         batch_size: int,
         max_grad_norm: float,
+        spikes: SpikeGuard | None = None,
     ) -> None:
         self.forward: Callable[..., Tensor] = model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.one_step
         self.mark: Callable[[str], None] = lambda phase: None
         self.synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
         self.scaler: LossScaler | None = None
+        self.spikes = spikes
+        self.phase = "the first step"
+        """What was going on last, for who has to explain a failure."""
         self.objective, self.optimizer = objective, optimizer
         self.lr_schedule, self.ema = schedule, ema
         self.seed, self.batch_size, self.max_grad_norm = seed, batch_size, max_grad_norm
@@ -101,14 +106,8 @@ class TrainStep:
         return self.update(batches)
 
     def one_step(self, batches: Sequence[Batch]) -> StepOutput:
-        total = torch.zeros((), device=self.ema_weight.device)
-        for i, batch in enumerate(batches):
-            with self.synchronised(i + 1 == len(batches)):
-                loss = self.losses(batch)[0].mean() / len(batches)
-                self.mark("forward")
-                (loss if self.scaler is None else loss * self.scaler.scale).backward()
-                self.mark("backward")
-            total += loss.detach()
+        total = self.accumulate(batches)
+        self.phase = "the optimizer"
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm(grads))
         backed_off = torch.zeros_like(norm)
@@ -117,25 +116,41 @@ class TrainStep:
             overflow = ~torch.isfinite(norm) & torch.isfinite(total)
             backed_off = (overflow & (self.scaler.scale > 1.0)).float()  # at 1 there is nothing left to blame
         finite = torch.isfinite(norm)
-        self.optimizer_step(grads, norm, finite)
+        taken = finite if self.spikes is None else self.spikes.passes(norm)
+        self.optimizer_step(grads, norm, taken)
+        if self.scaler is not None:
+            self.scaler.update((~finite).float())
         self.mark("optimizer")
-        self.ema.update(torch.where(finite, self.ema_weight, 0.0))
+        self.phase = "the averages"
+        self.ema.update(torch.where(taken, self.ema_weight, 0.0))
         self.mark("ema")
         self.optimizer.zero_grad(set_to_none=True)
-        return StepOutput(total, norm, (~finite).float() - backed_off, backed_off)
+        self.phase = "what lies between two steps"
+        return StepOutput(total, norm, (~taken).float() - backed_off, backed_off)
 
-    def optimizer_step(self, grads: list[Tensor], norm: Tensor, finite: Tensor) -> None:
-        """Clips, undoes the loss scale and updates; nothing at all where the norm is not finite."""
+    def accumulate(self, batches: Sequence[Batch]) -> Tensor:
+        """Gradients of the mean loss over all micro-batches; returns that loss."""
+        total = torch.zeros((), device=self.ema_weight.device)
+        for i, batch in enumerate(batches):
+            with self.synchronised(i + 1 == len(batches)):
+                self.phase = "the forward pass"
+                loss = self.losses(batch)[0].mean() / len(batches)
+                self.mark("forward")
+                self.phase = "the backward pass"
+                (loss if self.scaler is None else loss * self.scaler.scale).backward()
+                self.mark("backward")
+            total += loss.detach()
+        return total
+
+    def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
+        """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""
         divisor = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm > 0 else torch.ones_like(norm)
-        not_finite = (~finite).float()
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):
             self.optimizer.grad_scale = beside(divisor, grads)  # pyright: ignore[reportAttributeAccessIssue]
-            self.optimizer.found_inf = beside(not_finite, grads)  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.found_inf = beside((~taken).float(), grads)  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
-        elif bool(finite):
+        elif bool(taken):
             torch._foreach_div_([local(g) for g in grads], divisor)
             self.optimizer.step()
-        if self.scaler is not None:
-            self.scaler.update(not_finite)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from training.ranks import Ranks
 
-SIGNALS = ("SIGTERM", "SIGUSR1")
-"""The latter is what Slurm can be told to send some time before the end (`--signal=USR1@120`)."""
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+"""The last is what Slurm can be told to send some time before the end (`--signal=USR1@120`)."""
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the same command again goes on."""
 
@@ -36,6 +36,8 @@ class StopRequest:
         return self
 
     def note(self, number: int, frame: FrameType | None) -> None:
+        if self.name == "SIGINT" and number == signal.SIGINT:  # somebody who does not want to wait
+            raise KeyboardInterrupt
         self.name = signal.Signals(number).name
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -19,7 +19,7 @@ from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, fresh_compiler, interleaved, seconds, times_as_fast
 from scripts.bench.workload import Workload
 from training.config import compose
-from training.run import pick_device
+from training.environment import pick_device
 
 
 class Mistake(NamedTuple):

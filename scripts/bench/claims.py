@@ -23,7 +23,7 @@ from scripts.bench.timing import fresh_compiler, interleaved, times_as_fast
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
 from training.config import compose
-from training.run import pick_device
+from training.environment import pick_device
 
 
 class Bench(NamedTuple):

@@ -32,7 +32,7 @@ from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import attempt
-from training.run import pick_device
+from training.environment import pick_device
 
 SIZES = {"tiny": (2048, 64, 8), "s32": (50_000, 32, 32), "s256": (50_000, 256, 32), "b256": (50_000, 256, 32)}
 """Setting -> samples, batch size, side of the latents; 4 channels."""

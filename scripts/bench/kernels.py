@@ -28,7 +28,7 @@ from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, interleaved, times_as_fast
 from scripts.bench.workload import attempt
 from scripts.doctor import rates
-from training.run import describe_environment, pick_device
+from training.environment import describe_environment, pick_device
 
 SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}
 SHAPES["b256"] = (256, 256, 768, 64, 64)

@@ -21,7 +21,7 @@ from scripts.bench.report import Bar, bar_chart, gib, table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, fresh_compiler, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
-from training.run import describe_environment, pick_device
+from training.environment import describe_environment, pick_device
 
 RUNG_0 = "0 newcomer, items in memory"
 TECHNIQUES = (

@@ -16,7 +16,7 @@ from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
 from training.config import CONF
-from training.run import pick_device
+from training.environment import pick_device
 
 ATTENTION = "dit"
 

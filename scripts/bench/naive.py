@@ -23,8 +23,9 @@ from data.order import EpochOrder
 from scripts.bench.timing import MemoryPeak
 from training.build import build
 from training.config import compose
-from training.run import pick_device
-from training.setup import build_loader, build_model, build_stack
+from training.environment import pick_device
+from training.pretrained import build_model
+from training.setup import build_loader, build_stack
 
 PREFETCHED = 2
 """Batches that a worker of PyTorch's DataLoader makes ahead."""

@@ -18,8 +18,8 @@ from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, seconds
 from scripts.bench.workload import Workload
 from training.config import compose
+from training.environment import pick_device
 from training.evaluate import evaluate
-from training.run import pick_device
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

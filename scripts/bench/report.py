@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data.manifest import write_atomically
-from training.run import describe_environment
+from training.environment import describe_environment
 
 
 def write_result(file: str | Path, content: Mapping[str, Any], device: torch.device, *tables: str) -> Path:

@@ -23,7 +23,7 @@ from scripts.bench.timing import Spread, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
 from scripts.capabilities import capabilities
 from training.config import compose
-from training.run import pick_device
+from training.environment import pick_device
 from training.schema import RuntimeConfig
 
 WAYS = {

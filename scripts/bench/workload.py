@@ -14,8 +14,9 @@ from accel.technique import first_line
 from scripts.bench.timing import MemoryPeak, interleaved
 from training.build import build
 from training.config import compose
-from training.run import pick_device
-from training.setup import build_loader, build_model, build_optimizer, build_stack, build_step
+from training.environment import pick_device
+from training.pretrained import build_model
+from training.setup import build_loader, build_optimizer, build_stack, build_step
 
 
 class Runnable(Protocol):

@@ -1,0 +1,57 @@
+"""What a run runs on: device, versions, hardware, and the state of the code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.config import ROOT, redact_words
+
+PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
+
+
+def pick_device(name: str) -> torch.device:
+    """ValueError if a GPU was asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware and the state of the code."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    threads = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    program = Path(sys.argv[0])
+    argv = [str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program), *redact_words(sys.argv[1:])]
+    return {"versions": versions, "hardware": hardware, "git": git_state(), "argv": argv}
+
+
+def cpu_name() -> str:
+    """The CPU's name where Linux tells it, otherwise its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def git_state() -> dict[str, Any] | None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None

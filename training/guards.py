@@ -1,0 +1,144 @@
+"""What protects a run from bad steps: spikes are skipped, a run that only skips is stopped, memory errors explained."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from accel.parallel import local, whole
+from data.loader import Batch
+from data.manifest import write_atomically
+from training.ranks import Ranks
+from training.schema import TrainConfig
+from training.state import TrainState
+from training.step import TrainStep
+from training.verified import goes_on
+
+
+def stop_if_hopeless(
+    cfg: TrainConfig, folder: Path, step: TrainStep, state: TrainState, batches: Sequence[Batch]
+) -> None:
+    """ValueError once `guards.max_skipped_in_row` steps in a row were skipped; what can be known of the last one lies
+    in `folder/dumps`. Called at log steps, by all processes."""
+    meter = state.meter
+    if meter.skipped_in_row < cfg.guards.max_skipped_in_row:
+        return
+    file = dump(step, state, batches, folder / "dumps" / f"step-{state.step}.json")
+    raise ValueError(
+        f"step {state.step}: the last {meter.skipped_in_row} steps were skipped, for their gradients were not finite "
+        f"or spikes (guards.max_skipped_in_row={cfg.guards.max_skipped_in_row}); the weights are those before them. "
+        f"{file} has the batch, its times and losses, and norms by block. Lower optim.lr or use "
+        f"runtime.precision=fp32; {goes_on(folder / 'checkpoints')}."
+    )
+
+
+def dump(step: TrainStep, state: TrainState, batches: Sequence[Batch], file: Path) -> Path:
+    """Does the step's forward and backward pass once more, which changes nothing, and writes what is seen to `file`.
+
+    `samples`: id, position in the stream, label, t and loss of each sample of the batch; `blocks`: the norms of the
+    gradient and of the parameters of each part of the model.
+    """
+    ranks = state.meter.ranks
+    with torch.compiler.set_stance("force_eager"):
+        step.accumulate(batches)
+    scale = 1.0 if step.scaler is None else step.scaler.scale
+    parts: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in state.model.named_parameters():
+        parts.setdefault(".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1]), []).append(parameter)
+    blocks = {
+        name: {
+            "gradient_norm": number(total_norm([p.grad for p in parameters if p.grad is not None]) / scale),
+            "parameter_norm": number(total_norm([p.detach() for p in parameters])),
+        }
+        for name, parameters in parts.items()
+    }
+    state.optimizer.zero_grad(set_to_none=True)
+    rows = []
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for batch in batches:
+            loss, t = step.losses(batch)
+            columns = (batch.ids, batch.position, batch.labels, t, loss)
+            rows.append(torch.stack([column.double() for column in columns], dim=1))
+    found = torch.cat(ranks.gathered(torch.cat(rows).cpu()))
+    samples = [
+        {"id": int(i), "position": int(at), "label": int(label), "t": number(t), "loss": number(loss)}
+        for i, at, label, t, loss in found[found[:, 1].argsort()]
+    ]
+    if ranks.first:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = {"step": state.step, "skipped_in_row": state.meter.skipped_in_row, "samples": samples}
+        write_atomically(file, json.dumps(content | {"blocks": blocks}, indent=1) + "\n")
+    return file
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    return whole(torch.nn.utils.get_total_norm(tensors)) if tensors else torch.zeros(())
+
+
+def number(value: Tensor) -> float | str:
+    """JSON has no NaN and no infinity."""
+    found = value.item()
+    return found if math.isfinite(found) else str(found)
+
+
+@contextmanager
+def memory_explained(cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device) -> Iterator[None]:
+    """Turns running out of memory into a ValueError that says where, how much was taken, and what helps most."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        out_of_memory(cfg, step, state, device, error)
+    except RuntimeError as error:  # of the host
+        if "can't allocate memory" not in str(error):
+            raise
+        out_of_memory(cfg, step, state, device, error)
+
+
+def out_of_memory(
+    cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device, error: Exception
+) -> NoReturn:
+    if device.type == "cuda":
+        peak, there = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = sum(local(p.detach()).nbytes for p in step.parameters)
+    lasting = 4 * size  # parameters, averages, two moments; gradients come and go
+    ranks = state.meter.ranks
+    raise ValueError(
+        f"out of memory in {step.phase} at step {state.step}: {peak / 2**30:.3g} of {there / 2**30:.3g} GiB were taken "
+        f"at the peak, {lasting / 2**30:.3g} of them by weights, averages and moments. What helps most: "
+        f"{', '.join(savings(cfg, step.phase, ranks))}. The same command goes on from the newest checkpoint."
+    ) from error
+
+
+def savings(cfg: TrainConfig, phase: str, ranks: Ranks) -> list[str]:
+    """The two or three changes that save most where memory ran out, the cheapest first."""
+    runtime = cfg.runtime
+    micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
+    activations, lasting = [], []
+    if runtime.precision.value == "fp32":
+        activations.append("runtime.precision=bf16")
+    if micro_batch > 1:
+        activations.append(f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)")
+    if not runtime.gradient_checkpointing:
+        activations.append("runtime.gradient_checkpointing=true")
+    if ranks.world_size > 1 and runtime.parallel.mode.value in ("auto", "ddp"):
+        lasting.append("runtime.parallel.mode=fsdp")
+    if ranks.world_size > 1 and not runtime.parallel.cpu_offload:
+        lasting.append("runtime.parallel.cpu_offload=true with fsdp")
+    if ranks.world_size == 1:
+        lasting.append("more GPUs with runtime.parallel.mode=fsdp")
+    lasting.append("a smaller model")
+    if phase in ("the optimizer", "the averages"):
+        return [*lasting[:2], *activations[:1]]
+    return [*activations[:3], *lasting][: max(2, len(activations[:3]))]

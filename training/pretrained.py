@@ -1,0 +1,73 @@
+"""A trained model in one file: `model.safetensors` or `ema.safetensors` of a checkpoint, wherever it was copied to.
+
+The header of the file says what the model is and what its latents are, so sampling needs nothing else of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from data.loader import LatentSpec
+from models.autoencoders import Autoencoder
+from models.denoiser import Denoiser
+from training.build import build
+
+KEY = "fastlatent"
+"""Of the header's metadata."""
+
+
+def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """What the header of `kind`, "model" or "ema", says."""
+    told = {name: described[name] for name in ("model", "spec", "step")}
+    return {KEY: json.dumps({"weights": kind, **told})}
+
+
+def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
+    """The model in evaluation mode, and the latents it knows; ValueError if the file does not describe its model.
+
+    The model's class goes through the same allow-list as any `_target_`: a file cannot name code to run.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            told = json.loads((opened.metadata() or {})[KEY])
+        node, spec = told["model"], LatentSpec(**told["spec"])
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} does not say which model it holds; name a file of a checkpoint of ours.") from error
+    model = build_model(node, spec, device)
+    try:
+        model.load_state_dict(load_file(file))
+    except RuntimeError as error:
+        raise ValueError(f"{file} does not fit the model that it describes: {error}") from error
+    return model.eval(), spec
+
+
+def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
+    """The denoiser for `spec`, made without memory on the meta device, then initialised on `device`."""
+    with torch.device("meta"):
+        model = build(
+            node, "model", channels=spec.channels, height=spec.height, width=spec.width, num_classes=spec.num_classes
+        )
+    model = model.to_empty(device=device)
+    model.init_weights()
+    return model
+
+
+def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None = None) -> Autoencoder:
+    """The autoencoder that made the latents, or the same one at `path`; ValueError if its weights are others."""
+    node = spec.encoder if path is None else spec.encoder | {"path": path}
+    autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
+    if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):
+        raise ValueError(
+            f"the encoder at {node.get('path')} has other weights than the one that made the latents "
+            f"(sha256 {autoencoder.weights_sha256} instead of {spec.encoder_sha256}); restore it or encode again."
+        )
+    return autoencoder

@@ -1,0 +1,64 @@
+"""Finding checkpoints on the disk, and trusting them only after their hashes were compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data.shards import file_sha256
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first. What a kill in mid-write leaves has another name."""
+    return sorted((p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if every file has the size and hash that its manifest says."""
+    try:
+        for name, expected in json.loads((folder / "manifest.json").read_text())["files"].items():
+            file = folder / Path(name).name
+            if file.stat().st_size != expected["bytes"] or file_sha256(file) != expected["sha256"]:
+                return f"{name} does not match its sha256"
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:  # other OSErrors: no damage
+        return f"it is incomplete ({error})"
+    return None
+
+
+def goes_on(folder: Path) -> str:
+    """What the same command would do after a failure, for messages."""
+    found = complete(folder)
+    return f"the same command goes on from {found[-1].name}" if found else "nothing was saved yet"
+
+
+def verified(folder: Path) -> Path:
+    """The checkpoint itself; ValueError if it is damaged."""
+    if problem := damage(folder):
+        raise ValueError(f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run.")
+    return folder
+
+
+def description(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint."""
+    return json.loads((folder / "state.json").read_text())
+
+
+def weights_file(path: str, key: str) -> Path:
+    """The safetensors file that `key=path` means: the file itself, or the averages of a checkpoint or a run's latest.
+
+    ValueError if there is none, or if it lies in a checkpoint that is damaged.
+    """
+    given = Path(path).expanduser()
+    if given.suffix == ".safetensors" and given.is_file():
+        return verified(given.parent) / given.name if (given.parent / "manifest.json").is_file() else given
+    found = complete(given / "checkpoints") or ([given] if (given / "manifest.json").is_file() else [])
+    if not found:
+        raise ValueError(
+            f"{key}={path} is neither a .safetensors file, a run folder with a checkpoint nor a checkpoint."
+        )
+    return verified(found[-1]) / "ema.safetensors"
