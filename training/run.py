@@ -50,8 +50,7 @@ class Run:
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
             )
         self.lock: lock.Held | None = None
-        if self.folder.exists():
-            self.claim()
+        self.claimed = self.ranks.agreed(lambda: self.folder.exists() and self.hold())
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
             "overrides": composed.overrides,
@@ -62,12 +61,8 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(cfg.deterministic)
 
-    def claim(self) -> None:
+    def hold(self) -> bool:
         """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in it."""
-        if self.lock is None:
-            self.ranks.agreed(self.hold)
-
-    def hold(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock.held(
@@ -77,6 +72,7 @@ class Run:
             raise ValueError(
                 f"run_dir={self.folder} cannot be written to ({error.strerror}); choose another folder."
             ) from error
+        return True
 
     def checkpoints(self) -> Checkpoints:
         """Where checkpoints of this run go."""
@@ -104,7 +100,7 @@ class Run:
 
         Now that all is known to work, the folder is made.
         """
-        self.claim()
+        self.claimed = self.claimed or self.ranks.agreed(self.hold)
         if not self.ranks.first:
             return
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))

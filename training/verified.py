@@ -58,7 +58,5 @@ def weights_file(path: str, key: str) -> Path:
         return verified(given.parent) / given.name if (given.parent / "manifest.json").is_file() else given
     found = complete(given / "checkpoints") or ([given] if (given / "manifest.json").is_file() else [])
     if not found:
-        raise ValueError(
-            f"{key}={path} is neither a .safetensors file, a run folder with a checkpoint nor a checkpoint."
-        )
+        raise ValueError(f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one.")
     return verified(found[-1]) / "ema.safetensors"

@@ -1,0 +1,96 @@
+"""Runs that are killed, and what they must have become in the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.zygote import Attempt
+from training.config import ROOT
+from training.staging import assembled, flat
+from training.verified import complete, damage, description
+
+WORDS = [
+    *("runtime=eager", "deterministic=true", "total_samples=96", "batch_size=8", "log_every=2", "eval_every=4"),
+    *("save_every=2", "keep_checkpoints=2", "model.drop_path=0.2", "guards.spike_sigmas=6", "guards.spike_window=8"),
+]
+"""Twelve steps, six checkpoints; all state there is: moments, averages, a window of norms, a window of metrics."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that must not depend on what befell a run."""
+
+    state: str
+    """Hash of every tensor and counter of the last checkpoint."""
+    metrics: list[dict]
+
+
+TIMING = ("samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
+
+
+def outcome(folder: Path) -> Outcome:
+    last = complete(folder / "checkpoints")[-1]
+    described = description(last)
+    digest = hashlib.sha256(json.dumps([described["counters"], described["loader"], described["window"]]).encode())
+    for rank in range(described["world_size"]):
+        for name, leaf in sorted(flat(assembled(last, described, rank))):
+            if isinstance(leaf, torch.Tensor):
+                digest.update(name.encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Outcome(digest.hexdigest(), [{k: v for k, v in line.items() if k not in TIMING} for line in lines])
+
+
+Start = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Start]:
+    """`zygote(folder, *words, **how)`: a run in processes of its own; how each of them ended."""
+    program = [sys.executable, "-m", "tests.faults.zygote"]
+    with subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+
+        def start(folder: Path, *words: str, **how: object) -> list[int]:
+            attempt = Attempt([*WORDS, *words], str(folder), **how)  # pyright: ignore[reportArgumentType]
+            print(json.dumps(attempt._asdict()), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())  # pyright: ignore[reportOptionalMemberAccess]
+
+        yield start
+        process.stdin.close()
+
+
+def said(folder: Path) -> str:
+    """What the processes of a run printed."""
+    return Path(f"{folder}.log").read_text()
+
+
+@pytest.fixture(scope="session")
+def whole(zygote: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run that nothing befell, one for each choice of words and ranks."""
+    made: dict[tuple, Path] = {}
+
+    def find(*words: str, ranks: int = 1) -> Path:
+        key = (*words, ranks)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("whole") / "run"
+            assert zygote(made[key], *words, ranks=ranks) == [0] * ranks, said(made[key])
+        return made[key]
+
+    return find
+
+
+def nothing_unverified(folder: Path) -> None:
+    """Whenever a run is stopped, the newest complete checkpoint is one that loads."""
+    if found := complete(folder / "checkpoints"):
+        assert damage(found[-1]) is None

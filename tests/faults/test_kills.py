@@ -1,0 +1,98 @@
+"""SIGKILL at any moment, and the same command again: bit for bit the run that nothing befell."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Start, nothing_unverified, outcome, said
+from training.verified import complete
+
+MODES = {1: [], 2: ["runtime.parallel.mode=fsdp", "runtime.fused_adamw=true", "runtime.parallel.timeout_minutes=1"]}
+
+
+def kill_until_done(start: Start, parent: Path, words: list[str], ranks: int, plan: list[dict]) -> Iterator[Path]:
+    """Carries out the whole plan, one stroke a start; a run that ends in spite of it makes room for the next."""
+    folder = parent / "0"
+    for stroke in plan:
+        codes = start(folder, *words, ranks=ranks, **stroke)
+        assert set(codes) <= {0, -9, 1}, said(folder)
+        assert -9 in codes or set(codes) == {0}, said(folder)
+        nothing_unverified(folder)
+        if set(codes) == {0}:
+            yield folder
+            folder = parent / str(int(folder.name) + 1)
+    assert start(folder, *words, ranks=ranks) == [0] * ranks, said(folder)
+    yield folder
+
+
+@pytest.mark.fault("kill -9 at each change of a file during saves", "the same bits as without it")
+@pytest.mark.parametrize(
+    ("ranks", "rank", "step"),
+    [
+        pytest.param(1, 0, 5, id="one process"),
+        pytest.param(2, 1, 3, id="the second of two"),
+        pytest.param(1, 0, 1, id="one process, every change", marks=pytest.mark.slow),
+        pytest.param(2, 0, 1, id="the first of two, every change", marks=pytest.mark.slow),
+    ],
+)
+def test_kills_within_a_save(
+    ranks: int, rank: int, step: int, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+):
+    """The first start of a run makes two saves and begins to remove checkpoints in so many changes; later ones remove
+    what the kill has left as well."""
+    words, last = MODES[ranks], (45 if rank == 0 else 4)
+    expected = outcome(whole(*words, ranks=ranks))
+    plan = [{"at_event": k, "kill_rank": rank} for k in range(1, last + 1, step)]
+    for folder in kill_until_done(zygote, tmp_path, words, ranks, plan):
+        assert outcome(folder) == expected
+        assert not list((folder / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.fault("kill -9 at random moments", "the same bits as without it")
+@pytest.mark.parametrize(
+    ("ranks", "kills", "words"),
+    [
+        pytest.param(1, 4, [], id="one process"),
+        pytest.param(2, 2, [], id="two processes"),
+        pytest.param(1, 60, [], id="one process, 60 times", marks=pytest.mark.slow),
+        pytest.param(2, 50, [], id="two processes, 50 times", marks=pytest.mark.slow),
+        pytest.param(1, 20, ["async_checkpoints=false"], id="saving in the foreground", marks=pytest.mark.slow),
+        pytest.param(1, 20, ["runtime.precision=bf16"], id="bf16", marks=pytest.mark.slow),
+        pytest.param(2, 20, ["runtime.parallel.mode=ddp"], id="ddp", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(3600)
+def test_kills_at_random(
+    ranks: int, kills: int, words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path
+):
+    words = [*MODES[ranks], *words]
+    expected = outcome(whole(*words, ranks=ranks))
+    draw = random.Random(kills)
+    plan = [{"after_seconds": draw.uniform(0.05, 2.5 * ranks), "kill_rank": i % ranks} for i in range(kills)]
+    for folder in kill_until_done(zygote, tmp_path, words, ranks, plan):
+        assert outcome(folder) == expected
+
+
+@pytest.mark.fault("SIGTERM, SIGINT, SIGUSR1", "at most one step lost; exit code 75; goes on to the same bits")
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_saves_first(signal: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):
+    folder, words = tmp_path / "run", ["save_every=1000"]
+    assert zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal) == [75], said(folder)
+    (saved,) = complete(folder / "checkpoints")
+    step = int(saved.name.removeprefix("step-"))
+    assert f"asked to stop at step {step}; saved" in said(folder)
+    assert zygote(folder, *words, f"total_samples={8 * (step + 4)}") == [0]
+    expected = whole(*words, f"total_samples={8 * (step + 4)}")
+    assert outcome(folder).state == outcome(expected).state
+
+
+@pytest.mark.fault("SIGTERM to one of two processes", "both save the same step and leave with 75")
+def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
+    folder, words = tmp_path / "run", [*MODES[2], "save_every=1000", "total_samples=80000"]
+    assert zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM") == [75, 75], said(folder)
+    (saved,) = complete(folder / "checkpoints")
+    assert f"asked to stop at step {saved.name.removeprefix('step-')}" in said(folder)
