@@ -21,7 +21,7 @@ def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
     from training.build import build  # torch comes in with what follows, so that --help stays quick
     from training.evaluate import evaluate, sample_grid
-    from training.guards import memory_explained, stop_if_hopeless
+    from training.guards import failures_explained, stop_if_hopeless
     from training.loggers import SafeLogger
     from training.pretrained import build_autoencoder, build_model
     from training.progress import Progress
@@ -59,7 +59,7 @@ def train(composed: Composed) -> dict[str, Any]:
     state, step = build_step(cfg, model, loader, objective, optimizer, stack, ranks)
     meter = state.meter
     began = time.perf_counter()
-    with memory_explained(cfg, step, state, run.device), state.preserved():
+    with failures_explained(cfg, step, state, run.device, run.folder), state.preserved():
         step.schedule(0)
         ledger = stack.warm_up(lambda: step([next(loader) for _ in range(cfg.accumulation_steps)]), model.blocks)
     warm_up_seconds = time.perf_counter() - began
@@ -68,13 +68,13 @@ def train(composed: Composed) -> dict[str, Any]:
     checkpoints = run.checkpoints()
     described = identity(composed, loader.spec, ledger)
     where = restore(cfg, state, checkpoints, described)
-    run.open(ledger, logger, where)
-    run.keep_metrics_before(state.step)
 
     # 5. The loop.
     progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
     meter.start()
-    with StopRequest(ranks) as stop, checkpoints, memory_explained(cfg, step, state, run.device):
+    with StopRequest(ranks) as stop, checkpoints, failures_explained(cfg, step, state, run.device, run.folder):
+        run.open(ledger, logger, where)
+        run.keep_metrics_before(state.step)
         while state.samples < cfg.total_samples:
             with meter.waiting():
                 batches = [next(loader) for _ in range(cfg.accumulation_steps)]

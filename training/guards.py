@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -90,11 +91,23 @@ def number(value: Tensor) -> float | str:
     return found if math.isfinite(found) else str(found)
 
 
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
 @contextmanager
-def memory_explained(cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device) -> Iterator[None]:
-    """Turns running out of memory into a ValueError that says where, how much was taken, and what helps most."""
+def failures_explained(
+    cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device, folder: Path
+) -> Iterator[None]:
+    """Turns running out of memory or disk into a ValueError: where, how much was taken, what helps most."""
     try:
         yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        raise ValueError(
+            f"step {state.step}: {folder} cannot be written to ({error.strerror}); free space or mend the disk; "
+            f"{goes_on(folder / 'checkpoints')}."
+        ) from error
     except torch.OutOfMemoryError as error:
         out_of_memory(cfg, step, state, device, error)
     except RuntimeError as error:  # of the host

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import secrets
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+FINISH_SECONDS = 120.0
+"""For W&B to upload what is left at the end of a run."""
 
 
 class Logger(Protocol):
@@ -81,8 +87,24 @@ class WandbLogger:
         self.run.log({name: wandb.Image(str(file)), "samples": samples})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
+        """TimeoutError if what is left cannot be uploaded in `FINISH_SECONDS`."""
         self.run.summary.update(dict(summary))
-        self.run.finish()
+        failures: list[Exception] = []
+
+        def upload() -> None:
+            try:
+                self.run.finish()
+            except Exception as error:
+                failures.append(error)
+
+        uploading = threading.Thread(target=upload, name="wandb-finish", daemon=True)
+        uploading.start()
+        uploading.join(FINISH_SECONDS)
+        if uploading.is_alive():
+            atexit.register(os._exit, 0)  # before W&B's own handler, which would wait for the server again
+            raise TimeoutError(f"it did not finish in {FINISH_SECONDS:.0f} s; `wandb sync` in the run folder uploads")
+        if failures:
+            raise failures[0]
 
 
 class TensorBoardLogger:

@@ -1,0 +1,294 @@
+"""Disks that are full, broken or read-only, files that are damaged, and two runs in one folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.manifest import write_atomically
+from tests.conftest import TINY_RUN
+from tests.faults.conftest import WORDS, Start, outcome, said
+from train import train
+from training.checkpoint import Checkpoints
+from training.config import ROOT, compose
+from training.tensor_file import DTYPES, write_tensors
+from training.verified import complete, damage
+
+FILES = ["model.safetensors", "ema.safetensors", "rank-0-of-1.safetensors", "state.json", "manifest.json"]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "one bit flipped": flip,
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+}
+
+
+@pytest.mark.fault(
+    "a file of a checkpoint with one bit flipped, truncated, empty or missing",
+    "set aside with a warning; the one before is loaded, and the run ends with the same bits",
+)
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_seen(kind: str, file: str, whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(whole() / "checkpoints", folder)
+    before, newest = complete(folder)[-2:]
+    assert damage(newest) is None
+    DAMAGES[kind](newest / file)
+    checkpoints = Checkpoints(folder)
+    if kind == "one bit flipped" and file == "manifest.json":
+        assert damage(newest)  # whichever bit: a hash, a size, a name or the JSON is wrong
+    with pytest.warns(UserWarning, match=r"step-12: .*; moved to step-12\.corrupt, trying the one before"):
+        assert checkpoints.newest_verified() == before
+    assert [f.name for f in complete(folder)][-1] == before.name
+    assert (folder / "step-12.corrupt").is_dir()
+
+
+@pytest.mark.fault("the newest checkpoint damaged, the same command", "ends with the same bits")
+def test_a_run_goes_on_from_the_one_before(zygote: Start, whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole(), folder)
+    flip(complete(folder / "checkpoints")[-1] / "rank-0-of-1.safetensors")
+    assert zygote(folder) == [0]
+    assert "rank-0-of-1.safetensors does not match its sha256; moved to step-12.corrupt" in said(folder)
+    assert outcome(folder) == outcome(whole())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def free(disk: Path) -> int:
+    return shutil.disk_usage(disk).free
+
+
+def fill(disk: Path, leave: int) -> Path:
+    filler = disk / "filler"
+    filler.write_bytes(bytes(max(0, free(disk) - leave)))
+    return filler
+
+
+def started(folder: Path, *words: str) -> dict:
+    return train(compose([*TINY_RUN, *WORDS, *words, f"run_dir={folder}"]))
+
+
+@pytest.mark.fault("too little room on the disk before a save", "stops in a sentence with what is needed; goes on")
+def test_room_is_looked_for_first(small_disk: Path, whole: Callable[..., Path]):
+    folder = small_disk / "run"
+    filler = fill(small_disk, leave=1_000_000)
+    with pytest.raises(ValueError, match=r"step-2 cannot be saved \(it needs .* GiB, .* GiB are free\).*nothing was"):
+        started(folder)
+    assert not list((folder / "checkpoints").iterdir())
+    filler.unlink()
+    started(folder)
+    assert outcome(folder) == outcome(whole())
+
+
+@pytest.mark.fault(
+    "the disk full at each stage of a save",
+    "stops in a sentence; the checkpoint before loads; goes on to the same bits",
+)
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_a_disk_that_fills_up_in_a_save(
+    background: bool, small_disk: Path, whole: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("training.checkpoint.MARGIN", 0.0)  # somebody else takes the room that was there
+    size = sum(f.stat().st_size for f in complete(whole() / "checkpoints")[-1].iterdir())
+    stages = [0.0, 0.2, 0.45, 0.7, 0.9]
+    for number, share in enumerate(stages):
+        folder = small_disk / f"run-{number}"
+        started(folder, "total_samples=16")
+        filler = fill(small_disk, leave=int(share * size) + 40_000)  # config.yaml and its like
+        with pytest.raises(ValueError, match=r"step-4 cannot be saved .*the same command goes on from step-2"):
+            started(folder, f"async_checkpoints={background}")
+        assert [f.name for f in (folder / "checkpoints").glob("step-*")] == ["step-2"]
+        assert damage(folder / "checkpoints" / "step-2") is None
+        filler.unlink()
+        if number in (0, len(stages) - 1):
+            started(folder, f"async_checkpoints={background}")
+            assert outcome(folder).state == outcome(whole()).state
+        shutil.rmtree(folder)
+
+
+@pytest.mark.fault("the disk full at the last, small files of a save", "stops in a sentence; what is complete loads")
+@pytest.mark.parametrize(("name", "newest"), [("state.json", 2), ("manifest.json", 2), ("latest", 4)])
+def test_the_last_files_of_a_save(name: str, newest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(file: Path, text: str) -> None:
+        if file.name == name and ("4" in str(file.parent.name) or "step-4" in text):
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        write_atomically(file, text)
+
+    monkeypatch.setattr("training.checkpoint.write_atomically", full)
+    with pytest.raises(ValueError, match=rf"step-4 cannot be saved \(No space.*goes on from step-{newest}\."):
+        started(tmp_path / "run")
+    assert damage(tmp_path / "run" / "checkpoints" / f"step-{newest}") is None
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.fault("the disk full outside of saves", "stops in a sentence; the checkpoint before loads")
+def test_a_full_disk_before_and_beside_saves(small_disk: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = small_disk / "run"
+    started(folder, "total_samples=16")
+    fill(small_disk, leave=0)
+    with pytest.raises(ValueError, match=r"step 2: .*/run cannot be written to \(No space .*goes on from step-2"):
+        started(folder)
+    assert damage(folder / "checkpoints" / "step-2") is None
+
+
+@pytest.mark.fault("the file system turns read-only", "stops in a sentence; the checkpoint before loads")
+def test_a_read_only_folder(small_disk: Path):
+    folder = small_disk / "run"
+    started(folder, "total_samples=16")
+    (folder / "checkpoints").rename(folder / "kept")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(ValueError, match=r"run_dir=.* cannot be written to \(Read-only file system\)"):
+        started(folder)
+    with pytest.raises(ValueError, match=r"step-1 cannot be saved \(Read-only file system"):
+        Checkpoints(folder / "checkpoints").prepare(1, 0)
+    assert damage(folder / "kept" / "step-2") is None
+
+
+@pytest.mark.fault(
+    "a second run in the same folder", "refused in a sentence that names the first; that one is unharmed"
+)
+def test_two_runs_in_one_folder(whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole(), folder)
+    hold = "import sys; from pathlib import Path; from training import lock; h = lock.held(Path(sys.argv[1]), ''); "
+    command = [sys.executable, "-c", hold + "print('held', flush=True); input()", str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"another run writes to it.* It is process {other.pid} on "):
+            started(folder)
+        assert outcome(folder) == outcome(whole())
+        other.kill()
+    started(folder)
+
+
+@pytest.mark.fault("leftovers of a save or of a removal that was killed", "cleared away; the complete ones stay")
+def test_leftovers_go(whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(whole() / "checkpoints", folder)
+    names = sorted(f.name for f in folder.iterdir())
+    for name in ("step-14.tmp", "step-2.removed"):
+        shutil.copytree(folder / "step-12", folder / name)
+    assert Checkpoints(folder).newest_verified() == folder / "step-12"
+    assert sorted(f.name for f in folder.iterdir()) == names
+
+
+def test_latest_names_the_newest(whole: Callable[..., Path]):
+    assert (whole() / "checkpoints" / "latest").read_text() == "step-12\n"
+
+
+@pytest.mark.parametrize(("words", "kept"), [(["keep_every=4"], {4, 8, 10, 12}), (["keep_checkpoints=1"], {12})])
+def test_what_is_kept(words: list[str], kept: set[int], whole: Callable[..., Path], tmp_path: Path):
+    """The newest, every K-th, and the one with the lowest held-out loss."""
+    folder = tmp_path / "run"
+    started(folder, *words)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = min((line for line in lines if "eval_loss" in line), key=lambda line: line["eval_loss"])
+    found = {int(f.name.removeprefix("step-")) for f in complete(folder / "checkpoints")}
+    assert found == kept | {best["step"]}
+
+
+def test_the_best_one_stays(whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    for step, loss in ((2, 0.5), (4, 0.1), (6, None), (8, 0.7), (10, None), (12, 0.6)):
+        shutil.copytree(complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
+        file = folder / f"step-{step}" / "state.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eval_loss": loss}))
+    checkpoints = Checkpoints(folder, keep=2)
+    shutil.copytree(complete(whole() / "checkpoints")[-1], folder / "step-14")
+    checkpoints.remove_old(folder / "step-14")
+    assert [f.name for f in complete(folder)] == ["step-4", "step-12", "step-14"]
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4, 6):
+        shutil.copytree(complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
+    flip(folder / "step-6" / "ema.safetensors")
+    with pytest.raises(OSError, match=r"ema\.safetensors does not match .* nothing was removed"):
+        Checkpoints(folder, keep=1).remove_old(folder / "step-6")
+    assert len(complete(folder)) == 3
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is written is the state of the step that was saved, whatever the steps do that come meanwhile."""
+    go_on, ended = threading.Event(), []
+    write = Checkpoints.write_files
+
+    def slowly(self: Checkpoints, *arguments):
+        go_on.wait(timeout=60)
+        ended.append(threading.current_thread().name)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "write_files", slowly)
+    save = Checkpoints.save
+
+    def seen(self: Checkpoints, state, *arguments):
+        if state.step == 12:
+            assert not ended, "the first save was waited for"  # ten steps were taken beside it
+            go_on.set()
+        return save(self, state, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", seen)
+    summary = started(tmp_path / "one", "save_every=7", "keep_checkpoints=9")
+    assert ended == ["checkpoint-7", "checkpoint-12"]
+    assert summary["save_stall_seconds"] > 0
+    monkeypatch.undo()
+    started(tmp_path / "two", "save_every=7", "keep_checkpoints=9", "async_checkpoints=false")
+    for name in ("model", "ema", "rank-0-of-1"):
+        one, two = (
+            load_file(tmp_path / run / "checkpoints" / "step-7" / f"{name}.safetensors") for run in ("one", "two")
+        )
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_stall_is_logged(tmp_path: Path):
+    started(tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("save_stall_s", 0) > 0] == [4, 6, 8, 10, 12]
+
+
+def test_the_written_format_is_safetensors(tmp_path: Path):
+    """Every dtype and shape, read by the library; the hash is that of the file."""
+    tensors = {str(dtype): torch.arange(6).view(3, 2).to(dtype) for dtype in DTYPES}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.arange(6.0).view(2, 3).T}
+    file = tmp_path / "x.safetensors"
+    described = write_tensors(file, tensors, {"a": "b"})
+    found = load_file(file)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[k], tensors[k]) and found[k].dtype == tensors[k].dtype for k in tensors)
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": {file.name: described}}))
+    assert damage(tmp_path) is None
+    with pytest.raises(TypeError, match="complex64"):
+        write_tensors(file, {"c": torch.zeros(1, dtype=torch.complex64)}, {})
