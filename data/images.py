@@ -90,7 +90,7 @@ def list_tars(tars: list[Path]) -> ImageList:
     for file in tars:
         with tarfile.open(file, "r:") as tar:  # uncompressed, because images are read by their offset
             members: dict[str, dict[str, tarfile.TarInfo]] = {}
-            for member in tar:
+            for member in filter(tarfile.TarInfo.isreg, tar):  # no links, no devices
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
                 parts = members.setdefault(f"{folder}/{stem}", {})

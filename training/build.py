@@ -29,6 +29,8 @@ def resolve_target(target: str, key: str) -> type:
         f"{key}._target_={target} is not allowed: it must be a class defined in one of {', '.join(PACKAGES)}, "
         f"or one of {', '.join(OUTSIDERS)}."
     )
+    if not isinstance(target, str):
+        raise ValueError(refusal)
     module_name, _, name = target.rpartition(".")
     if target not in OUTSIDERS and module_name.split(".")[0] not in PACKAGES:
         raise ValueError(refusal)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from data.manifest import sync_folder, write_atomically
 from data.shards import file_sha256
@@ -267,7 +268,11 @@ def load_verified(folder: Path, state: TrainState, identity: dict[str, Any], ran
                 f"{folder} was made with another {name}: {difference(described[name], identity[name])}. "
                 f"Use a new run_dir, or init_from={folder} to start from its weights."
             )
-    state.load_state_dict(assembled(folder, described, ranks.rank))
+    try:
+        content = assembled(folder, described, ranks.rank)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} is no checkpoint of this version of ours ({error}); use another step.") from error
+    state.load_state_dict(content)
     return difference(described["settings"], identity["settings"])
 
 

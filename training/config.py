@@ -29,7 +29,13 @@ from training.schema import PrecomputeConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
-SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)($|[._])", re.IGNORECASE)
+SECRET = re.compile(
+    r"(^|[._-])(api_?key|key|token|secret|password|passwd|credentials?|authorization|signature|sig)($|[._-])",
+    re.IGNORECASE,
+)
+"""Names whose values are never written down, in keys and in the queries of addresses."""
+IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+QUERY = re.compile(r"(?<=[?&])([^=&\s]+)=[^&\s]+")
 
 
 FOREIGN = {
@@ -165,14 +171,25 @@ def redacted(node: Any) -> Any:
     """The same tree with the values of keys that look like secrets removed."""
     if isinstance(node, dict):
         return {k: "<redacted>" if SECRET.search(str(k)) and v is not None else redacted(v) for k, v in node.items()}
-    return [redacted(v) for v in node] if isinstance(node, list) else node
+    if isinstance(node, list):
+        return [redacted(v) for v in node]
+    return scrubbed(node) if type(node) is str else node
+
+
+def scrubbed(text: str) -> str:
+    """The same text without the passwords and signatures of the addresses in it."""
+
+    def query(found: re.Match[str]) -> str:
+        return f"{found[1]}=<redacted>" if SECRET.search(found[1]) else found[0]
+
+    return QUERY.sub(query, IN_ADDRESS.sub("<redacted>", text))
 
 
 def redact_words(words: list[str]) -> list[str]:
     """`key=value` words with the values of such keys removed."""
     parts = [word.partition("=") for word in words]
     return [
-        f"{key}=<redacted>" if equals and SECRET.search(key) else f"{key}{equals}{value}"
+        f"{key}=<redacted>" if equals and SECRET.search(key) else scrubbed(f"{key}{equals}{value}")
         for key, equals, value in parts
     ]
 
@@ -202,7 +219,7 @@ def one_sentence() -> Iterator[None]:
         library = isinstance(error, HydraException | OmegaConfBaseException)
         if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
             raise
-        print(f"error: {explain(error) if library else error}", file=sys.stderr)
+        print(f"error: {scrubbed(explain(error) if library else str(error))}", file=sys.stderr)
         sys.exit(1)
 
 

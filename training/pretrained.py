@@ -6,13 +6,14 @@ The header of the file says what the model is and what its latents are, so sampl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
@@ -32,7 +33,8 @@ def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
 def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
     """The model in evaluation mode, and the latents it knows; ValueError if the file does not describe its model.
 
-    The model's class goes through the same allow-list as any `_target_`: a file cannot name code to run.
+    A file comes from anywhere, so its `_target_`s may name classes of the package `models` only, of those that any
+    configuration may name.
     """
     try:
         with safe_open(file, "pt") as opened:
@@ -42,6 +44,8 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
         raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not say which model it holds; name a file of a checkpoint of ours.") from error
+    if outside := [name for name in targets(node) if not str(name).startswith("models.")]:
+        raise ValueError(f"{file} names {outside[0]} as part of its model, which is none; do not trust this file.")
     model = build_model(node, spec, device)
     try:
         model.load_state_dict(load_file(file))
@@ -50,12 +54,21 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     return model.eval(), spec
 
 
+def targets(node: Any) -> Iterator[Any]:
+    """All that a tree names as classes."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from [value] if key == "_target_" else targets(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from targets(value)
+
+
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
     """The denoiser for `spec`, made without memory on the meta device, then initialised on `device`."""
+    shape = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     with torch.device("meta"):
-        model = build(
-            node, "model", channels=spec.channels, height=spec.height, width=spec.width, num_classes=spec.num_classes
-        )
+        model = build(node, "model", kind=nn.Module, **shape)
     model = model.to_empty(device=device)
     model.init_weights()
     return model

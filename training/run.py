@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -225,7 +226,8 @@ def finished_runs(*parents: Path) -> Iterator[Path]:
 
 def default_folder(choices: Mapping[str, str]) -> Path:
     """A folder that does not exist yet: `runs/<date>-<time>-<model>-<runtime>`, numbered where two start together."""
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
+    chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_.-]', '-', chosen)}"  # groups may have folders
     folder, number = Path("runs") / name, 1
     while folder.exists():
         folder, number = Path("runs") / f"{name}-{number}", number + 1

@@ -1,0 +1,237 @@
+"""Inputs that want to run code, leave their folder, or learn a secret; each is tried and refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from data.images import list_images
+from scripts.sample import SampleConfig, sample_run
+from tests.conftest import TINY_RUN
+from train import train
+from training.build import build
+from training.checkpoint import load
+from training.config import CONF, ROOT, compose, one_sentence, scrubbed
+from training.pretrained import KEY, load_pretrained
+from training.run import default_folder
+from training.verified import complete, weights_file
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return (open, (str(self.file), "w"))
+
+
+TARGETS = [
+    "os.system",
+    "builtins.eval",
+    "builtins.open",
+    "subprocess.Popen",
+    "shutil.copy",
+    "setuptools._distutils.spawn.spawn",
+    "torch.load",
+    "pickle.loads",
+    "functools.partial",
+    "hydra.utils.get_method",
+    "models.denoiser.torch.load",
+    "models.denoiser.inspect.os.system",
+    "training.run.subprocess.run",
+    "data.source.os.system",
+    "training.config.one_sentence",
+    "logging.os.system",
+    "models",
+    "",
+    ".system",
+]
+
+
+@pytest.mark.fault("a configuration that names code outside the allow-list", "refused in a sentence; nothing is run")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("key", ["model", "model.mixer", "data", "objective", "optim", "logger"])
+def test_a_malicious_configuration(key: str, target: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=rf"{key}._target_={re.escape(target)} is not allowed"):
+        train(compose([*TINY_RUN, f"++{key}._target_={target}", f"run_dir={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("target", [["os.system"], {"a": 1}, 3, None])
+def test_a_target_that_is_no_name(target: Any):
+    with pytest.raises(ValueError, match=r"model._target_=.* is not allowed"):
+        build({"_target_": target}, "model")
+
+
+@pytest.mark.fault("weights whose header names code as their model", "refused in a sentence; nothing is run")
+@pytest.mark.parametrize("target", ["os.system", "torch.load", "data.shards.ShardWriter", "models.denoiser.torch.load"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path], tmp_path: Path):
+    file = complete(whole() / "checkpoints")[-1] / "ema.safetensors"
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        told = json.loads(opened.metadata()[KEY])
+    (told["model"]["mixer"] if nested else told["model"])["_target_"] = target
+    evil = tmp_path / "evil.safetensors"
+    save_file(load_file(file), evil, {KEY: json.dumps(told)})
+    with pytest.raises(ValueError, match=r"do not trust this file|is not allowed"):
+        sample_run(SampleConfig(weights=str(evil), out=str(tmp_path / "out")))
+
+
+@pytest.mark.fault("a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled")
+def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
+    made = tmp_path / "made"
+    for name in ("evil.safetensors", "evil.pt"):
+        torch.save({"weights": Evil(made)}, tmp_path / name)
+    made.unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        load_pretrained(tmp_path / "evil.safetensors", torch.device("cpu"))
+    with pytest.raises(ValueError, match="neither a"):
+        weights_file(str(tmp_path / "evil.pt"), "init_from")
+    checkpoint = tmp_path / "step-2"
+    checkpoint.mkdir()
+    for file in complete(whole() / "checkpoints")[-1].iterdir():
+        (checkpoint / file.name).write_bytes(file.read_bytes())
+    (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(Evil(made)))
+    with pytest.raises(ValueError, match=r"rank-0-of-1\.safetensors does not match"):
+        load(checkpoint, None, {})  # pyright: ignore[reportArgumentType]
+    assert not made.exists()
+
+
+@pytest.mark.fault("a manifest of a checkpoint that names files outside it", "not looked at; it does not verify")
+def test_a_manifest_stays_in_its_folder(tmp_path: Path):
+    (tmp_path / "secret").write_text("x")
+    checkpoint = tmp_path / "step-2"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": {"../secret": {"bytes": 1, "sha256": "?"}}}))
+    with pytest.raises(ValueError, match="no usable checkpoint: it is incomplete"):
+        load(checkpoint, None, {})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.fault(
+    "a tar with paths out of its folder, links and pickles", "read as names or not at all; nothing is made"
+)
+def test_a_malicious_tar(tmp_path: Path):
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "png")
+    made = tmp_path / "made"
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "evil.tar", "w") as tar:
+        for name, content in {
+            "../../outside.png": picture.getvalue(),
+            "../../outside.cls": b"0",
+            "/abs.png": picture.getvalue(),
+            "/abs.cls": b"1",
+            "../../outside.pyd": pickle.dumps(Evil(made)),
+            "../../outside.pickle": pickle.dumps(Evil(made)),
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        link = tarfile.TarInfo("link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    made.unlink(missing_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert [entry.size for entry in list_images(tmp_path / "in").entries] == [len(picture.getvalue())] * 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["../../etc/x", "a/b", "a b;rm", "mamba_s"])
+def test_a_default_folder_stays_among_the_runs(name: str):
+    folder = default_folder({"model": name, "runtime": "fast"})
+    assert folder.parent == Path("runs")
+    assert re.fullmatch(r"[A-Za-z0-9_.-]+", folder.name)
+
+
+@pytest.mark.fault("secrets in keys, in the environment and in addresses", "in no file of the run, no log, no message")
+def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("MY_TOKEN", "hunter2-env")
+    folder = tmp_path / "run"
+    words = ["logger=wandb", "logger.mode=offline", f"run_dir={folder}"]
+    words += ["+runtime.parallel.nccl.NCCL_X=${oc.env:MY_TOKEN}"]
+    words += ["+runtime.parallel.nccl.NCCL_API_KEY=hunter2-key", "save_every=1"]
+    words += ["+runtime.parallel.nccl.NCCL_URL='https://me:hunter2-pass@host/x?X-Amz-Signature=hunter2-sig&a=1'"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    train(compose([*TINY_RUN, *words]))
+    written = [file for file in folder.rglob("*") if file.is_file() and "wandb/offline" not in str(file)]
+    assert len(written) > 8
+    for file in written:
+        assert b"hunter2" not in file.read_bytes(), file
+    for file in folder.glob("wandb/offline-run-*/files/*"):
+        assert b"hunter2" not in file.read_bytes(), file
+    shown = capsys.readouterr()
+    assert "hunter2" not in shown.out + shown.err
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["runtime"]["parallel"]["nccl"]["NCCL_X"] == "${oc.env:MY_TOKEN}"
+    assert config["runtime"]["parallel"]["nccl"]["NCCL_API_KEY"] == "<redacted>"
+
+
+def test_messages_are_scrubbed(capsys):
+    with pytest.raises(SystemExit), one_sentence():
+        compose(["data=resident", "data.path=s3://key:hunter2@b/x", "resume=3", "batch_size=-1"]).cfg.check()
+    with pytest.raises(SystemExit), one_sentence():
+        train(compose([*TINY_RUN, "data=resident", "data.path=http://u:hunter2@127.0.0.1:9/x?sig=hunter2&part=1"]))
+    assert "hunter2" not in capsys.readouterr().err
+    assert scrubbed("https://u:p@h/x?sig=s&part=1") == "https://<redacted>@h/x?sig=<redacted>&part=1"
+    assert scrubbed("a plain: text, a@b.c ?x=1") == "a plain: text, a@b.c ?x=1"
+
+
+def test_hub_models_are_pinned():
+    """To a commit, whose safetensors and config alone are downloaded; no code is."""
+    for file in sorted((CONF / "encoder").glob("*.yaml")):
+        node = yaml.safe_load(file.read_text())
+        assert node["path"] is None or re.fullmatch(r"[0-9a-f]{40}", node["revision"]), file.name
+    code = "\n".join(file.read_text() for file in ROOT.glob("models/*.py"))
+    assert "trust_remote_code" not in code
+    assert "use_safetensors" in code
+
+
+def test_dependencies_are_past_known_advisories():
+    """The table in SECURITY.md against the tested set and the lower bounds."""
+
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+    rows = re.findall(
+        r"^\| (\S*(?:CVE|GHSA)\S*).*\| `([\w-]+)` \| ([\d.]+) \|$", (ROOT / "SECURITY.md").read_text(), re.M
+    )
+    assert len(rows) >= 5
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    lowest = dict(re.findall(r'^    "([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M))
+    for advisory, package, fixed in rows:
+        assert numbers(pinned[package]) >= numbers(fixed), f"{package} {pinned[package]}: {advisory}"
+        assert numbers(lowest[package]) >= numbers(fixed), f"{package} >= {lowest[package]}: {advisory}"
+
+
+def test_sampling_needs_nothing_but_the_weights(whole: Callable[..., Path], tmp_path: Path):
+    """One file, copied away: no run folder, no optimizer, no loop."""
+    file = tmp_path / "copied.safetensors"
+    file.write_bytes((complete(whole() / "checkpoints")[-1] / "ema.safetensors").read_bytes())
+    program = (
+        "import sys; from scripts.sample import *; "
+        f"sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, out={str(tmp_path / 'samples')!r})); "
+        "print([m for m in ('training.step', 'training.state', 'training.checkpoint', 'train') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    run = SampleConfig(run_dir=str(whole()), count=4, steps=2, out=str(tmp_path / "other"))
+    sample_run(run)
+    assert (tmp_path / "samples.npz").read_bytes() == (tmp_path / "other.npz").read_bytes()
