@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-gpu lint
+.PHONY: setup train test test-slow test-gpu lint reliability audit
 
 setup: $(VENV)/.installed
 
@@ -28,6 +28,13 @@ test: lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+reliability: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fault --write-reliability
+
+audit: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu

@@ -71,10 +71,11 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 5. The loop.
     progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
-    meter.start()
-    with StopRequest(ranks) as stop, checkpoints, failures_explained(cfg, step, state, run.device, run.folder):
+    explained = failures_explained(cfg, step, state, run.device, run.folder)
+    with StopRequest(ranks, checkpoints.failed) as stop, checkpoints, explained:
         run.open(ledger, logger, where)
         run.keep_metrics_before(state.step)
+        meter.start()
         while state.samples < cfg.total_samples:
             with meter.waiting():
                 batches = [next(loader) for _ in range(cfg.accumulation_steps)]

@@ -98,6 +98,7 @@ DAMAGES: dict[Callable[[Path], None], tuple[str, int]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fault("damaged or missing shards", "one sentence that names shard and samples")
 def test_damage_ends_in_one_sentence(folder: Path, kind: str, damage: Callable[[Path], None]):
     damage(folder)
     with pytest.raises(ValueError, match=r"train-00001.tar") as caught:
@@ -158,6 +159,7 @@ def test_settings_that_cannot_be_are_refused(folder: Path, changes: dict, senten
         StreamedLatents(**{"path": str(folder), "batch_size": 2, "seed": 0, "device": CPU} | changes)
 
 
+@pytest.mark.fault("a worker of the loader killed", "one sentence, within its timeout")
 def test_a_killed_worker_is_named(folder: Path):
     loader = load("webdataset, 2 workers", folder)
     next(loader)
@@ -261,6 +263,7 @@ def test_what_fails_for_a_moment_is_tried_again(folder: Path, server: Server, fa
         assert_same(next(loader), next(expected))
 
 
+@pytest.mark.fault("a server of latents that hangs", "given up on within its timeout")
 def test_a_server_that_hangs_is_given_up_on(server: Server):
     server.script = lambda number, path: None if path.endswith(".json") else "hang"
     began = time.monotonic()

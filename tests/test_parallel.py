@@ -124,6 +124,7 @@ for _ in range(8):
 """
 
 
+@pytest.mark.fault("threads of a process group at the end of a process", "exit code 0")
 def test_a_process_ends_well_while_threads_of_its_group_still_want_the_interpreter():
     """Of such pairs, two in five had a process aborted at its end before there was `leaving_at_once`."""
     done = subprocess.run([sys.executable, "-c", PAIRS], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -201,6 +202,7 @@ def test_the_whole_matrix(mode: str, ranks: int, bits: int, single: Path, tmp_pa
     close(tmp_path / "run", single, "loss", "grad_norm")
 
 
+@pytest.mark.fault("another number of processes: 2, 3, 1", "the same samples; the same losses within rounding")
 def test_a_checkpoint_fits_any_number_of_processes(single: Path, tmp_path: Path):
     """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run."""
     folder = tmp_path / "run"
@@ -212,6 +214,7 @@ def test_a_checkpoint_fits_any_number_of_processes(single: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.fault("a NaN in one of two processes", "a step skipped by both; weights bit-identical")
 def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, tmp_path: Path):
     words = ["save_every=1", "keep_checkpoints=9", f"runtime.parallel.mode={mode}", "runtime.fused_adamw=true"]
     finished(launch(tmp_path / "run", *words, FAULT="nan:1:4"))
@@ -223,12 +226,14 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, tmp_p
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.fault("kill -9 of one process under torchrun --max-restarts", "all start again; the same losses")
 def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Path, tmp_path: Path):
     finished(launch(tmp_path / "run", "save_every=1", restarts=2, FAULT="die:1:3"))
     assert (tmp_path / "run.died").exists()
     close(tmp_path / "run", single, "loss", "grad_norm")
 
 
+@pytest.mark.fault("a process that hangs", "the run ends within runtime.parallel.timeout_minutes")
 def test_a_process_that_hangs_ends_the_run_within_the_timeout(tmp_path: Path):
     began = time.monotonic()
     process = launch(tmp_path / "run", "runtime.parallel.timeout_minutes=0.1", FAULT="hang:1:4")
@@ -238,6 +243,7 @@ def test_a_process_that_hangs_ends_the_run_within_the_timeout(tmp_path: Path):
     assert "imed out" in errors.decode() or "imeout" in errors.decode()
 
 
+@pytest.mark.fault("SIGTERM to torchrun", "saved at the next step; the same command goes on")
 def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(tmp_path: Path):
     words = ["total_samples=12000", "save_every=100000", "log_every=5"]
     process = launch(tmp_path / "run", *words)

@@ -147,6 +147,7 @@ def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
     assert_same(uninterrupted, folder)
 
 
+@pytest.mark.fault("a model, data set or seed other than the checkpoints", "refused with the difference")
 def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(uninterrupted, folder)
@@ -183,6 +184,7 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
         train(compose([*WORDS, f"run_dir={uninterrupted}", f"resume={older}"]))
 
 
+@pytest.mark.fault("every checkpoint damaged", "refused; nothing is overwritten")
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(uninterrupted, tmp_path):
     folder = tmp_path / "lost"
     shutil.copytree(uninterrupted, folder)

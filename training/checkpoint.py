@@ -105,6 +105,10 @@ class Checkpoints:
             self.thread = None
         self.raise_failure()
 
+    def failed(self) -> bool:
+        """Whether a save in the background has failed; `save` and `finish` say how."""
+        return self.failure is not None
+
     def raise_failure(self) -> None:
         if (failure := self.failure) is None:
             return

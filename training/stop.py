@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,12 +22,12 @@ EXIT_CODE = 75
 class StopRequest:
     """Whether somebody asked the run to stop. Inside `with` the signals no longer end the process.
 
-    Of several processes one asked is enough. The question travels while the next step runs, so it costs no time; the
-    answer is one step old.
+    `also` is asked too: a save that failed in the background. Of several processes one asked is enough. The question
+    travels while the next step runs, so it costs no time; the answer is one step old.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.name = ranks, ""
+    def __init__(self, ranks: Ranks, also: Callable[[], bool] = lambda: False) -> None:
+        self.ranks, self.also, self.name = ranks, also, ""
         self.before: dict[str, Any] = {}
         self.pending: tuple[Any, torch.Tensor] | None = None
 
@@ -49,13 +50,13 @@ class StopRequest:
     def __bool__(self) -> bool:
         """Asked once a step, by all processes."""
         if self.ranks.world_size == 1:
-            return bool(self.name)
+            return bool(self.name) or self.also()
         answer = False
         if self.pending is not None:
             work, votes = self.pending
             work.wait()
             answer = bool(votes.item())
-        votes = torch.tensor(float(bool(self.name)))
+        votes = torch.tensor(float(bool(self.name) or self.also()))
         work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)
         self.pending = work, votes
         return answer

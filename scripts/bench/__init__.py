@@ -9,6 +9,7 @@
     trace         a profiler trace of a few steps
     antipatterns  what each known mistake costs here
     precision     fp32, bf16 and fp16 over several seeds
+    saves         what a checkpoint costs, in the background and in the foreground
     claims        what guides promise, and what is measured here
     compare       what differs between two runs: bench compare RUN_A RUN_B
     readme        writes the README's table of techniques from the results in docs/benchmarks

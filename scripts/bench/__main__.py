@@ -11,7 +11,7 @@ from training.config import one_sentence
 
 COMMANDS = (
     *("ladder", "techniques", "kernels", "mixers", "data", "step", "trace"),
-    *("antipatterns", "precision", "claims", "compare", "readme"),
+    *("antipatterns", "precision", "saves", "claims", "compare", "readme"),
 )
 
 

@@ -49,6 +49,7 @@ class Workload:
     def __init__(self, name: str, overrides: list[str]) -> None:
         composed = compose([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
         cfg = composed.cfg
+        self.composed = composed
         self.name, self.overrides, self.cfg = name, composed.overrides, cfg
         self.device = pick_device(cfg.runtime.device.value)
         self.batch_size = cfg.batch_size

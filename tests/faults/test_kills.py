@@ -40,11 +40,12 @@ def kill_until_done(start: Start, parent: Path, words: list[str], ranks: int, pl
     ],
 )
 def test_kills_within_a_save(
-    ranks: int, rank: int, step: int, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+    ranks: int, rank: int, step: int, zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
 ):
     """The first start of a run makes two saves and begins to remove checkpoints in so many changes; later ones remove
     what the kill has left as well."""
     words, last = MODES[ranks], (45 if rank == 0 else 4)
+    record_property("struck", len(range(1, last + 1, step)))
     expected = outcome(whole(*words, ranks=ranks))
     plan = [{"at_event": k, "kill_rank": rank} for k in range(1, last + 1, step)]
     for folder in kill_until_done(zygote, tmp_path, words, ranks, plan):
@@ -67,8 +68,9 @@ def test_kills_within_a_save(
 )
 @pytest.mark.timeout(3600)
 def test_kills_at_random(
-    ranks: int, kills: int, words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path
+    ranks: int, kills: int, words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
 ):
+    record_property("struck", kills)
     words = [*MODES[ranks], *words]
     expected = outcome(whole(*words, ranks=ranks))
     draw = random.Random(kills)

@@ -273,6 +273,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+def test_a_save_that_failed_is_heard_of_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object):
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(Checkpoints, "write_files", full)
+    with pytest.raises(ValueError, match=r"step-50 cannot be saved \(No space left on device: model.safetensors\)"):
+        started(tmp_path / "run", "save_every=50", "total_samples=800000", "log_every=1")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 60
+
+
 def test_the_stall_is_logged(tmp_path: Path):
     started(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

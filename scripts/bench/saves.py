@@ -1,0 +1,78 @@
+"""What saving costs: the same steps with no checkpoint, with one written in the background, and in the foreground.
+
+    python -m scripts.bench saves setting=b256 runtime=production
+
+A round is `steps` steps with one save before the first. `stall_ms` is how long the call of `save` took; what a
+background save costs the steps beside it shows in `step_ms`. The first save of each way, which makes its buffers, is
+not counted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.report import table, write_result
+from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.timing import Spread, synchronise, times_as_fast
+from scripts.bench.workload import Workload
+from training.checkpoint import Checkpoints
+from training.setup import identity
+from training.verified import complete
+
+WAYS = {"no save": None, "background": True, "foreground": False}
+
+
+def one_round(
+    workload: Workload, checkpoints: Checkpoints | None, described: dict[str, Any], steps: int
+) -> list[float]:
+    """Seconds of the whole round, of the call of `save`, and of what was still to be written after the last step."""
+    synchronise(workload.device)
+    began = time.perf_counter()
+    if checkpoints is not None:
+        checkpoints.save(workload.state, described)
+    stalled = time.perf_counter() - began
+    workload.run(steps)
+    synchronise(workload.device)
+    taken = time.perf_counter() - began
+    if checkpoints is not None:
+        checkpoints.finish()
+    return [taken, stalled, time.perf_counter() - began - taken]
+
+
+def main(words: list[str]) -> None:
+    cfg, overrides = parse(BenchConfig, "saves", words, __doc__ or "")
+    workload = Workload("step", overrides)
+    described = identity(workload.composed, workload.loader.spec, workload.ledger)
+    parent = Path(tempfile.mkdtemp(prefix="saves-", dir="."))
+    try:
+        ways = {
+            name: None if background is None else Checkpoints(parent / name, in_background=background)
+            for name, background in WAYS.items()
+        }
+        rounds: dict[str, list[list[float]]] = {name: [] for name in ways}
+        for number in range(cfg.repeats + 1):
+            for name in list(ways) if number % 2 else reversed(ways):
+                found = one_round(workload, ways[name], described, cfg.steps)
+                rounds[name] += [found] if number else []
+        size = sum(file.stat().st_size for file in complete(parent / "background")[-1].iterdir())
+    finally:
+        shutil.rmtree(parent)
+    entries: list[dict[str, Any]] = []
+    rows: list[tuple[object, ...]] = [("saving", "stall ms", "ms/step", "slower", "written after")]
+    base = [taken for taken, _, _ in rounds["no save"]]
+    for name, found in rounds.items():
+        taken, stalled, rest = (list(column) for column in zip(*found, strict=True))
+        figures = Spread.of([1e3 * s for s in stalled]).as_json("stall_ms")
+        figures |= Spread.of([1e3 * t / cfg.steps for t in taken]).as_json("step_ms")
+        slower = times_as_fast(taken, base)
+        entries.append({"name": name, **figures, "times_as_long": slower, "written_after_s": Spread.of(rest).median})
+        stall = "" if name == "no save" else f"{figures['stall_ms']:.1f}"
+        rows.append((name, stall, f"{figures['step_ms']:.2f}", f"×{slower:.3f}", f"{Spread.of(rest).median:.2f} s"))
+    print(f"\n{size / 2**20:.1f} MiB a checkpoint, one in {cfg.steps} steps, median of {cfg.repeats}\n{table(rows)}")
+    assert cfg.out is not None
+    settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps, "repeats": cfg.repeats}
+    write_result(cfg.out, settings | {"bytes": size, "ways": entries}, workload.device, table(rows))

@@ -1,0 +1,74 @@
+"""Writes docs/reliability.md's table from the run that proved it: `make reliability`."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.config import ROOT
+from training.environment import cpu_name
+
+PAGE = ROOT / "docs" / "reliability.md"
+PLACE = re.compile(r"(<!-- faults: .*? -->\n).*?(<!-- end of faults -->)", re.DOTALL)
+
+
+class Table:
+    """Collects how the tests with `@pytest.mark.fault(what, outcome)` ended; xdist's workers report to it."""
+
+    def __init__(self) -> None:
+        self.cases: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self.files: dict[tuple[str, str], set[str]] = defaultdict(set)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told = dict(report.user_properties)
+        if "fault" not in told or (report.when != "call" and report.outcome == "passed"):
+            return
+        row = tuple(told["fault"])
+        self.cases[row][report.outcome] += int(told.get("struck", 1)) if report.passed else 1
+        self.files[row].add(f"`{Path(report.nodeid.partition('::')[0]).name}`")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        bad = [row[0] for row, counts in self.cases.items() if counts["failed"] or not counts["passed"]]
+        if bad:
+            print(f"\n{PAGE.name} is left as it was: {', '.join(bad)}: failed or skipped")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return
+        PAGE.write_text(PLACE.sub(lambda found: f"{found[1]}{self.text()}\n{found[2]}", PAGE.read_text()))
+
+    def text(self) -> str:
+        total = sum(counts["passed"] for counts in self.cases.values())
+        rows = [
+            f"| {what} | {outcome} | {self.cases[what, outcome]['passed']} | {', '.join(sorted(files))} |"
+            for (what, outcome), files in self.files.items()
+        ]
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+        return "\n".join(
+            [
+                f"{total} faults, {time.strftime('%Y-%m-%d')}, {cpu_name()}, {versions}, `make reliability`.",
+                "",
+                "| fault | outcome | times | proved by |",
+                "|---|---|---|---|",
+                *rows,
+            ]
+        )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-reliability", action="store_true", help="write docs/reliability.md from this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-reliability") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Table())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if mark := item.get_closest_marker("fault"):
+        what, outcome = mark.args
+        item.user_properties.append(("fault", [what, outcome]))
