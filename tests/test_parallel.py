@@ -35,6 +35,7 @@ def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 0, **envir
     program = ["-m", "tests.parallel_worker"]
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # as in scripts/slurm/train.sbatch
         program = [*launcher, f"--max-restarts={restarts}", *program]
     return subprocess.Popen(
         [sys.executable, *program, *settings],
@@ -243,8 +244,9 @@ def test_a_process_that_hangs_ends_the_run_within_the_timeout(tmp_path: Path):
     assert "imed out" in errors.decode() or "imeout" in errors.decode()
 
 
-@pytest.mark.fault("SIGTERM to torchrun", "saved at the next step; the same command goes on")
-def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(tmp_path: Path):
+@pytest.mark.fault("SIGTERM or SIGUSR1 to torchrun", "saved at the next step; the same command goes on")
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name: str, tmp_path: Path):
     words = ["total_samples=12000", "save_every=100000", "log_every=5"]
     process = launch(tmp_path / "run", *words)
     deadline = time.time() + 120
@@ -252,7 +254,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(tmp_path: P
         assert process.poll() is None, process.communicate()[1].decode()[-2000:]
         assert time.time() < deadline
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, getattr(signal, name))
     output, _ = process.communicate(timeout=120)
     assert "asked to stop at step" in output.decode()
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")

@@ -64,6 +64,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
 
 
+@pytest.mark.slow  # tests/faults kills in all manner of ways, from a process that forks; this is the real command
 def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted, tmp_path):
     folder = tmp_path / "killed"
     for logged in (2, 4):  # kill -9 once so many lines are in metrics.jsonl, wherever the run then is
@@ -80,7 +81,7 @@ def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted,
     assert_same(uninterrupted, folder)
 
 
-@pytest.mark.parametrize("stop", [5, 10, 15, 20])
+@pytest.mark.parametrize("stop", [10, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (5, 15, 20))])
 def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, stop):
     """As if killed at `stop`: only what a kill there would have left is kept."""
     folder = tmp_path / "resumed"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import time
 from itertools import product
 
 import pytest
@@ -14,7 +11,6 @@ from scripts.sample import SampleConfig, sample_run
 from tests.conftest import TINY_MODEL
 from tests.test_combinations import DATA, FAMILIES, choices
 from tests.test_digits import recognised
-from tests.test_resume import WORDS, assert_same, start
 from train import train
 from training.config import compose
 
@@ -27,19 +23,6 @@ def test_two_steps_of_everything_with_the_real_compiler(model, data, runtime, ru
     summary = run(f"model={model}_s", f"data={data}", f"runtime={runtime}", "eval_every=1", *DATA[data], *TINY_MODEL)
     assert summary["steps"] == 2
     assert summary["ledger"]["compile"]["active"] is (runtime == "production")
-
-
-def test_ten_kills_at_random_moments_change_nothing(tmp_path):
-    """Wherever the signal lands: importing, warming up, training, evaluating or writing a checkpoint."""
-    train(compose([*WORDS, f"run_dir={tmp_path / 'whole'}"]))
-    draw = random.Random(0)
-    for _ in range(10):
-        process = start(tmp_path / "killed")
-        time.sleep(draw.uniform(2.0, 8.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert start(tmp_path / "killed").wait() == 0
-    assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.parametrize("model", ["mamba_xs", "ssd_mlp_xs", "dit_xs"])

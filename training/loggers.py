@@ -92,8 +92,11 @@ class WandbLogger:
         failures: list[Exception] = []
 
         def upload() -> None:
+            import wandb
+
             try:
                 self.run.finish()
+                wandb.teardown()  # its service ends when idle, and a later run of this process would not find it
             except Exception as error:
                 failures.append(error)
 

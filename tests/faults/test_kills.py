@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Start, nothing_unverified, outcome, said
+from tests.helpers import random_samples, save_latent_set
 from training.verified import complete
 
 MODES = {1: [], 2: ["runtime.parallel.mode=fsdp", "runtime.fused_adamw=true", "runtime.parallel.timeout_minutes=1"]}
@@ -34,7 +35,7 @@ def kill_until_done(start: Start, parent: Path, words: list[str], ranks: int, pl
     ("ranks", "rank", "step"),
     [
         pytest.param(1, 0, 9, id="one process"),
-        pytest.param(2, 1, 3, id="the second of two"),
+        pytest.param(2, 1, 9, id="the second of two"),
         pytest.param(1, 0, 1, id="one process, every change", marks=pytest.mark.slow),
         pytest.param(2, 0, 1, id="the first of two, every change", marks=pytest.mark.slow),
     ],
@@ -76,6 +77,29 @@ def test_kills_at_random(
     draw = random.Random(kills)
     plan = [{"after_seconds": draw.uniform(0.05, 2.5 * ranks), "kill_rank": i % ranks} for i in range(kills)]
     for folder in kill_until_done(zygote, tmp_path, words, ranks, plan):
+        assert outcome(folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.fault("kill -9 at random moments", "the same bits as without it")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
+        ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # by windows
+    ],
+    ids=["streamed", "by windows"],
+)
+def test_kills_with_other_loaders(
+    words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
+):
+    save_latent_set(tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))])
+    words = [*words, f"data.path={tmp_path / 'set'}"]
+    record_property("struck", 15)
+    expected = outcome(whole(*words))
+    draw = random.Random(0)
+    plan = [{"after_seconds": draw.uniform(0.1, 3.0)} for _ in range(15)]
+    for folder in kill_until_done(zygote, tmp_path, words, 1, plan):
         assert outcome(folder) == expected
 
 

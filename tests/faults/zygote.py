@@ -88,7 +88,7 @@ def run(attempt: Attempt) -> list[int]:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-                for other in set(pids) - codes.keys() if codes[pid] else ():
+                for other in set(pids) - codes.keys() if codes[pid] not in (0, 75) else ():
                     os.kill(other, signal.SIGKILL)  # as torchrun does
         late = attempt.after_seconds is not None and time.monotonic() - began > attempt.after_seconds
         if pending and not late and attempt.after_lines is not None and metrics.exists():
