@@ -76,7 +76,7 @@ def precompute(composed: Composed) -> Path:
     job = job_description(images, cfg, autoencoder.weights_sha256, precision)
     with contextlib.ExitStack() as held:
         if ranks.first:  # the others begin once the folder is ours
-            held.callback(locked(out).close)
+            held.enter_context(locked(out))
             claim(out, job)
         ranks.wait_for_all()
         claim(out, job)

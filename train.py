@@ -72,7 +72,7 @@ def train(composed: Composed) -> dict[str, Any]:
     # 5. The loop.
     progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
     explained = failures_explained(cfg, step, state, run.device, run.folder)
-    with StopRequest(ranks, checkpoints.failed) as stop, checkpoints, explained:
+    with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained:
         run.open(ledger, logger, where)
         run.keep_metrics_before(state.step)
         meter.start()

@@ -120,6 +120,18 @@ class DataParallel(Technique):
         cast("Any", self.model).set_requires_gradient_sync(last)
         yield
 
+    @contextmanager
+    def around_evaluation(self) -> Iterator[None]:
+        """Without a backward pass after it, a forward pass leaves parameters gathered where `reshard_after_forward` is
+        off: those of evaluation, which the next step would take for its own."""
+        yield
+        if self.enabled and self.value != "ddp":
+            from torch.distributed.fsdp import FSDPModule
+
+            for part in cast("nn.Module", self.model).modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
     def observe(self, evidence: Evidence) -> Observation:
         found = {
             what: sum(n for name, n in evidence.ops.items() if re.search(f"{what}", name.lower()))

@@ -104,7 +104,7 @@ PAIRS = """
 import os, sys, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from training.ranks import leaving_at_once
+from training.leaving import leaving
 torch.set_num_threads(1)
 def one(file, rank):
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
@@ -118,7 +118,8 @@ for _ in range(8):
     file, children = tempfile.mktemp(), []
     for rank in range(2):
         if not (child := os.fork()):
-            with leaving_at_once():
+            os.environ["WORLD_SIZE"] = "2"
+            with leaving():
                 one(file, rank)
         children.append(child)
     print(*(os.waitpid(child, 0)[1] for child in children))
@@ -127,7 +128,7 @@ for _ in range(8):
 
 @pytest.mark.fault("threads of a process group at the end of a process", "exit code 0")
 def test_a_process_ends_well_while_threads_of_its_group_still_want_the_interpreter():
-    """Of such pairs, two in five had a process aborted at its end before there was `leaving_at_once`."""
+    """Of such pairs, two in five had a process aborted at its end before there was `leaving`."""
     done = subprocess.run([sys.executable, "-c", PAIRS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["0"] * 16, done.stderr[-3000:]
 
@@ -165,6 +166,15 @@ def test_every_option_trains(words: list[str], single: Path, tmp_path: Path):
     finished(launch(tmp_path / "run", *words))
     found, wanted = (torch.tensor(logged(f, "loss")) for f in (tmp_path / "run", single))
     torch.testing.assert_close(found, wanted, rtol=1e-2 if "bf16" in str(words) else 2e-5, atol=0.0)
+
+
+@pytest.mark.slow
+def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(tmp_path: Path):
+    words = ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false", "save_every=4"]
+    for every in (0, 1):
+        finished(launch(tmp_path / str(every), *words, f"eval_every={every}"))
+    one, other = (weights(tmp_path / str(every), 4, "model") for every in (0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ first one then writes the manifest, renames the folder, and replaces `latest`, w
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import shutil
 import threading
 import time
@@ -31,6 +34,8 @@ from training.tensor_file import write_tensors
 from training.verified import complete, damage, description, goes_on, step_of, verified
 
 FORMAT = 2
+LONGEST_SAVE = timedelta(hours=6)
+"""What one process waits for another's files. One that has died is noticed at once."""
 MARGIN = 1.1
 """Of the size of a checkpoint, what must be free before it is begun."""
 
@@ -50,11 +55,10 @@ class Checkpoints:
         *,
         keep_every: int = 0,
         in_background: bool = False,
-        timeout: timedelta | None = None,
     ) -> None:
         self.folder, self.keep, self.keep_every, self.ranks = folder, keep, keep_every, ranks
         self.copies = HostCopies() if in_background else None
-        self.group = None if ranks.alone else dist.new_group(backend="gloo", timeout=timeout)
+        self.group = None if ranks.alone else dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.stalled = self.stalled_in_all = self.seconds = 0.0
@@ -163,6 +167,8 @@ class Checkpoints:
                     shutil.rmtree(self.temporary(step), ignore_errors=True)
             if problem := self.exchanged(problem)[0]:
                 self.failure = self.failure or OSError(problem)
+            elif self.ranks.first:
+                self.remove_old(self.folder / f"step-{step}")
         except BaseException as error:
             self.failure = self.failure or error
         self.seconds = time.perf_counter() - began
@@ -192,9 +198,13 @@ class Checkpoints:
         return found
 
     def commit(self, step: int, files: dict[str, Any]) -> str:
-        """Makes the files a checkpoint, then removes what need not be kept; a sentence if it cannot."""
+        """Makes the files a checkpoint; a sentence if it cannot."""
         temporary, final = self.temporary(step), self.folder / f"step-{step}"
+        metrics = self.folder.parent / "metrics.jsonl"
         try:
+            if metrics.is_file():  # lines before this step must not be lost where the step is not
+                with metrics.open("rb") as stream:
+                    os.fsync(stream.fileno())
             write_atomically(
                 temporary / "manifest.json", json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
             )
@@ -203,24 +213,25 @@ class Checkpoints:
             temporary.rename(final)
             sync_folder(self.folder)
             write_atomically(self.folder / "latest", f"{final.name}\n")
-            self.remove_old(final)
         except OSError as error:
             return self.not_saved(step, error)
         return ""
 
     def remove_old(self, newest: Path) -> None:
-        """Nothing goes before the newest one was read back and is as it was meant to be."""
+        """Nothing goes before the newest one was read back and is as it was meant to be. Trouble is a warning only."""
         found = complete(self.folder)
-        losses = {folder: loss for folder in found if (loss := description(folder).get("eval_loss")) is not None}
+        losses = {folder: loss for folder in found if (loss := eval_loss_of(folder)) is not None}
         kept = {*found[-self.keep :], *sorted(losses, key=losses.__getitem__)[:1]}
-        old = [folder for folder in found if folder not in kept and not self.kept_for_good(folder)]
-        if old and (problem := damage(newest)):
-            raise OSError(f"{problem} when read back; nothing was removed")
-        for folder in old:
-            remove(folder)
-
-    def kept_for_good(self, folder: Path) -> bool:
-        return self.keep_every > 0 and step_of(folder) % self.keep_every == 0
+        kept |= {folder for folder in found if self.keep_every and step_of(folder) % self.keep_every == 0}
+        if not (old := [folder for folder in found if folder not in kept]):
+            return
+        try:
+            if problem := damage(newest):
+                raise OSError(f"{newest.name} was read back and {problem}")
+            for folder in old:
+                remove(folder)
+        except OSError as error:
+            print(f"warning: {self.folder}: older checkpoints are not removed ({error}).", flush=True)
 
     def load_latest(self, state: TrainState, identity: dict[str, Any]) -> tuple[Path, str] | None:
         """Loads the newest checkpoint that verifies; returns its folder and what has changed since. None without any.
@@ -238,6 +249,8 @@ class Checkpoints:
         found = complete(self.folder)
         for folder in reversed(found):
             if not (problem := damage(folder)):
+                with contextlib.suppress(OSError):
+                    write_atomically(self.folder / "latest", f"{folder.name}\n")
                 return folder
             quarantine = folder.with_name(folder.name + ".corrupt")
             try:
@@ -246,9 +259,18 @@ class Checkpoints:
             except OSError as error:
                 raise ValueError(f"{folder}: {problem}, and it cannot be set aside ({error.strerror}).") from error
             warnings.warn(f"{folder}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3)
-        if found:
+        if found or any(self.folder.glob("step-*.corrupt")):
             raise ValueError(f"{self.folder} holds no checkpoint that verifies; start over in a new run_dir.")
         return None
+
+
+def eval_loss_of(folder: Path) -> float | None:
+    """The held-out loss at that step; None if there was none, or none that can be compared."""
+    try:
+        loss = description(folder)["eval_loss"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def remove(folder: Path) -> None:
@@ -273,7 +295,7 @@ def load_verified(folder: Path, state: TrainState, identity: dict[str, Any], ran
                 f"Use a new run_dir, or init_from={folder} to start from its weights."
             )
     try:
-        content = assembled(folder, described, ranks.rank)
+        content = assembled(folder, described, ranks)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is no checkpoint of this version of ours ({error}); use another step.") from error
     state.load_state_dict(content)

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from training.leaving import leaving
 from training.schema import PrecomputeConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,8 @@ SECRET = re.compile(
 )
 """Names whose values are never written down, in keys and in the queries of addresses."""
 IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-QUERY = re.compile(r"(?<=[?&])([^=&\s]+)=[^&\s]+")
+WORD = re.compile(r"((?:^|[?&\s])([\w.-]+)=)[^&\s]+")
+ENTRY = re.compile(r"([{,\[]\s*([\w.-]+):\s?)[^,{}\[\]]+")
 
 
 FOREIGN = {
@@ -177,12 +179,12 @@ def redacted(node: Any) -> Any:
 
 
 def scrubbed(text: str) -> str:
-    """The same text without the passwords and signatures of the addresses in it."""
+    """The same text without what is named like a secret in it: in addresses, in mappings, in words."""
 
-    def query(found: re.Match[str]) -> str:
-        return f"{found[1]}=<redacted>" if SECRET.search(found[1]) else found[0]
+    def named(found: re.Match[str]) -> str:
+        return f"{found[1]}<redacted>" if SECRET.search(found[2]) else found[0]
 
-    return QUERY.sub(query, IN_ADDRESS.sub("<redacted>", text))
+    return ENTRY.sub(named, WORD.sub(named, IN_ADDRESS.sub("<redacted>", text)))
 
 
 def redact_words(words: list[str]) -> list[str]:
@@ -287,15 +289,6 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
 def run_app(app: Callable[[], None]) -> None:
     """Runs a `hydra.main` function as a command: mistakes become one sentence and exit code 1."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
-    with leaving_as_one_of_many(), one_sentence():
+    with leaving(), one_sentence():
         refuse_foreign(sys.argv[1:])
         app()
-
-
-def leaving_as_one_of_many() -> AbstractContextManager[None]:
-    """How a process ends that torchrun started beside others; nothing special for a single one."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return nullcontext()
-    from training.ranks import leaving_at_once  # torch comes in with it
-
-    return leaving_at_once()

@@ -105,19 +105,19 @@ def failures_explained(
         if error.errno not in DISK:
             raise
         raise ValueError(
-            f"step {state.step}: {folder} cannot be written to ({error.strerror}); free space or mend the disk; "
-            f"{goes_on(folder / 'checkpoints')}."
+            f"step {state.step}: {error.filename or folder} cannot be written ({error.strerror}); free space or mend "
+            f"the disk; {goes_on(folder / 'checkpoints')}."
         ) from error
     except torch.OutOfMemoryError as error:
-        out_of_memory(cfg, step, state, device, error)
+        out_of_memory(cfg, step, state, device, folder, error)
     except RuntimeError as error:  # of the host
         if "can't allocate memory" not in str(error):
             raise
-        out_of_memory(cfg, step, state, device, error)
+        out_of_memory(cfg, step, state, device, folder, error)
 
 
 def out_of_memory(
-    cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device, error: Exception
+    cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device, folder: Path, error: Exception
 ) -> NoReturn:
     if device.type == "cuda":
         peak, there = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
@@ -130,7 +130,7 @@ def out_of_memory(
     raise ValueError(
         f"out of memory in {step.phase} at step {state.step}: {peak / 2**30:.3g} of {there / 2**30:.3g} GiB were taken "
         f"at the peak, {lasting / 2**30:.3g} of them by weights, averages and moments. What helps most: "
-        f"{', '.join(savings(cfg, step.phase, ranks))}. The same command goes on from the newest checkpoint."
+        f"{', '.join(savings(cfg, step.phase, ranks))}; {goes_on(folder / 'checkpoints')}."
     ) from error
 
 
@@ -141,7 +141,7 @@ def savings(cfg: TrainConfig, phase: str, ranks: Ranks) -> list[str]:
     activations, lasting = [], []
     if runtime.precision.value == "fp32":
         activations.append("runtime.precision=bf16")
-    if micro_batch > 1:
+    if micro_batch % 2 == 0:
         activations.append(f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)")
     if not runtime.gradient_checkpointing:
         activations.append("runtime.gradient_checkpointing=true")

@@ -17,6 +17,12 @@ class Held:
     def __init__(self, descriptor: int) -> None:
         self.close = weakref.finalize(self, os.close, descriptor)
 
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def held(folder: Path, refusal: str) -> Held:
     """The folder, which exists, held by this process; ValueError with `refusal` if another one holds it.

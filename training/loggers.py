@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import secrets
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-FINISH_SECONDS = 120.0
+FINISH_SECONDS = 60.0
 """For W&B to upload what is left at the end of a run."""
+hanging = False
+"""Whether it could not, and would make the process wait for it again when that ends."""
 
 
 class Logger(Protocol):
@@ -58,17 +60,18 @@ class WandbLogger:
             remembered.write_text(secrets.token_hex(4))
 
         def begin(mode: Literal["online", "offline"]) -> Any:
-            return wandb.init(
-                project=self.project,
-                entity=self.entity,
-                dir=str(folder),
-                name=folder.name,
-                id=remembered.read_text(),
-                resume="allow",
-                config=dict(config),
-                mode=mode,
-                settings=wandb.Settings(init_timeout=30, console="off"),
-            )
+            with scrubbed_argv():
+                return wandb.init(
+                    project=self.project,
+                    entity=self.entity,
+                    dir=str(folder),
+                    name=folder.name,
+                    id=remembered.read_text(),
+                    resume="allow",
+                    config=dict(config),
+                    mode=mode,
+                    settings=wandb.Settings(init_timeout=30, console="off"),
+                )
 
         try:
             self.run = begin(self.mode)
@@ -88,6 +91,9 @@ class WandbLogger:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """TimeoutError if what is left cannot be uploaded in `FINISH_SECONDS`."""
+        global hanging
+        if self.run is None:
+            return
         self.run.summary.update(dict(summary))
         failures: list[Exception] = []
 
@@ -104,10 +110,22 @@ class WandbLogger:
         uploading.start()
         uploading.join(FINISH_SECONDS)
         if uploading.is_alive():
-            atexit.register(os._exit, 0)  # before W&B's own handler, which would wait for the server again
+            hanging = True
             raise TimeoutError(f"it did not finish in {FINISH_SECONDS:.0f} s; `wandb sync` in the run folder uploads")
         if failures:
             raise failures[0]
+
+
+@contextmanager
+def scrubbed_argv() -> Iterator[None]:
+    """W&B keeps the command line."""
+    from training.config import redact_words
+
+    before, sys.argv = sys.argv, redact_words(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 class TensorBoardLogger:
@@ -134,7 +152,8 @@ class TensorBoardLogger:
         self.writer.add_image(name, np.asarray(Image.open(file)), samples, dataformats="HWC")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 class SafeLogger:
@@ -142,6 +161,14 @@ class SafeLogger:
 
     def __init__(self, logger: Logger, silent: bool = False) -> None:
         self.logger: Logger = NoLogger() if silent else logger
+
+    def __enter__(self) -> SafeLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """A run that is stopped or fails ends here; one that is complete calls `finish` with its summary."""
+        if kind is not None:
+            self.finish({})
 
     def guarded(self, call: Callable[[], None]) -> None:
         try:

@@ -73,16 +73,16 @@ class Meter:
         self.in_row = (output.skipped + self.in_row) * output.skipped
         self.steps += 1
 
-    def state_dict(self) -> dict[str, float | int]:
-        """The sums of the window over all processes; reading them waits for the device."""
-        sums = {"loss": self.loss_of_all(), "skipped": float(self.skipped), "backed_off": float(self.backed_off)}
-        return sums | {"steps": self.steps, "in_row": float(self.in_row)}
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """This process's sums of the window, where they lie; nothing waits for the device."""
+        sums = {"loss": self.loss, "skipped": self.skipped, "backed_off": self.backed_off, "in_row": self.in_row}
+        return {name: torch.as_tensor(value) for name, value in sums.items()} | {"steps": self.steps}
 
     def loss_of_all(self) -> float:
         """The sum of the window, averaged over processes."""
         return float(self.ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64)))
 
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
         self.restart()
         self.loss, self.skipped, self.backed_off = state["loss"], state["skipped"], state["backed_off"]

@@ -77,6 +77,9 @@ def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device)
 def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None = None) -> Autoencoder:
     """The autoencoder that made the latents, or the same one at `path`; ValueError if its weights are others."""
     node = spec.encoder if path is None else spec.encoder | {"path": path}
+    named = list(targets(node))  # by whoever made the latents or the weights
+    if len(named) != 1 or not str(named[0]).startswith("models."):
+        raise ValueError(f"the latents name {named} as their encoder, which is none; do not trust where they are from.")
     autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
     if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):
         raise ValueError(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -113,18 +109,24 @@ class Ranks:
             ) from error
 
     def agreed(self, choose: Callable[[], Result]) -> Result:
-        """What the first process chooses, on all of them; a ValueError there is one everywhere."""
+        """What the first process chooses, on all of them; a ValueError there is one everywhere, and any other exception
+        ends the others too."""
         if self.alone:
             return choose()
-        chosen: list[Any] = [None, None]
+        chosen: list[Any] = [None, None, None]
+        failure: Exception | None = None
         if self.first:
             try:
                 chosen[0] = choose()
             except ValueError as error:
                 chosen[1] = str(error)
+            except Exception as error:
+                failure, chosen[2] = error, first_line(error)
         dist.broadcast_object_list(chosen, src=0)
         if chosen[1] is not None:
             raise ValueError(chosen[1])
+        if chosen[2] is not None:
+            raise failure or RuntimeError(f"the first process failed: {chosen[2]}")
         return chosen[0]
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
@@ -152,30 +154,6 @@ class Ranks:
     def close(self) -> None:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-
-
-@contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Ends the process after what is inside, with its exit code and without Python's finalisation.
-
-    A sharded model keeps its process group alive, so gloo's threads outlive `close()`. One of them may just then need
-    the interpreter to give back a tensor; while Python finalises it is ended inside C++ code, which aborts the process
-    ("terminate called without an active exception"), and torchrun calls the run failed.
-    """
-    code: Any = 0
-    try:
-        yield
-    except SystemExit as ending:
-        code = ending.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def fresh_part_of_agents_store(timeout: timedelta) -> dist.Store:

@@ -84,7 +84,6 @@ class Run:
             self.ranks,
             keep_every=cfg.keep_every,
             in_background=cfg.async_checkpoints,
-            timeout=timedelta(minutes=cfg.runtime.parallel.timeout_minutes),
         )
 
     def close(self) -> None:

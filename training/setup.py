@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from accel.ledger import Ledger
@@ -148,7 +149,7 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, ident
         file = checkpoints.ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
         try:
             load_weights(state.model, load_file(file))
-        except RuntimeError as error:
+        except (RuntimeError, SafetensorError) as error:
             raise ValueError(f"init_from={cfg.init_from}: {file} does not fit this model: {error}") from error
         state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})
         return f"starting with the weights of {file}"

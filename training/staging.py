@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accel.parallel import local, rows_of, whole
+from accel.technique import first_line
+from training.ranks import SINGLE, Ranks
 
 WHOLE = ("model", "ema")
 PART = "rank-{rank}-of-{world_size}.safetensors"
@@ -52,21 +54,30 @@ class HostCopies:
     def __init__(self) -> None:
         self.memory: dict[str, Tensor] = {}
         self.copied: torch.cuda.Event | None = None
+        self.device = 0
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.memory or self.memory[name].shape != tensor.shape:
-            self.memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            try:
+                self.memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"there is no host memory for a copy of the state, {tensor.nbytes / 2**20:.0f} MiB for {name} "
+                    f"({first_line(error)}); use async_checkpoints=false."
+                ) from error
         return self.memory[name].copy_(tensor, non_blocking=True)
 
     def mark(self) -> None:
         """To be called after the last `take`."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.device = torch.cuda.current_device()
             self.copied = torch.cuda.Event()
             self.copied.record()
 
     def ready(self) -> None:
-        """Returns once all copies are complete."""
+        """Returns once all copies are complete; in any thread, which begins on the first device whatever ours is."""
         if self.copied is not None:
+            torch.cuda.set_device(self.device)
             self.copied.synchronize()
 
 
@@ -98,27 +109,37 @@ def stage(state: Mapping[str, Any], first: bool, copies: HostCopies | None) -> S
                 own[name] = host(name, leaf)
         else:
             leaves[name] = leaf
-    rng = {"rng.torch": state["rng"]["torch"]} | {f"rng.cuda.{i}": t for i, t in enumerate(state["rng"]["cuda"])}
-    own |= {name: host(name, tensor) for name, tensor in rng.items()}
+    each = {"rng.torch": state["rng"]["torch"]} | {f"rng.cuda.{i}": t for i, t in enumerate(state["rng"]["cuda"])}
+    each |= {f"window.{name}": sum_ for name, sum_ in state["window"].items() if isinstance(sum_, Tensor)}
+    own |= {name: host(name, tensor) for name, tensor in each.items()}
     if copies is not None:
         copies.mark()
-    values = {key: state[key] for key in ("loader", "window", "counters")} | {"leaves": leaves}
+    values = {key: state[key] for key in ("loader", "counters")} | {"leaves": leaves}
+    values |= {"window": {name: value for name, value in state["window"].items() if not isinstance(value, Tensor)}}
     return Staged(whole_ones, own, rows, values)
 
 
-def assembled(folder: Path, values: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What `TrainState.load_state_dict` takes, from the files of all processes; each tensor is whole."""
+def assembled(folder: Path, values: Mapping[str, Any], ranks: Ranks = SINGLE) -> dict[str, Any]:
+    """What `TrainState.load_state_dict` takes, from the files of all processes; each tensor is whole.
+
+    Generators and the sums of the log window are each process's own. At another number of processes each takes
+    somebody's generators and the mean of the sums.
+    """
     parts: dict[str, list[tuple[int, Tensor]]] = {}
+    sums: dict[str, list[Tensor]] = {}
     state: dict[str, Any] = {kind: {} for kind in PARTS} | {"rng": {}}
     files = [PART.format(rank=i, world_size=values["world_size"]) for i in range(values["world_size"])]
-    mine = files[rank % len(files)]
+    mine = files[ranks.rank % len(files)]
     for file in files:
         with safe_open(folder / file, "pt") as opened:
             rows = json.loads(opened.metadata()["rows"])
             for name in opened.keys():  # noqa: SIM118  # no mapping
-                if name.startswith("rng.") and file == mine:
-                    state["rng"][name] = opened.get_tensor(name)
-                elif not name.startswith("rng."):
+                if name.startswith("rng."):
+                    if file == mine:
+                        state["rng"][name] = opened.get_tensor(name)
+                elif name.startswith("window."):
+                    sums.setdefault(name.removeprefix("window."), []).append(opened.get_tensor(name))
+                else:
                     parts.setdefault(name, []).append((rows.get(name, 0), opened.get_tensor(name)))
     leaves = dict(values["leaves"])
     for name, found in parts.items():
@@ -131,7 +152,9 @@ def assembled(folder: Path, values: Mapping[str, Any], rank: int) -> dict[str, A
     rng = state["rng"]
     cuda = [rng[f"rng.cuda.{i}"] for i in range(len(rng) - 1)]
     whole_ones = {kind: load_file(folder / f"{kind}.safetensors") for kind in WHOLE}
-    rest = {key: values[key] for key in ("loader", "window", "counters")}
+    same = len(files) == ranks.world_size
+    window = {name: found[ranks.rank] if same else torch.stack(found).mean(0) for name, found in sums.items()}
+    rest = {key: values[key] for key in ("loader", "counters")} | {"window": window | values["window"]}
     return state | whole_ones | rest | {"rng": {"torch": rng["rng.torch"], "cuda": cuda}}
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 from data.shards import file_sha256
+
+BROKEN = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -25,7 +28,11 @@ def damage(folder: Path) -> str | None:
             file = folder / Path(name).name
             if file.stat().st_size != expected["bytes"] or file_sha256(file) != expected["sha256"]:
                 return f"{name} does not match its sha256"
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:  # other OSErrors: no damage
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest cannot be read ({error})"
+    except OSError as error:
+        if error.errno not in BROKEN:  # a server that is away for a moment is no damage
+            raise
         return f"it is incomplete ({error})"
     return None
 

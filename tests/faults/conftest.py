@@ -15,11 +15,12 @@ import torch
 
 from tests.faults.zygote import Attempt
 from training.config import ROOT
+from training.ranks import Ranks
 from training.staging import assembled, flat
 from training.verified import complete, damage, description
 
 WORDS = [
-    *("runtime=eager", "deterministic=true", "total_samples=96", "batch_size=8", "log_every=2", "eval_every=4"),
+    *("runtime=eager", "deterministic=true", "total_samples=96", "batch_size=8", "log_every=3", "eval_every=4"),
     *("save_every=2", "keep_checkpoints=2", "model.drop_path=0.2", "guards.spike_sigmas=6", "guards.spike_window=8"),
 ]
 """Twelve steps, six checkpoints; all state there is: moments, averages, a window of norms, a window of metrics."""
@@ -42,7 +43,8 @@ def outcome(folder: Path) -> Outcome:
     described = description(last)
     digest = hashlib.sha256(json.dumps([described["counters"], described["loader"], described["window"]]).encode())
     for rank in range(described["world_size"]):
-        for name, leaf in sorted(flat(assembled(last, described, rank))):
+        found = assembled(last, described, Ranks(rank, described["world_size"], rank))
+        for name, leaf in sorted(flat(found), key=lambda pair: pair[0]):
             if isinstance(leaf, torch.Tensor):
                 digest.update(name.encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -94,3 +96,11 @@ def nothing_unverified(folder: Path) -> None:
     """Whenever a run is stopped, the newest complete checkpoint is one that loads."""
     if found := complete(folder / "checkpoints"):
         assert damage(found[-1]) is None
+
+
+def tidy(folder: Path) -> None:
+    """What a finished run leaves among its checkpoints, whatever befell it."""
+    checkpoints = folder / "checkpoints"
+    names = {file.name for file in checkpoints.iterdir()}
+    assert names == {"latest", *(found.name for found in complete(checkpoints))}
+    assert (checkpoints / "latest").read_text() == f"{complete(checkpoints)[-1].name}\n"

@@ -16,6 +16,7 @@ import torch
 from data.digits import DigitLatents
 from tests.conftest import TINY_RUN
 from train import train
+from training import loggers
 from training.config import compose, one_sentence
 from training.spikes import SpikeGuard
 from training.staging import flat
@@ -228,7 +229,7 @@ def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("training.loggers.FINISH_SECONDS", 0.5)
-    monkeypatch.setattr("training.loggers.atexit.register", lambda *_: None)
+    monkeypatch.setattr("training.loggers.hanging", False)
     words = {"start": "cannot be reached", "hangs at the end": "did not finish"}
     with pytest.warns(UserWarning, match=words.get(down, "broken pipe")):
         summary = run(*LONG, "logger=wandb")
@@ -236,6 +237,7 @@ def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert len(fake.logged) == (10 if down == "middle" else 20)
+    assert loggers.hanging == (down == "hangs at the end")
 
 
 @pytest.mark.slow

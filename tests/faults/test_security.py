@@ -20,13 +20,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from data.images import list_images
+from data.loader import LatentSpec
 from scripts.sample import SampleConfig, sample_run
 from tests.conftest import TINY_RUN
 from train import train
 from training.build import build
 from training.checkpoint import load
-from training.config import CONF, ROOT, compose, one_sentence, scrubbed
-from training.pretrained import KEY, load_pretrained
+from training.config import CONF, ROOT, compose, one_sentence, redact_words, scrubbed
+from training.pretrained import KEY, build_autoencoder, load_pretrained
 from training.run import default_folder
 from training.verified import complete, weights_file
 
@@ -93,6 +94,23 @@ def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path
     save_file(load_file(file), evil, {KEY: json.dumps(told)})
     with pytest.raises(ValueError, match=r"do not trust this file|is not allowed"):
         sample_run(SampleConfig(weights=str(evil), out=str(tmp_path / "out")))
+
+
+@pytest.mark.fault("weights or latents whose encoder names code", "refused in a sentence; nothing is run")
+@pytest.mark.parametrize(
+    "encoder",
+    [
+        {"_target_": "os.system", "path": "x"},
+        {"_target_": "data.resident.ResidentLatents", "path": "http://127.0.0.1:9"},
+        {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": {"_target_": "training.lock.Held"}},
+        {"_target_": "models.denoiser.Denoiser"},
+        {},
+    ],
+)
+def test_a_malicious_encoder(encoder: dict):
+    spec = LatentSpec(1, 8, 8, 10, 1, ["a"], [0.0], [1.0], encoder)
+    with pytest.raises(ValueError, match=r"do not trust|is no Autoencoder|is not allowed"):
+        build_autoencoder(spec, torch.device("cpu"))
 
 
 @pytest.mark.fault("a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled")
@@ -175,7 +193,9 @@ def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert len(written) > 8
     for file in written:
         assert b"hunter2" not in file.read_bytes(), file
-    for file in folder.glob("wandb/offline-run-*/files/*"):
+    kept_by_wandb = [file for file in folder.glob("wandb/offline-run-*/**/*") if file.is_file()]
+    assert any(file.suffix == ".wandb" for file in kept_by_wandb)  # what would be uploaded
+    for file in kept_by_wandb:
         assert b"hunter2" not in file.read_bytes(), file
     shown = capsys.readouterr()
     assert "hunter2" not in shown.out + shown.err
@@ -191,7 +211,12 @@ def test_messages_are_scrubbed(capsys):
         train(compose([*TINY_RUN, "data=resident", "data.path=http://u:hunter2@127.0.0.1:9/x?sig=hunter2&part=1"]))
     assert "hunter2" not in capsys.readouterr().err
     assert scrubbed("https://u:p@h/x?sig=s&part=1") == "https://<redacted>@h/x?sig=<redacted>&part=1"
-    assert scrubbed("a plain: text, a@b.c ?x=1") == "a plain: text, a@b.c ?x=1"
+    assert scrubbed("a plain: text, a@b.c ?x=1, no key: 3") == "a plain: text, a@b.c ?x=1, no key: 3"
+    assert redact_words(["a={TOKEN:x,b:1}", "token=x", "b=[{my_key: x}]"]) == [
+        "a={TOKEN:<redacted>,b:1}",
+        "token=<redacted>",
+        "b=[{my_key: <redacted>}]",
+    ]
 
 
 def test_hub_models_are_pinned():
