@@ -156,9 +156,28 @@ def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
         train(compose([*WORDS, f"run_dir={folder}", "model.depth=3"]))
     with pytest.raises(ValueError, match=r"another data: .*seed was 0, is 1"):
         train(compose([*WORDS, f"run_dir={folder}", "seed=1"]))
+    with pytest.raises(ValueError, match=r"another objective: timestep_shift was 1.0, is 2"):
+        train(compose([*WORDS, f"run_dir={folder}", "objective.timestep_shift=2"]))
+    with pytest.raises(ValueError, match=r"another optimizer: class was torch.optim.AdamW, is torch.optim.SGD"):
+        train(compose([*WORDS, f"run_dir={folder}", "optim._target_=torch.optim.SGD", "~optim.betas"]))
     with pytest.raises(ValueError, match="resume=never"):
         train(compose([*WORDS, f"run_dir={folder}", "resume=never"]))
     assert_same(uninterrupted, folder)
+
+
+@pytest.mark.fault("other settings on resume, such as accumulation_steps", "allowed, and said; the same stream")
+def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
+    folder = tmp_path / "other"
+    shutil.copytree(uninterrupted, folder)
+    for checkpoint in complete(folder / "checkpoints"):
+        if checkpoint.name != "step-20":
+            shutil.rmtree(checkpoint)
+    words = [word for word in WORDS if not word.startswith(("accumulation_steps", "log_every"))]
+    train(compose([*words, f"run_dir={folder}", "log_every=2", "eval_every=12"]))
+    assert "at step 20; since then accumulation_steps was 2, is 1\n" in capsys.readouterr().out
+    (expected, _), (found, _) = outcome(uninterrupted), outcome(folder)
+    assert expected[-1]["step"] == found[-1]["step"] == STEPS
+    assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-4)
 
 
 def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path):

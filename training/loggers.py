@@ -77,6 +77,7 @@ class WandbLogger:
             self.run = begin(self.mode)
         except Exception as error:  # no key, no network: whatever it is, an offline run keeps the data
             warnings.warn(f"W&B cannot be reached ({first_line(error)}); logging offline into {folder}.", stacklevel=2)
+            wandb.teardown()  # its service still holds the id
             self.run = begin("offline")
         self.run.define_metric("samples")
         self.run.define_metric("*", step_metric="samples")
