@@ -14,6 +14,8 @@ from tests.helpers import random_samples, save_latent_set
 from training.verified import complete
 
 MODES = {1: [], 2: ["runtime.parallel.mode=fsdp", "runtime.fused_adamw=true", "runtime.parallel.timeout_minutes=1"]}
+LONGER = ["total_samples=240"]
+"""Thirty steps, about a second."""
 
 
 def kill_until_done(
@@ -70,7 +72,7 @@ def test_kills_within_a_save(
     [
         pytest.param(1, 3, [], id="one process"),
         pytest.param(2, 1, [], id="two processes"),
-        pytest.param(1, 60, [], id="one process, 60 times", marks=pytest.mark.slow),
+        pytest.param(1, 50, [], id="one process, 50 times", marks=pytest.mark.slow),
         pytest.param(2, 50, [], id="two processes, 50 times", marks=pytest.mark.slow),
         pytest.param(1, 20, ["async_checkpoints=false"], id="saving in the foreground", marks=pytest.mark.slow),
         pytest.param(1, 20, ["runtime.precision=bf16"], id="bf16", marks=pytest.mark.slow),
@@ -82,7 +84,7 @@ def test_kills_at_random(
     ranks: int, kills: int, words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
 ):
     record_property("struck", kills)
-    words = [*MODES[ranks], *words]
+    words = [*MODES[ranks], *words, *LONGER]
     expected = outcome(whole(*words, ranks=ranks))
     draw = random.Random(kills)
     plan = ({"after_seconds": draw.uniform(0.0, 1.0 * ranks), "kill_rank": i % ranks} for i in count())
@@ -105,7 +107,7 @@ def test_kills_with_other_loaders(
     words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
 ):
     save_latent_set(tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))])
-    words = [*words, f"data.path={tmp_path / 'set'}"]
+    words = [*words, f"data.path={tmp_path / 'set'}", *LONGER]
     record_property("struck", 15)
     expected = outcome(whole(*words))
     draw = random.Random(0)

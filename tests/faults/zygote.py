@@ -121,6 +121,9 @@ def run(attempt: Attempt) -> list[int]:
 
 def main() -> None:
     import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.profiler
 
     import train  # noqa: F401
     import training.checkpoint
