@@ -28,6 +28,7 @@ WORDS = [
     *("schedule.warmup_samples=0", "deterministic=true", "runtime.parallel.timeout_minutes=1"),
 ]
 """Four steps."""
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 0, **environment: str) -> subprocess.Popen[bytes]:
@@ -36,6 +37,8 @@ def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 0, **envir
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # as in scripts/slurm/train.sbatch
+        if "hang" in environment.get("FAULT", "") and TORCH >= (2, 13):
+            launcher += ["--shutdown-timeout=2"]  # instead of 30 s for a process that does not listen
         program = [*launcher, f"--max-restarts={restarts}", *program]
     return subprocess.Popen(
         [sys.executable, *program, *settings],

@@ -71,7 +71,6 @@ def test_kills_within_a_save(
     ("ranks", "kills", "words"),
     [
         pytest.param(1, 3, [], id="one process"),
-        pytest.param(2, 1, [], id="two processes"),
         pytest.param(1, 50, [], id="one process, 50 times", marks=pytest.mark.slow),
         pytest.param(2, 50, [], id="two processes, 50 times", marks=pytest.mark.slow),
         pytest.param(1, 20, ["async_checkpoints=false"], id="saving in the foreground", marks=pytest.mark.slow),
