@@ -30,7 +30,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 reliability: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m fault --write-reliability
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m fault --write-reliability
 
 audit: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
