@@ -147,7 +147,11 @@ ROWS = pairwise(
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow) if i % 2 else row for i, row in enumerate(ROWS)],
+    ids=lambda row: "-".join(map(str, row)),
+)
 def test_pairs_of_techniques_take_two_steps(row, any_precision):
     precision, residual, attention, policy, scope, fused, refused = row
     values = {"precision": precision, "residual_in_fp32": residual, "attention": attention, "fused_adamw": fused}

@@ -221,6 +221,7 @@ def test_a_trace_opens(tmp_path):
     assert "aten::mm" in names
 
 
+@pytest.mark.slow
 def test_techniques_are_measured_alone_and_removed(tmp_path):
     found = result("techniques", tmp_path, "loss_steps=1", "model=dit_xs", "model.dim=64", "model.depth=2")
     by_key = {kind.key: [e for e in found["alone"] if e["key"] == kind.key] for kind in TECHNIQUES}
@@ -318,6 +319,7 @@ def test_mixers_are_measured_at_equal_parameters(tmp_path):
         bench(["mixers", "setting=tiny", "size=huge"])
 
 
+@pytest.mark.slow
 def test_mistakes_are_measured(tmp_path):
     found = result("antipatterns", tmp_path, "runtime=fast", "model.depth=1")["antipatterns"]
     assert len(found) == 7

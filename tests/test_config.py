@@ -154,7 +154,9 @@ def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, cap
     assert not folder.exists(), "a run that never started left a folder"
 
 
-@pytest.mark.parametrize("words", IN_THE_SHELL)
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=pytest.mark.slow) if i > 1 else words for i, words in enumerate(IN_THE_SHELL)]
+)
 def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
     result = command(*words.split(), f"run_dir={tmp_path / 'run'}")
     assert result.returncode == 1

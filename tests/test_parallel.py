@@ -145,7 +145,9 @@ TECHNIQUES = {
 ROWS = pairwise(["ddp", "fsdp", "hsdp"], *([0, 1] for _ in TECHNIQUES))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.slow) if i % 2 else row for i, row in enumerate(ROWS)], ids=str
+)
 def test_techniques_and_processes_do_not_disturb_each_other(row: tuple, single: Path, tmp_path: Path):
     mode, *chosen = row
     words = [w for options, i in zip(TECHNIQUES.values(), chosen, strict=True) for w in options[i]]

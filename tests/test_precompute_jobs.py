@@ -106,7 +106,7 @@ def killed_until_done(words: list[str], out: Path, kills: int, seed: int) -> Non
     assert process.returncode == 0, errors.decode()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_anywhere_it_continues_to_the_same_bytes(
     vae: Path,
     many_photos: Path,
@@ -134,7 +134,8 @@ def test_twenty_kills_change_nothing(vae: Path, many_photos: Path, tmp_path: Pat
 HOLD = "import sys, training.precompute as p; from pathlib import Path; held = p.locked(Path(sys.argv[1])); input()"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_two_jobs_do_not_write_into_one_folder(vae: Path, photos: Path, tmp_path: Path, ranks: int):
     out = tmp_path / "out"
     holder = subprocess.Popen(

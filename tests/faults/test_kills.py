@@ -46,8 +46,8 @@ def kill_until_done(
 @pytest.mark.parametrize(
     ("ranks", "rank", "step"),
     [
-        pytest.param(1, 0, 13, id="one process"),
-        pytest.param(2, 1, 9, id="the second of two"),
+        pytest.param(1, 0, 19, id="one process"),
+        pytest.param(2, 1, 9, id="the second of two", marks=pytest.mark.slow),
         pytest.param(1, 0, 1, id="one process, every change", marks=pytest.mark.slow),
         pytest.param(2, 0, 1, id="the first of two, every change", marks=pytest.mark.slow),
     ],
