@@ -7,6 +7,7 @@ python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the sam
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import hydra
@@ -59,7 +60,8 @@ def train(composed: Composed) -> dict[str, Any]:
     state, step = build_step(cfg, model, loader, objective, optimizer, stack, ranks)
     meter = state.meter
     began = time.perf_counter()
-    with failures_explained(cfg, step, state, run.device, run.folder), state.preserved():
+    explained = partial(failures_explained, cfg, step, state, run.device, run.folder)
+    with explained(), state.preserved():
         step.schedule(0)
         ledger = stack.warm_up(lambda: step([next(loader) for _ in range(cfg.accumulation_steps)]), model.blocks)
     warm_up_seconds = time.perf_counter() - began
@@ -71,8 +73,7 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 5. The loop.
     progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
-    explained = failures_explained(cfg, step, state, run.device, run.folder)
-    with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained:
+    with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained():
         run.open(ledger, logger, where)
         run.keep_metrics_before(state.step)
         meter.start()

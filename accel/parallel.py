@@ -134,7 +134,7 @@ class DataParallel(Technique):
 
     def observe(self, evidence: Evidence) -> Observation:
         found = {
-            what: sum(n for name, n in evidence.ops.items() if re.search(f"{what}", name.lower()))
+            what: sum(n for name, n in evidence.ops.items() if re.search(what, name.lower()))
             for what in ("all_?reduce", "reduce_?scatter", "all_?gather")
         }
         counts = ", ".join(f"{n} {what.replace('_?', '-')}" for what, n in found.items() if n) or "no collectives"

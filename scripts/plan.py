@@ -138,22 +138,14 @@ def described(words: list[str]) -> Model:
     """Counts the model's parameters and FLOPs, and measures on one sample what a block keeps for backward."""
     import torch
 
-    from training.build import build
-    from training.pretrained import build_model
+    from training.pretrained import build_model, without_memory
     from training.setup import build_loader
 
     cfg = compose(words).cfg
     device = torch.device("cpu")
     loader = build_loader(cfg.data, cfg.seed, 1, device)
     spec = loader.spec
-    image: dict[str, Any] = {
-        "channels": spec.channels,
-        "height": spec.height,
-        "width": spec.width,
-        "num_classes": spec.num_classes,
-    }
-    with torch.device("meta"):
-        model = build(cfg.model, "model", **image)
+    model = without_memory(cfg.model, spec)
     kept = [saved_bytes(build_model(cfg.model | {"depth": depth}, spec, device), next(loader)) for depth in (1, 2)]
     block = kept[1] - kept[0]
     return Model(

@@ -68,7 +68,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for a save in flight; its failure must not hide what ended the run."""
-        if kind is None or self.thread is None:
+        if kind is None:
             self.finish()
             return
         try:

@@ -12,10 +12,13 @@ from typing import Any
 
 from training import loggers
 
+group_joined = False
+"""Set by who makes this process one of a group."""
+
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """Ends the process with the exit code of what is inside; one of several, or one whose logger hangs, at once.
+    """Ends the process with the exit code of what is inside; one of a group, or one whose logger hangs, at once.
 
     A sharded model keeps its process group alive, so gloo's threads outlive `Ranks.close()`. One of them may just then
     need the interpreter to give back a tensor; while Python finalises it is ended inside C++ code, which aborts the
@@ -46,4 +49,4 @@ def leaving() -> Iterator[None]:
 
 
 def at_once() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") != "1" or bool(loggers.hanging)
+    return group_joined or loggers.hanging

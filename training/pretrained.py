@@ -65,13 +65,17 @@ def targets(node: Any) -> Iterator[Any]:
 
 
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
-    """The denoiser for `spec`, made without memory on the meta device, then initialised on `device`."""
-    shape = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
-    with torch.device("meta"):
-        model = build(node, "model", kind=nn.Module, **shape)
-    model = model.to_empty(device=device)
+    """The denoiser for `spec`, initialised on `device`."""
+    model = without_memory(node, spec).to_empty(device=device)
     model.init_weights()
     return model
+
+
+def without_memory(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
+    """The denoiser for `spec` on the meta device: shapes, and no values."""
+    shape = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
+    with torch.device("meta"):
+        return build(node, "model", kind=nn.Module, **shape)
 
 
 def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None = None) -> Autoencoder:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.stack import TECHNIQUES
+from scripts.bench.report import put_between
 from training.config import ROOT
 
 START, END = "<!-- techniques: made by `python -m scripts.bench readme` -->\n", "<!-- end of techniques -->"
@@ -73,10 +74,7 @@ def section(results: list[dict[str, Any]]) -> str:
 
 def rewritten(text: str, results: list[dict[str, Any]]) -> str:
     """The README with its table made anew; ValueError if the marks around it are gone."""
-    if START not in text or END not in text:
-        raise ValueError(f"README.md has lost the lines {START.strip()} and {END}; put them around the table.")
-    before, _, rest = text.partition(START)
-    return before + START + section(results) + END + rest.partition(END)[2]
+    return put_between(text, START, END, section(results), "README.md")
 
 
 def main(words: list[str]) -> None:

@@ -45,6 +45,14 @@ def write_result(file: str | Path, content: Mapping[str, Any], device: torch.dev
     return path
 
 
+def put_between(text: str, start: str, end: str, content: str, page: str) -> str:
+    """The text of `page` with what lies between its marks made anew; ValueError if a mark is gone."""
+    if start not in text or end not in text:
+        raise ValueError(f"{page} has lost the lines {start.strip()} and {end}; put them around the table.")
+    before, _, rest = text.partition(start)
+    return before + start + content + end + rest.partition(end)[2]
+
+
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Rows as aligned columns, the first row being the heads; columns of numbers to the right."""
     cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]

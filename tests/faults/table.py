@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -11,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.bench.report import put_between
 from training.config import ROOT
 from training.environment import cpu_name
 
 PAGE = ROOT / "docs" / "reliability.md"
-PLACE = re.compile(r"(<!-- faults: .*? -->\n).*?(<!-- end of faults -->)", re.DOTALL)
+START, END = "<!-- faults: made by `make reliability` -->\n", "<!-- end of faults -->"
 
 
 class Table:
@@ -39,7 +39,7 @@ class Table:
             print(f"\n{PAGE.name} is left as it was: {', '.join(bad)}: failed or skipped")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             return
-        PAGE.write_text(PLACE.sub(lambda found: f"{found[1]}{self.text()}\n{found[2]}", PAGE.read_text()))
+        PAGE.write_text(put_between(PAGE.read_text(), START, END, f"{self.text()}\n", PAGE.name))
 
     def text(self) -> str:
         total = sum(counts["passed"] for counts in self.cases.values())

@@ -202,7 +202,7 @@ class Wandb(types.ModuleType):
     def define_metric(self, *_: object, **__: object) -> None:
         pass
 
-    def Image(self, file: str) -> str:  # noqa: N802
+    def Image(self, file: str) -> str:  # noqa: N802  # W&B's name
         return file
 
     def log(self, metrics: dict) -> None:

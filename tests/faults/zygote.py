@@ -125,12 +125,12 @@ def main() -> None:
     import torch.distributed.fsdp
     import torch.profiler
 
-    import train  # noqa: F401
+    import train  # noqa: F401  # all of these so that no child has to
     import training.checkpoint
     import training.evaluate
     import training.guards
     import training.run
-    import training.setup  # noqa: F401
+    import training.setup  # noqa: F401  # the same
 
     torch.set_num_threads(1)
     print("ready", flush=True)
