@@ -1,0 +1,54 @@
+"""What version 0.1.0 of the project wrote is still understood: its latents verify, its run resumes, its weights sample.
+
+`tests/assets/version1` was made by commit 8f2c73c on 2026-11-22 (torch 2.13.0): twelve images through an autoencoder
+with random weights, eight steps of a tiny model of which the checkpoint of step 4 is kept, and four samples from that.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.sample import SampleConfig, sample_run
+from scripts.verify_latents import VerifyConfig, verify
+from train import train
+from training.config import ROOT, compose
+
+ASSETS = ROOT / "tests" / "assets" / "version1"
+WORDS = """data=resident model=mamba_xs model.dim=8 model.depth=2 model.head_dim=8 model.mixer.state_dim=8
+runtime=fast runtime.precision=fp32 deterministic=true total_samples=64 batch_size=8 log_every=3 eval_every=4
+sample_every=0 save_every=4 schedule.warmup_samples=16 guards.spike_sigmas=6.0 guards.spike_window=8""".split()
+
+
+@pytest.fixture
+def version1(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ASSETS, tmp_path / "version1"))
+
+
+def test_its_run_resumes_and_ends_as_it_did(version1, capsys):
+    train(compose([*WORDS, f"run_dir={version1 / 'run'}", f"data.path={version1 / 'set'}"]))
+    assert "step-4 at step 4\n" in capsys.readouterr().out  # and nothing has changed since
+    files = version1 / "run" / "metrics.jsonl", ASSETS / "expected_metrics.jsonl"
+    lines, expected = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    assert [line["step"] for line in lines] == [3, 4, 6, 8]
+    for line, then in zip(lines, expected, strict=True):
+        for name in ("samples", "loss", "grad_norm", "lr", "skipped", "eval_loss"):
+            assert (name in line) == (name in then)
+            assert line.get(name, 0.0) == pytest.approx(then.get(name, 0.0), rel=1e-5), name
+
+
+def test_its_weights_sample_as_they_did(version1, tmp_path):
+    given = {"count": 4, "steps": 4, "guidance": 1.5, "solver": "heun", "shift": 1.0, "device": "cpu"}
+    for source in ({"run_dir": str(version1 / "run")}, {"weights": str(next(version1.rglob("ema.safetensors")))}):
+        _, npz = sample_run(SampleConfig(**source, **given, encoder=str(version1 / "vae"), out=str(tmp_path / "out")))
+        found, expected = np.load(npz), np.load(ASSETS / "expected_samples.npz")
+        assert found["labels"].tolist() == expected["labels"].tolist()
+        assert np.abs(found["arr_0"].astype(int) - expected["arr_0"]).max() <= 1
+
+
+def test_its_latents_verify(version1):
+    assert verify(VerifyConfig(path=str(version1 / "set"), count=0)) == []
