@@ -14,7 +14,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from training.config import Composed, composed_by_hydra, one_sentence, run_app
+from training.config.compose import Composed, composed_by_hydra, one_sentence
+from training.process.exit import run_app
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help nobody
 
@@ -28,14 +29,14 @@ def precompute(composed: Composed) -> Path:
     import torch  # here, so that --help stays quick
 
     from accel.stack import AccelerationStack
-    from data.images import list_images
+    from encoding.encoder import PSNR_IMAGES, Encoder, EncodeStep, estimate, first_images, measure_psnr
+    from encoding.images import list_images
+    from encoding.job import claim, job_description, locked, plan_shards, write_manifest
     from models.autoencoders import Autoencoder
-    from training.build import build
-    from training.encoding import PSNR_IMAGES, Encoder, EncodeStep, estimate, first_images, measure_psnr
+    from training.assemble import runtime_values
+    from training.config.build import build
     from training.environment import pick_device
-    from training.precompute import claim, job_description, locked, plan_shards, write_manifest
-    from training.ranks import Ranks
-    from training.setup import runtime_values
+    from training.process.ranks import Ranks
 
     # 1. What is encoded, with what, and where to.
     cfg = composed.cfg

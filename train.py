@@ -13,22 +13,15 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from training.config import Composed, composed_by_hydra, one_sentence, run_app
+from training.config.compose import Composed, composed_by_hydra, one_sentence
+from training.process.exit import run_app
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is ours; its messages help nobody
 
 
 def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
-    from training.build import build  # torch comes in with what follows, so that --help stays quick
-    from training.evaluate import evaluate, sample_grid
-    from training.guards import failures_explained, stop_if_hopeless
-    from training.loggers import SafeLogger
-    from training.pretrained import build_autoencoder, build_model
-    from training.progress import Progress
-    from training.report import log_line, summary_table
-    from training.run import Run
-    from training.setup import (
+    from training.assemble import (
         build_loader,
         build_optimizer,
         build_stack,
@@ -36,7 +29,15 @@ def train(composed: Composed) -> dict[str, Any]:
         identity,
         restore,
     )
-    from training.stop import StopRequest
+    from training.config.build import build  # torch comes in with what follows, so that --help stays quick
+    from training.evaluate import evaluate, sample_grid
+    from training.guards import failures_explained, stop_if_hopeless
+    from training.pretrained import build_autoencoder, build_model
+    from training.process.loggers import SafeLogger
+    from training.process.progress import Progress
+    from training.process.stop import StopRequest
+    from training.report import log_line, summary_table
+    from training.run import Run
 
     # 1. Where we run.
     cfg = composed.cfg

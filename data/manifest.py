@@ -42,7 +42,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known about a latent set. See `write_manifest` in training/precompute.py for where it comes from."""
+    """All that is known about a latent set. See `write_manifest` in encoding/job.py for where it comes from."""
 
     channels: int
     height: int

@@ -10,7 +10,7 @@ import torch
 
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
-from training.schema import ParallelMode, RuntimeConfig
+from training.config.schema import ParallelMode, RuntimeConfig
 
 
 class Capability(NamedTuple):

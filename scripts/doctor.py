@@ -54,6 +54,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "planned": planned(device),
     }
     if measure:
+        from scripts.bench.timing import rates
+
         found["rates"] = rates(device)
     return found
 
@@ -115,40 +117,6 @@ def planned(device: Any) -> list[dict[str, Any]]:
         {"name": name, "hardware": capability is not None and test(capability), "needs": needs}
         for name, test, needs in wanted
     ]
-
-
-def rates(device: Any) -> dict[str, float]:
-    """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large copy."""
-    import torch
-
-    from scripts.bench.timing import Spread, seconds
-    from scripts.capabilities import capabilities
-
-    cuda = device.type == "cuda"
-    n = 8192 if cuda else 1024
-    can = {c.value for c in capabilities(device) if c.key == "precision" and c.reason is None}
-    kinds = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if "bf16" in can else {})
-    kinds |= {"fp16": torch.float16} if "fp16" in can else {}
-    found: dict[str, float] = {}
-
-    def median(run: Callable[[], object]) -> float:
-        run()
-        return Spread.of([seconds(run, device) for _ in range(10)]).median
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    for name, dtype in kinds.items():
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-        found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
-        if name == "fp32" and cuda:
-            torch.set_float32_matmul_precision("high")
-            found["tf32_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
-            torch.set_float32_matmul_precision("highest")
-    torch.set_float32_matmul_precision(before)
-    source = torch.randn(2**28 if cuda else 2**24, device=device)
-    target = torch.empty_like(source)
-    found["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9
-    return found
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.config import CONF, from_words, from_yaml, one_sentence
+from training.config.compose import CONF, from_words, from_yaml, one_sentence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from data.foreign import Foreign
     from data.manifest import Manifest
+    from encoding.foreign import Foreign
     from models.autoencoders import Autoencoder
 
 MOST_SHARDS = 256
@@ -84,9 +84,9 @@ def checked(cfg: ImportConfig) -> ImportConfig:
 
 def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the manifest's path."""
-    from data.foreign import open_foreign
+    from encoding.foreign import open_foreign
     from models.autoencoders import Autoencoder
-    from training.build import build
+    from training.config.build import build
     from training.environment import pick_device
 
     assert cfg.source is not None
@@ -183,7 +183,7 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
     import torch
 
     from data.manifest import Manifest
-    from data.statistics import ChannelSums, channel_statistics
+    from encoding.statistics import ChannelSums, channel_statistics
     from training.environment import describe_environment
 
     held_out = round(cfg.held_out * foreign.count)

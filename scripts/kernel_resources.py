@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from data.manifest import write_atomically
 from scripts.bench.report import table
-from training.config import from_words, one_sentence
+from training.config.compose import from_words, one_sentence
 
 ARCHITECTURES = (80, 86, 89, 90, 100)
 NO_GATE = {"Z": None, "NORM": None, "H": None, "EPS": 0.0}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from math import ceil, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from training.config import compose, from_words, one_sentence
+from training.config.compose import compose, from_words, one_sentence
 
 if TYPE_CHECKING:
     from models.denoiser import Denoiser
@@ -138,8 +138,8 @@ def described(words: list[str]) -> Model:
     """Counts the model's parameters and FLOPs, and measures on one sample what a block keeps for backward."""
     import torch
 
+    from training.assemble import build_loader
     from training.pretrained import build_model, without_memory
-    from training.setup import build_loader
 
     cfg = compose(words).cfg
     device = torch.device("cpu")

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.config import from_words, one_sentence
+from training.config.compose import from_words, one_sentence
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def sample_run(cfg: SampleConfig) -> tuple[Path, Path]:
     from accel.kernels.counter_noise import Purpose, counter_normal
     from models.images import to_uint8, write_grid
     from models.sampler import guided_velocity, sample
+    from training.checkpoint.find import weights_file
     from training.environment import pick_device
     from training.pretrained import build_autoencoder, load_pretrained
-    from training.verified import weights_file
 
     device = pick_device(cfg.device)
     file = weights_file(cfg.weights, "weights") if cfg.weights else weights_file(str(cfg.run_dir), "run_dir")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.config import from_words, one_sentence
+from training.config.compose import from_words, one_sentence
 
 if TYPE_CHECKING:
     from data.blocks import BlockReader
@@ -69,7 +69,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     """Every block of a split: hash, counts, finite values, labels; then the statistics of what is left."""
     from data.blocks import BlockReader, DamagedBlockError
-    from data.statistics import ChannelSums, channel_statistics
+    from encoding.statistics import ChannelSums, channel_statistics
 
     blocks, problems, sums = BlockReader(source, manifest, split), [], ChannelSums()
     for number, place in enumerate(blocks.places):
@@ -158,10 +158,10 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` is not what was encoded."""
     import torch
 
-    from data.images import decode_image, list_images, read_image
-    from training.encoding import to_input
-    from training.precompute import plan_shards
-    from training.schema import PrecomputeConfig
+    from encoding.encoder import to_input
+    from encoding.images import decode_image, list_images, read_image
+    from encoding.job import plan_shards
+    from training.config.schema import PrecomputeConfig
 
     images = list_images(str(cfg.source))
     if manifest.resolution is None or images.sha256() != manifest.source_sha256:

@@ -14,7 +14,7 @@ import torch
 from precompute_latents import precompute
 from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
-from training.config import ROOT, compose
+from training.config.compose import ROOT, compose
 
 TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
 """Any model family, shrunk."""

@@ -8,12 +8,12 @@ from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Technique
 from data.digits import DigitLatents
 from tests.test_models import tiny, woken
+from training.assemble import runtime_values
+from training.config.schema import RuntimeConfig
 from training.ema import EMA
 from training.objective import FlowMatching
 from training.optim import parameter_groups
 from training.schedule import Schedule
-from training.schema import RuntimeConfig
-from training.setup import runtime_values
 from training.step import TrainStep
 
 CPU = torch.device("cpu")

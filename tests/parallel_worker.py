@@ -16,8 +16,8 @@ import torch
 from accel.compile_blocks import CompileBlocks
 from tests.conftest import TINY_RUN
 from train import train
-from training.config import compose, one_sentence
-from training.leaving import leaving
+from training.config.compose import compose, one_sentence
+from training.process.exit import exiting
 from training.step import TrainStep
 
 CompileBlocks.backend = "aot_eager"
@@ -49,7 +49,7 @@ def main() -> None:
         kind, rank, step = fault.split(":")
         if os.environ.get("RANK") == rank:
             faulty(kind, int(step))
-    with leaving(), one_sentence():
+    with exiting(), one_sentence():
         train(compose([*TINY_RUN, *sys.argv[1:]]))
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.images import decode_image
+from encoding.images import decode_image
 from models.autoencoders import WEIGHTS, DiffusersAutoencoder, PixelAutoencoder
 from models.images import psnr
 from tests.helpers import TINY, save_tiny_autoencoder

@@ -23,7 +23,7 @@ from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
 from scripts.bench.timing import Spread, interleaved, times_as_fast
 from scripts.bench.workload import Workload, attempt
-from training.config import ROOT, compose
+from training.config.compose import ROOT, compose
 
 CPU = torch.device("cpu")
 TINY = [*SETTINGS["tiny"], "runtime.device=cpu", "schedule.kind=constant", "schedule.warmup_samples=0"]

@@ -9,7 +9,7 @@ import pytest
 from accel.compile_blocks import CompileBlocks
 from tests.conftest import TINY_MODEL
 from tests.helpers import pairwise, random_samples, save_latent_set
-from training.config import CONF
+from training.config.compose import CONF
 
 
 def choices(group: str) -> list[str]:

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.build import build, resolve_target
-from training.config import CONF, FOREIGN, ROOT, compose, redacted
-from training.schema import PrecomputeConfig, TrainConfig
+from training.config.build import build, resolve_target
+from training.config.compose import CONF, FOREIGN, ROOT, compose
+from training.config.schema import PrecomputeConfig, TrainConfig
+from training.config.secrets import redacted
 
 
 def command(*words: str, program: str = "train.py", **environment: str) -> subprocess.CompletedProcess:
@@ -137,7 +138,7 @@ def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, cap
     import torch
 
     from train import train
-    from training.config import one_sentence
+    from training.config.compose import one_sentence
 
     if words == "runtime.device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -176,7 +177,7 @@ def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
 )
 def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monkeypatch):
     from train import train
-    from training.config import one_sentence
+    from training.config.compose import one_sentence
 
     file = CONF / "experiment" / "typo_for_a_test.yaml"
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -212,7 +213,7 @@ def test_our_spellings_in_that_table_are_real():
 def test_a_component_may_be_any_class_of_ours_and_no_function():
     assert resolve_target("models.denoiser.Denoiser", "model").__name__ == "Denoiser"
     assert resolve_target("torch.optim.AdamW", "optim").__name__ == "AdamW"
-    for target in ("training.setup.build_model", "data.digits.torch", "models.block.F.linear", "accel", "os.system"):
+    for target in ("training.assemble.build_model", "data.digits.torch", "models.block.F.linear", "accel", "os.system"):
         with pytest.raises(ValueError, match="not allowed"):
             resolve_target(target, "model")
 
@@ -277,7 +278,7 @@ def test_configuration_files_are_found_from_another_folder(tmp_path: Path):
 
 
 def test_an_error_that_is_not_the_users_keeps_its_traceback():
-    from training.config import one_sentence
+    from training.config.compose import one_sentence
 
     with pytest.raises(ValueError, match="negative dimension"), one_sentence():
         np.zeros(-1)

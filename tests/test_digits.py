@@ -7,7 +7,7 @@ import pytest
 
 from scripts.sample import SampleConfig, sample_run
 from train import train
-from training.config import compose
+from training.config.compose import compose
 
 
 def recognised(npz) -> float:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from training.config import ROOT
+from training.config.compose import ROOT
 
-PACKAGES = ("accel", "data", "models", "training", "scripts")
+PACKAGES = ("accel", "data", "models", "training", "encoding", "scripts")
 CODE = [ROOT / "train.py", ROOT / "precompute_latents.py"]
 CODE += sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 NAMED = pytest.mark.parametrize("file", CODE, ids=[file.relative_to(ROOT).as_posix() for file in CODE])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.images import decode_image, list_images
+from encoding.images import decode_image, list_images
 
 
 def encoded(image: Image.Image, **settings: object) -> bytes:

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from scripts.kernel_resources import ARCHITECTURES, cases, measure
-from training.config import ROOT
+from training.config.compose import ROOT
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":

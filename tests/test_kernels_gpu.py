@@ -19,7 +19,7 @@ from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
 from scripts.bench.peers import ssd_by_mamba
-from training.config import ROOT
+from training.config.compose import ROOT
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-4}

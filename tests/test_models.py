@@ -14,8 +14,8 @@ from models.mixers.attention import Attention, axial_rotations, rotate
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 from models.mixers.convolution import Convolution
 from models.mixers.zigzag_ssd import PATHS, ZigzagSSD, zigzag_path
-from training.build import build
-from training.config import CONF, compose
+from training.config.build import build
+from training.config.compose import CONF, compose
 
 SPEC = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
 # Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and every comparison.

@@ -18,9 +18,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.helpers import pairwise
-from training.config import ROOT, compose
+from training.config.compose import ROOT, compose
 from training.evaluate import dealt
-from training.ranks import Ranks
+from training.process.ranks import Ranks
 from training.run import refuse_contradictions
 
 WORDS = [
@@ -107,7 +107,7 @@ PAIRS = """
 import os, sys, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from training import leaving
+from training.process import exit
 torch.set_num_threads(1)
 def one(file, rank):
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
@@ -121,8 +121,8 @@ for _ in range(8):
     file, children = tempfile.mktemp(), []
     for rank in range(2):
         if not (child := os.fork()):
-            leaving.group_joined = True  # as Ranks.connect says it
-            with leaving.leaving():
+            exit.group_joined = True  # as Ranks.connect says it
+            with exit.exiting():
                 one(file, rank)
         children.append(child)
     print(*(os.waitpid(child, 0)[1] for child in children))
@@ -131,7 +131,7 @@ for _ in range(8):
 
 @pytest.mark.fault("threads of a process group at the end of a process", "exit code 0")
 def test_a_process_ends_well_while_threads_of_its_group_still_want_the_interpreter():
-    """Of such pairs, two in five had a process aborted at its end before there was `leaving`."""
+    """Of such pairs, two in five had a process aborted at its end before there was `exiting`."""
     done = subprocess.run([sys.executable, "-c", PAIRS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["0"] * 16, done.stderr[-3000:]
 

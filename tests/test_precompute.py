@@ -21,15 +21,15 @@ from PIL import Image
 from torch import Tensor
 
 from accel.compile_blocks import CompileBlocks
-from data.images import DecodedImages, collate, decode_image, list_images
 from data.in_memory import InMemoryLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
+from encoding.images import DecodedImages, collate, decode_image, list_images
 from models.autoencoders import WEIGHTS, DiffusersAutoencoder
 from models.images import psnr
 from precompute_latents import precompute
 from tests.helpers import CPU, Job
-from training.config import compose
+from training.config.compose import compose
 
 
 def load_set(folder: Path, **settings: Any) -> InMemoryLatents:

@@ -20,12 +20,12 @@ from PIL import Image
 from data import images
 from data.manifest import read_manifest
 from data.shards import ShardWriter
+from encoding.encoder import Encoder
+from encoding.job import Plan
 from tests.helpers import TINY_JOB, Job
 from tests.test_precompute import all_of, contents, load_set, matches
-from training.config import ROOT
-from training.encoding import Encoder
-from training.precompute import Plan
-from training.ranks import Ranks
+from training.config.compose import ROOT
+from training.process.ranks import Ranks
 
 MANY = ["shard_size=1", "batch_size=1", "block_size=1"]
 
@@ -131,7 +131,7 @@ def test_twenty_kills_change_nothing(vae: Path, many_photos: Path, tmp_path: Pat
     assert whole_files(contents(tmp_path / "killed")) == expected
 
 
-HOLD = "import sys, training.precompute as p; from pathlib import Path; held = p.locked(Path(sys.argv[1])); input()"
+HOLD = "import sys, encoding.job as p; from pathlib import Path; held = p.locked(Path(sys.argv[1])); input()"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from scripts.plan import main as plan
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
 from train import train
-from training.config import ROOT, compose, from_words
+from training.config.compose import ROOT, compose, from_words
 
 SMALL_TRAINING = [
     "batch_size=8",

@@ -17,9 +17,9 @@ import torch
 from tests.conftest import TINY_RUN
 from tests.helpers import random_samples, save_latent_set
 from train import train
-from training.config import ROOT, compose
-from training.staging import assembled, flat
-from training.verified import complete, damage, description
+from training.checkpoint.find import complete, damage, description
+from training.checkpoint.parts import assembled, flat
+from training.config.compose import ROOT, compose
 
 STEPS = 24
 WORDS = [

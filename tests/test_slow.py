@@ -12,7 +12,7 @@ from tests.conftest import TINY_MODEL
 from tests.test_combinations import DATA, FAMILIES, choices
 from tests.test_digits import recognised
 from train import train
-from training.config import compose
+from training.config.compose import compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -21,13 +21,13 @@ from scripts.sample import SampleConfig, sample_run
 from tests.harness import assemble
 from tests.test_models import tiny, woken
 from train import train
-from training.config import compose
+from training.config.compose import compose
 from training.ema import EMA
 from training.evaluate import evaluate
-from training.loggers import NoLogger, SafeLogger, WandbLogger
 from training.metrics import Meter
 from training.objective import FlowMatching
 from training.peak_flops import peak_flops
+from training.process.loggers import NoLogger, SafeLogger, WandbLogger
 from training.schedule import Schedule
 from training.state import TrainState
 

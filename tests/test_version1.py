@@ -16,12 +16,15 @@ import pytest
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
 from train import train
-from training.config import ROOT, compose
+from training.config.compose import ROOT, compose
 
 ASSETS = ROOT / "tests" / "assets" / "version1"
-WORDS = """data=resident model=mamba_xs model.dim=8 model.depth=2 model.head_dim=8 model.mixer.state_dim=8
-runtime=fast runtime.precision=fp32 deterministic=true total_samples=64 batch_size=8 log_every=3 eval_every=4
-sample_every=0 save_every=4 schedule.warmup_samples=16 guards.spike_sigmas=6.0 guards.spike_window=8""".split()
+WORDS = [
+    *("data=resident", "model=mamba_xs", "model.dim=8", "model.depth=2", "model.head_dim=8", "model.mixer.state_dim=8"),
+    *("runtime=fast", "runtime.precision=fp32", "deterministic=true", "total_samples=64", "batch_size=8"),
+    *("log_every=3", "eval_every=4", "save_every=4", "sample_every=0", "schedule.warmup_samples=16"),
+    *("guards.spike_sigmas=6.0", "guards.spike_window=8"),
+]
 
 
 @pytest.fixture

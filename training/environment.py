@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from training.config import ROOT, redact_words
+from training.config.compose import ROOT
+from training.config.secrets import redact_words
 
 PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
 

@@ -14,8 +14,8 @@ from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
 from models.sampler import guided_velocity, sample
-from training.ranks import Ranks
-from training.schema import SamplingConfig
+from training.config.schema import SamplingConfig
+from training.process.ranks import Ranks
 from training.state import TrainState
 from training.step import TrainStep
 

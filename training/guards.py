@@ -18,11 +18,11 @@ from torch import Tensor
 from accel.parallel import local, whole
 from data.loader import Batch
 from data.manifest import write_atomically
-from training.ranks import Ranks
-from training.schema import TrainConfig
+from training.checkpoint.find import goes_on
+from training.config.schema import TrainConfig
+from training.process.ranks import Ranks
 from training.state import TrainState
 from training.step import TrainStep
-from training.verified import goes_on
 
 
 def stop_if_hopeless(

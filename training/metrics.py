@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.ranks import SINGLE, Ranks
+from training.process.ranks import SINGLE, Ranks
 from training.step import StepOutput
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
-from training.build import build
+from training.config.build import build
 
 KEY = "fastlatent"
 """Of the header's metadata."""

@@ -15,16 +15,16 @@ import torch
 
 from accel.ledger import Ledger
 from data.manifest import write_atomically
-from training import lock
-from training.checkpoint import Checkpoints
-from training.config import Composed, as_yaml
+from training.checkpoint.find import complete
+from training.checkpoint.save import Checkpoints
+from training.config.compose import Composed, as_yaml
+from training.config.schema import TrainConfig
 from training.environment import describe_environment, pick_device
-from training.loggers import SafeLogger
-from training.ranks import Ranks
-from training.schema import TrainConfig
+from training.process import lock
+from training.process.loggers import SafeLogger
+from training.process.ranks import Ranks
+from training.process.stop import EXIT_CODE
 from training.state import TrainState
-from training.stop import EXIT_CODE
-from training.verified import complete
 
 
 class Run:

@@ -7,7 +7,7 @@ import os
 import sys
 
 import scripts.bench
-from training.config import one_sentence
+from training.config.compose import one_sentence
 
 COMMANDS = (
     *("ladder", "techniques", "kernels", "mixers", "data", "step", "trace"),

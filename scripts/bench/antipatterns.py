@@ -18,7 +18,7 @@ from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, fresh_compiler, interleaved, seconds, times_as_fast
 from scripts.bench.workload import Workload
-from training.config import compose
+from training.config.compose import compose
 from training.environment import pick_device
 
 

@@ -19,10 +19,10 @@ from scripts.bench.naive import PREFETCHED, ItemsInMemory, StreamOrder
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.step import phases_of
-from scripts.bench.timing import fresh_compiler, interleaved, times_as_fast
+from scripts.bench.timing import fresh_compiler, interleaved, rates, times_as_fast
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
-from training.config import compose
+from training.config.compose import compose
 from training.environment import pick_device
 
 
@@ -71,8 +71,6 @@ def resident_over_dataloader(bench: Bench) -> float:
 
 
 def bf16_over_fp32_products(bench: Bench) -> float:
-    from scripts.doctor import rates
-
     found = rates(bench.device)
     return found["bf16_product_tflops"] / found["fp32_product_tflops"]
 

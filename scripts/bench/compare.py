@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.report import table
-from training.config import from_yaml
+from training.config.compose import from_yaml
 
 FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
 PLACES = ("run_dir", "checkpoint", "sample_grid")

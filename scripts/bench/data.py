@@ -26,8 +26,8 @@ import torch
 from data.manifest import Manifest
 from data.resident import ResidentLatents
 from data.shards import ShardWriter
-from data.statistics import ChannelSums, channel_statistics
 from data.streamed import StreamedLatents
+from encoding.statistics import ChannelSums, channel_statistics
 from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise
@@ -222,12 +222,12 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     from PIL import Image
 
     from accel.precision import Precision
-    from data.images import list_images
+    from encoding.encoder import Encoder, EncodeStep
+    from encoding.images import list_images
+    from encoding.job import plan_shards
     from models.autoencoders import DiffusersAutoencoder
     from scripts.bench.antipatterns import random_autoencoder
-    from training.encoding import Encoder, EncodeStep
-    from training.precompute import plan_shards
-    from training.schema import PrecomputeConfig
+    from training.config.schema import PrecomputeConfig
 
     draw = np.random.default_rng(0)
     (folder / "images" / "one").mkdir(parents=True)

@@ -15,7 +15,7 @@ from scripts.bench.report import gib, table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
-from training.config import CONF
+from training.config.compose import CONF
 from training.environment import pick_device
 
 ATTENTION = "dit"

@@ -21,11 +21,11 @@ from data.in_memory import InMemoryLatents
 from data.loader import Batch
 from data.order import EpochOrder
 from scripts.bench.timing import MemoryPeak
-from training.build import build
-from training.config import compose
+from training.assemble import build_loader, build_stack
+from training.config.build import build
+from training.config.compose import compose
 from training.environment import pick_device
 from training.pretrained import build_model
-from training.setup import build_loader, build_stack
 
 PREFETCHED = 2
 """Batches that a worker of PyTorch's DataLoader makes ahead."""

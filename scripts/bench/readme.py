@@ -14,7 +14,7 @@ from typing import Any
 
 from accel.stack import TECHNIQUES
 from scripts.bench.report import put_between
-from training.config import ROOT
+from training.config.compose import ROOT
 
 START, END = "<!-- techniques: made by `python -m scripts.bench readme` -->\n", "<!-- end of techniques -->"
 WHAT = {

@@ -19,9 +19,9 @@ from scripts.bench.report import table, write_result
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise, times_as_fast
 from scripts.bench.workload import Workload
-from training.checkpoint import Checkpoints
-from training.setup import identity
-from training.verified import complete
+from training.assemble import identity
+from training.checkpoint.find import complete
+from training.checkpoint.save import Checkpoints
 
 WAYS = {"no save": None, "background": True, "foreground": False}
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from training.config import from_words
+from training.config.compose import from_words
 
 LATENTS = ["data=synthetic", "data.channels=4", "data.height=32", "data.width=32", "data.count=50000"]
 SETTINGS = {

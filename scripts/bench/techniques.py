@@ -22,9 +22,9 @@ from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
 from scripts.capabilities import capabilities
-from training.config import compose
+from training.config.compose import compose
+from training.config.schema import RuntimeConfig
 from training.environment import pick_device
-from training.schema import RuntimeConfig
 
 WAYS = {
     "gradient_checkpointing": [

@@ -12,11 +12,11 @@ import torch
 from accel.ledger import Ledger
 from accel.technique import first_line
 from scripts.bench.timing import MemoryPeak, interleaved
-from training.build import build
-from training.config import compose
+from training.assemble import build_loader, build_optimizer, build_stack, build_step
+from training.config.build import build
+from training.config.compose import compose
 from training.environment import pick_device
 from training.pretrained import build_model
-from training.setup import build_loader, build_optimizer, build_stack, build_step
 
 
 class Runnable(Protocol):

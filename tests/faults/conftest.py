@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.faults.zygote import Attempt
-from training.config import ROOT
-from training.ranks import Ranks
-from training.staging import assembled, flat
-from training.verified import complete, damage, description
+from training.checkpoint.find import complete, damage, description
+from training.checkpoint.parts import assembled, flat
+from training.config.compose import ROOT
+from training.process.ranks import Ranks
 
 WORDS = [
     *("runtime=eager", "deterministic=true", "total_samples=96", "batch_size=8", "log_every=3", "eval_every=4"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts.bench.report import put_between
-from training.config import ROOT
+from training.config.compose import ROOT
 from training.environment import cpu_name
 
 PAGE = ROOT / "docs" / "reliability.md"

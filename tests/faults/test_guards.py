@@ -16,13 +16,13 @@ import torch
 from data.digits import DigitLatents
 from tests.conftest import TINY_RUN
 from train import train
-from training import loggers
-from training.config import compose, one_sentence
+from training.checkpoint.find import complete
+from training.checkpoint.parts import flat
+from training.config.compose import compose, one_sentence
+from training.process import loggers
 from training.spikes import SpikeGuard
-from training.staging import flat
 from training.state import TrainState
 from training.step import TrainStep
-from training.verified import complete
 
 Run = Callable[..., dict]
 LONG = ["total_samples=160", "runtime=eager", "log_every=1", "save_every=5"]
@@ -228,8 +228,8 @@ class Wandb(types.ModuleType):
 def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("training.loggers.FINISH_SECONDS", 0.5)
-    monkeypatch.setattr("training.loggers.hanging", False)
+    monkeypatch.setattr("training.process.loggers.FINISH_SECONDS", 0.5)
+    monkeypatch.setattr("training.process.loggers.finish_timed_out", False)
     words = {"start": "cannot be reached", "hangs at the end": "did not finish"}
     with pytest.warns(UserWarning, match=words.get(down, "broken pipe")):
         summary = run(*LONG, "logger=wandb")
@@ -237,7 +237,7 @@ def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert len(fake.logged) == (10 if down == "middle" else 20)
-    assert loggers.hanging == (down == "hangs at the end")
+    assert loggers.finish_timed_out == (down == "hangs at the end")
 
 
 @pytest.mark.slow

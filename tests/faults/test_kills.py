@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.conftest import Start, nothing_unverified, outcome, said, tidy
 from tests.helpers import random_samples, save_latent_set
-from training.verified import complete
+from training.checkpoint.find import complete
 
 MODES = {1: [], 2: ["runtime.parallel.mode=fsdp", "runtime.fused_adamw=true", "runtime.parallel.timeout_minutes=1"]}
 LONGER = ["total_samples=240"]

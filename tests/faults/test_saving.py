@@ -20,10 +20,10 @@ from data.shards import file_sha256
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import WORDS, Start, outcome, said
 from train import train
-from training.checkpoint import Checkpoints
-from training.config import ROOT, compose
-from training.tensor_file import DTYPES, write_tensors
-from training.verified import complete, damage
+from training.checkpoint.find import complete, damage
+from training.checkpoint.save import Checkpoints
+from training.checkpoint.tensor_file import DTYPES, write_tensors
+from training.config.compose import ROOT, compose
 
 FILES = ["model.safetensors", "ema.safetensors", "rank-0-of-1.safetensors", "state.json", "manifest.json"]
 
@@ -121,7 +121,7 @@ def test_room_is_looked_for_first(small_disk: Path, whole: Callable[..., Path]):
 def test_a_disk_that_fills_up_in_a_save(
     background: bool, small_disk: Path, whole: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("training.checkpoint.MARGIN", 0.0)  # somebody else takes the room that was there
+    monkeypatch.setattr("training.checkpoint.save.MARGIN", 0.0)  # somebody else takes the room that was there
     size = sum(f.stat().st_size for f in complete(whole() / "checkpoints")[-1].iterdir())
     stages = [0.0, 0.5, 0.9]
     for number, share in enumerate(stages):
@@ -147,7 +147,7 @@ def test_the_last_files_of_a_save(name: str, newest: int, tmp_path: Path, monkey
             raise OSError(errno.ENOSPC, "No space left on device", str(file))
         write_atomically(file, text)
 
-    monkeypatch.setattr("training.checkpoint.write_atomically", full)
+    monkeypatch.setattr("training.checkpoint.save.write_atomically", full)
     with pytest.raises(ValueError, match=rf"step-4 cannot be saved \(No space.*goes on from step-{newest}\."):
         started(tmp_path / "run")
     assert damage(tmp_path / "run" / "checkpoints" / f"step-{newest}") is None
@@ -183,7 +183,9 @@ def test_a_read_only_folder(small_disk: Path):
 def test_two_runs_in_one_folder(whole: Callable[..., Path], tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(whole(), folder)
-    hold = "import sys; from pathlib import Path; from training import lock; h = lock.held(Path(sys.argv[1]), ''); "
+    hold = (
+        "import sys; from pathlib import Path; from training.process.lock import held; h = held(Path(sys.argv[1]), '');"
+    )
     command = [sys.executable, "-c", hold + "print('held', flush=True); input()", str(folder)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -255,7 +257,7 @@ def test_trouble_with_older_ones_is_a_warning(
     (folder / "step-2" / "state.json").write_text("{")
     (folder / "step-4" / "state.json").unlink()
     checkpoints = Checkpoints(folder, keep=2)
-    monkeypatch.setattr("training.checkpoint.remove", lambda old: old.rename(folder / "step-6"))
+    monkeypatch.setattr("training.checkpoint.save.remove", lambda old: old.rename(folder / "step-6"))
     checkpoints.remove_old(folder / "step-6")
     assert "older checkpoints are not removed" in capsys.readouterr().out
     monkeypatch.undo()
@@ -274,7 +276,7 @@ def test_a_bad_sector(whole: Callable[..., Path], tmp_path: Path, monkeypatch: p
             raise OSError(errno.EIO, "Input/output error", str(file))
         return file_sha256(file)
 
-    monkeypatch.setattr("training.verified.file_sha256", read)
+    monkeypatch.setattr("training.checkpoint.find.file_sha256", read)
     with pytest.warns(UserWarning, match="Input/output error"):
         assert Checkpoints(folder).newest_verified() == before
     assert (folder / "latest").read_text() == f"{before.name}\n"

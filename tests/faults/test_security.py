@@ -19,17 +19,18 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from data.images import list_images
 from data.loader import LatentSpec
+from encoding.images import list_images
 from scripts.sample import SampleConfig, sample_run
 from tests.conftest import TINY_RUN
 from train import train
-from training.build import build
-from training.checkpoint import load
-from training.config import CONF, ROOT, compose, one_sentence, redact_words, scrubbed
+from training.checkpoint.find import complete, weights_file
+from training.checkpoint.save import load
+from training.config.build import build
+from training.config.compose import CONF, ROOT, compose, one_sentence
+from training.config.secrets import redact_words, scrubbed
 from training.pretrained import KEY, build_autoencoder, load_pretrained
 from training.run import default_folder
-from training.verified import complete, weights_file
 
 
 class Evil:
@@ -57,7 +58,7 @@ TARGETS = [
     "models.denoiser.inspect.os.system",
     "training.run.subprocess.run",
     "data.source.os.system",
-    "training.config.one_sentence",
+    "training.config.compose.one_sentence",
     "logging.os.system",
     "models",
     "",
@@ -102,7 +103,7 @@ def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path
     [
         {"_target_": "os.system", "path": "x"},
         {"_target_": "data.resident.ResidentLatents", "path": "http://127.0.0.1:9"},
-        {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": {"_target_": "training.lock.Held"}},
+        {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": {"_target_": "training.process.lock.Held"}},
         {"_target_": "models.denoiser.Denoiser"},
         {},
     ],
@@ -253,7 +254,8 @@ def test_sampling_needs_nothing_but_the_weights(whole: Callable[..., Path], tmp_
     program = (
         "import sys; from scripts.sample import *; "
         f"sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, out={str(tmp_path / 'samples')!r})); "
-        "print([m for m in ('training.step', 'training.state', 'training.checkpoint', 'train') if m in sys.modules])"
+        "unwanted = 'training.step', 'training.state', 'training.checkpoint.save', 'train'; "
+        "print([name for name in unwanted if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr

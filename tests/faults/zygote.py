@@ -62,7 +62,7 @@ def child(attempt: Attempt, rank: int, port: int) -> None:
     """A training process; never returns."""
     from tests.conftest import TINY_RUN
     from train import train
-    from training.config import compose, one_sentence
+    from training.config.compose import compose, one_sentence
 
     log = os.open(f"{attempt.folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
@@ -126,11 +126,6 @@ def main() -> None:
     import torch.profiler
 
     import train  # noqa: F401  # all of these so that no child has to
-    import training.checkpoint
-    import training.evaluate
-    import training.guards
-    import training.run
-    import training.setup  # noqa: F401  # the same
 
     torch.set_num_threads(1)
     print("ready", flush=True)

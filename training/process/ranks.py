@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.technique import first_line
-from training import leaving
+from training.process import exit
 
 LONGEST_WAIT = timedelta(days=7)
 """For ranks that encode at different speed."""
@@ -87,7 +87,7 @@ class Ranks:
         """Joins the process group; of one process only if `even_alone`. ValueError if the others cannot be reached."""
         if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
-        leaving.group_joined = True
+        exit.group_joined = True
         os.environ.update(variables)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         how: dict[str, Any] = {"backend": backend, "timeout": timeout}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.ranks import Ranks
+from training.process.ranks import Ranks
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 """The last is what Slurm can be told to send some time before the end (`--signal=USR1@120`)."""

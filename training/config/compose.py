@@ -1,7 +1,7 @@
 """Composing the configuration, and one clear sentence for every way to get it wrong.
 
-The spine is typed by `training/schema.py`. Components (model, data, objective, optim, logger, encoder) are plain yaml
-with a `_target_`, checked by `training/build.py` against the target's own signature.
+The spine is typed by `schema.py`. Components (model, data, objective, optim, logger, encoder) are plain yaml with a
+`_target_`, checked by `build.py` against the target's own signature.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -25,21 +25,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.leaving import leaving
-from training.schema import PrecomputeConfig, TrainConfig
+from training.config.schema import PrecomputeConfig, TrainConfig
+from training.config.secrets import redact_words, redacted, scrubbed
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-SECRET = re.compile(
-    r"(^|[._-])(api_?key|key|token|secret|password|passwd|credentials?|authorization|signature|sig)($|[._-])",
-    re.IGNORECASE,
-)
-"""Names whose values are never written down, in keys and in the queries of addresses."""
-IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-WORD = re.compile(r"((?:^|[?&\s])([\w.-]+)=)[^&\s]+")
-ENTRY = re.compile(r"([{,\[]\s*([\w.-]+):\s?)[^,{}\[\]]+")
-
-
 FOREIGN = {
     "training.loader": "data=resident (or digits, synthetic): the data group chooses the loader",
     "data.use_latent": "data=resident data.path=<folder>: latents are made once by precompute_latents.py",
@@ -169,33 +159,6 @@ def refuse_foreign(overrides: list[str]) -> None:
             raise ValueError(f"{key}={value} is not spelled so here; use {FOREIGN[key]}.")
 
 
-def redacted(node: Any) -> Any:
-    """The same tree with the values of keys that look like secrets removed."""
-    if isinstance(node, dict):
-        return {k: "<redacted>" if SECRET.search(str(k)) and v is not None else redacted(v) for k, v in node.items()}
-    if isinstance(node, list):
-        return [redacted(v) for v in node]
-    return scrubbed(node) if type(node) is str else node
-
-
-def scrubbed(text: str) -> str:
-    """The same text without what is named like a secret in it: in addresses, in mappings, in words."""
-
-    def named(found: re.Match[str]) -> str:
-        return f"{found[1]}<redacted>" if SECRET.search(found[2]) else found[0]
-
-    return ENTRY.sub(named, WORD.sub(named, IN_ADDRESS.sub("<redacted>", text)))
-
-
-def redact_words(words: list[str]) -> list[str]:
-    """`key=value` words with the values of such keys removed."""
-    parts = [word.partition("=") for word in words]
-    return [
-        f"{key}=<redacted>" if equals and SECRET.search(key) else scrubbed(f"{key}{equals}{value}")
-        for key, equals, value in parts
-    ]
-
-
 def as_yaml(node: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(node))
 
@@ -284,11 +247,3 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     given = OmegaConf.from_dotlist(words)
     refuse_unknown(given, schema)
     return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), given)))
-
-
-def run_app(app: Callable[[], None]) -> None:
-    """Runs a `hydra.main` function as a command: mistakes become one sentence and exit code 1."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
-    with leaving(), one_sentence():
-        refuse_foreign(sys.argv[1:])
-        app()

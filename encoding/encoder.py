@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.kernels.counter_noise import Purpose, counter_normal
-from data.images import Decoded, DecodedImages, ImageEntry, ImageList, collate
 from data.manifest import write_atomically
 from data.shards import ShardWriter
-from data.statistics import ChannelSums
+from encoding.images import Decoded, DecodedImages, ImageEntry, ImageList, collate
+from encoding.job import Plan, finished
+from encoding.statistics import ChannelSums
 from models.autoencoders import Autoencoder
 from models.images import psnr
-from training.precompute import Plan, finished
-from training.progress import Progress
-from training.ranks import SINGLE, Ranks
-from training.schema import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
+from training.process.progress import Progress
+from training.process.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

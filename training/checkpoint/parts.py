@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.parallel import local, rows_of, whole
 from accel.technique import first_line
-from training.ranks import SINGLE, Ranks
+from training.process.ranks import SINGLE, Ranks
 
 WHOLE = ("model", "ema")
 PART = "rank-{rank}-of-{world_size}.safetensors"

@@ -18,21 +18,21 @@ from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader, LatentSpec
 from models.denoiser import Denoiser
-from training.build import build, resolve_target
-from training.checkpoint import Checkpoints, load
-from training.config import Composed
+from training.checkpoint.find import complete, weights_file
+from training.checkpoint.save import Checkpoints, load
+from training.config.build import build, resolve_target
+from training.config.compose import Composed
+from training.config.schema import RuntimeConfig, TrainConfig
 from training.ema import EMA
 from training.metrics import Meter
 from training.objective import FlowMatching
 from training.optim import parameter_groups
 from training.peak_flops import peak_flops
-from training.ranks import SINGLE, Ranks
+from training.process.ranks import SINGLE, Ranks
 from training.schedule import Schedule
-from training.schema import RuntimeConfig, TrainConfig
 from training.spikes import SpikeGuard
 from training.state import TrainState, load_weights
 from training.step import TrainStep
-from training.verified import complete, weights_file
 
 SETTINGS = (
     *("batch_size", "accumulation_steps", "total_samples", "max_grad_norm", "deterministic"),

@@ -26,12 +26,12 @@ from safetensors import SafetensorError
 
 from data.manifest import sync_folder, write_atomically
 from data.shards import file_sha256
+from training.checkpoint.find import complete, damage, description, goes_on, step_of, verified
+from training.checkpoint.parts import PART, HostCopies, Staged, assembled, flat, stage
+from training.checkpoint.tensor_file import write_tensors
 from training.pretrained import header
-from training.ranks import SINGLE, Ranks
-from training.staging import PART, HostCopies, Staged, assembled, flat, stage
+from training.process.ranks import SINGLE, Ranks
 from training.state import TrainState
-from training.tensor_file import write_tensors
-from training.verified import complete, damage, description, goes_on, step_of, verified
 
 FORMAT = 2
 LONGEST_SAVE = timedelta(hours=6)
@@ -79,7 +79,7 @@ class Checkpoints:
     def save(self, state: TrainState, identity: dict[str, Any], eval_loss: float | None = None) -> Path:
         """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
 
-        `identity` describes the run (see `training.setup.identity`) and goes into `state.json`. All processes call it.
+        `identity` describes the run (see `training.assemble`) and goes into `state.json`. All processes call it.
         ValueError if it, or the one before it, cannot be written; what was complete stays.
         """
         began = time.perf_counter()

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from training.config.secrets import redact_words
+
 FINISH_SECONDS = 60.0
 """For W&B to upload what is left at the end of a run."""
-hanging = False
-"""Whether it could not, and would make the process wait for it again when that ends."""
+finish_timed_out = False
+"""Whether W&B did not finish in that time: at exit it would make the process wait for it again."""
 
 
 class Logger(Protocol):
@@ -92,7 +94,7 @@ class WandbLogger:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """TimeoutError if what is left cannot be uploaded in `FINISH_SECONDS`."""
-        global hanging
+        global finish_timed_out
         if self.run is None:
             return
         self.run.summary.update(dict(summary))
@@ -111,7 +113,7 @@ class WandbLogger:
         uploading.start()
         uploading.join(FINISH_SECONDS)
         if uploading.is_alive():
-            hanging = True
+            finish_timed_out = True
             raise TimeoutError(f"it did not finish in {FINISH_SECONDS:.0f} s; `wandb sync` in the run folder uploads")
         if failures:
             raise failures[0]
@@ -120,8 +122,6 @@ class WandbLogger:
 @contextmanager
 def scrubbed_argv() -> Iterator[None]:
     """W&B keeps the command line."""
-    from training.config import redact_words
-
     before, sys.argv = sys.argv, redact_words(sys.argv)
     try:
         yield

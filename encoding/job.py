@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from data.images import RESIZE, ImageEntry, ImageList
 from data.manifest import Manifest, Shard, write_atomically
 from data.shards import file_sha256
-from data.statistics import channel_statistics
+from encoding.images import RESIZE, ImageEntry, ImageList
+from encoding.statistics import channel_statistics
 from models.autoencoders import Autoencoder
-from training import lock
+from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
-from training.schema import PrecomputeConfig
+from training.process import lock
 
 JOB = "job.json"
 

@@ -1,0 +1,42 @@
+"""Removes secrets from everything that is written down: configurations, command lines, messages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+SECRET = re.compile(
+    r"(^|[._-])(api_?key|key|token|secret|password|passwd|credentials?|authorization|signature|sig)($|[._-])",
+    re.IGNORECASE,
+)
+"""Names whose values are never written down, in keys and in the queries of addresses."""
+IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+WORD = re.compile(r"((?:^|[?&\s])([\w.-]+)=)[^&\s]+")
+ENTRY = re.compile(r"([{,\[]\s*([\w.-]+):\s?)[^,{}\[\]]+")
+
+
+def redacted(node: Any) -> Any:
+    """The same tree with the values of keys that look like secrets removed."""
+    if isinstance(node, dict):
+        return {k: "<redacted>" if SECRET.search(str(k)) and v is not None else redacted(v) for k, v in node.items()}
+    if isinstance(node, list):
+        return [redacted(v) for v in node]
+    return scrubbed(node) if type(node) is str else node
+
+
+def scrubbed(text: str) -> str:
+    """The same text without what is named like a secret in it: in addresses, in mappings, in words."""
+
+    def named(found: re.Match[str]) -> str:
+        return f"{found[1]}<redacted>" if SECRET.search(found[2]) else found[0]
+
+    return ENTRY.sub(named, WORD.sub(named, IN_ADDRESS.sub("<redacted>", text)))
+
+
+def redact_words(words: list[str]) -> list[str]:
+    """`key=value` words with the values of such keys removed."""
+    parts = [word.partition("=") for word in words]
+    return [
+        f"{key}=<redacted>" if equals and SECRET.search(key) else scrubbed(f"{key}{equals}{value}")
+        for key, equals, value in parts
+    ]
