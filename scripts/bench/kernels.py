@@ -25,9 +25,8 @@ from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from scripts.bench import peers
 from scripts.bench.report import Bar, bar_chart, table, write_result
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread, interleaved, times_as_fast
+from scripts.bench.timing import Spread, interleaved, rates, times_as_fast
 from scripts.bench.workload import attempt
-from scripts.doctor import rates
 from training.environment import describe_environment, pick_device
 
 SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}

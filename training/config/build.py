@@ -20,6 +20,10 @@ OUTSIDERS = (
 """What a `_target_` may name outside our packages, in full."""
 
 
+MOVED = {"training.loggers": "training.process.loggers"}
+"""Modules that had another name in a released version -> where they are now; configurations may still name them."""
+
+
 def resolve_target(target: str, key: str) -> type:
     """The class that `target` names; ValueError unless that very module of ours defines it, or it is an outsider.
 
@@ -32,6 +36,7 @@ def resolve_target(target: str, key: str) -> type:
     if not isinstance(target, str):
         raise ValueError(refusal)
     module_name, _, name = target.rpartition(".")
+    module_name = MOVED.get(module_name, module_name)
     if target not in OUTSIDERS and module_name.split(".")[0] not in PACKAGES:
         raise ValueError(refusal)
     try:
