@@ -23,6 +23,7 @@ from accel.technique import Model, Observation, Technique, blocks_of, first_line
 class CompileBlocks(Technique):
     key = "compile"
     options = ("compile_scope", "compile_mode")
+    examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32
     backend = "inductor"
     """`torch.compile` backend; tests use the much quicker "aot_eager"."""

@@ -25,6 +25,7 @@ GraphedUpdate = Callable[[Sequence[Any]], Any]
 
 class CudaGraph(Technique):
     key = "cuda_graph"
+    examples = ({"cuda_graph": True, "fused_adamw": True},)
     loss_rtol = 1e-5
 
     def __init__(self, value: bool | str, device: torch.device) -> None:

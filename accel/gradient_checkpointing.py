@@ -29,6 +29,9 @@ SCAN = "fastlatent::ssd"
 class CheckpointBlocks(Technique):
     key = "gradient_checkpointing"
     options = ("checkpoint_policy",)
+    examples = tuple(
+        {"gradient_checkpointing": True, "checkpoint_policy": policy} for policy in ("blocks", "every_2", "selective")
+    )
     loss_rtol = 0.0
 
     def __init__(self, value: bool | str, device: torch.device, checkpoint_policy: bool | str = "blocks") -> None:

@@ -35,6 +35,7 @@ REDUCTIONS = {"ddp": "all_?reduce", "fsdp": "reduce_?scatter", "hsdp": "reduce_?
 
 class DataParallel(Technique):
     key = "parallel"
+    examples = tuple({"parallel": mode} for mode in REDUCTIONS)
     options = (
         *("shard_degree", "reshard_after_forward", "reduce_dtype"),
         *("bucket_cap_mb", "gradient_as_bucket_view", "cpu_offload"),

@@ -64,6 +64,8 @@ class Technique(ABC):
     """Further runtime keys, which say how."""
     off: ClassVar[bool | str] = False
     """The value of `key` under which it does nothing."""
+    examples: ClassVar[tuple[Mapping[str, bool | str], ...]] = ()
+    """Runtime values that switch it on, one mapping for each way that tests and benchmarks try; none: `{key: True}`."""
     loss_rtol: ClassVar[float]
     """How far the loss of one step may move when it is switched on; 0 means bit for bit (in eager mode)."""
     nondeterministic: ClassVar[bool] = False
@@ -73,6 +75,11 @@ class Technique(ABC):
         self.value = value
         self.device = device
         self.option = options
+
+    @classmethod
+    def ways(cls) -> tuple[Mapping[str, bool | str], ...]:
+        """`examples`, where there are any; otherwise the one way to switch it on."""
+        return cls.examples or ({cls.key: True},)
 
     @property
     def enabled(self) -> bool:

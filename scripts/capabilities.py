@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import typing
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 
 from accel.stack import TECHNIQUES
-from accel.technique import Technique
-from training.config.schema import ParallelMode, RuntimeConfig
 
 
 class Capability(NamedTuple):
@@ -27,17 +23,10 @@ class Capability(NamedTuple):
         return f"runtime.{key}={str(self.value).lower()}"
 
 
-def values_of(technique: type[Technique]) -> list[bool | str]:
-    """The values of a technique's key that switch it on."""
-    kind = ParallelMode if technique.key == "parallel" else typing.get_type_hints(RuntimeConfig)[technique.key]
-    values = [member.value for member in kind] if issubclass(kind, Enum) else [True]
-    return [value for value in values if value not in (technique.off, "auto")]
-
-
 def capabilities(device: torch.device) -> list[Capability]:
     """Every technique in every way, in the order of the stack."""
     return [
         Capability(kind.key, value, kind(value, device).unavailable())
         for kind in TECHNIQUES
-        for value in values_of(kind)
+        for value in dict.fromkeys(way[kind.key] for way in kind.ways())
     ]

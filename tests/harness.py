@@ -18,33 +18,8 @@ from training.step import TrainStep
 
 CPU = torch.device("cpu")
 EAGER = runtime_values(RuntimeConfig())
-VARIANTS = [
-    {"tf32": True},
-    {"cudnn_benchmark": True},
-    {"residual_in_fp32": True},
-    {"fused_add_norm": True},
-    {"fused_scan": True},
-    {"fused_conv": True},
-    {"attention": "flash"},
-    {"attention": "cudnn"},
-    {"attention": "efficient"},
-    {"attention": "math"},
-    {"attention": "flex"},
-    {"gradient_checkpointing": True},
-    {"gradient_checkpointing": True, "checkpoint_policy": "every_2"},
-    {"gradient_checkpointing": True, "checkpoint_policy": "selective"},
-    {"compile": True},
-    {"compile": True, "compile_scope": "model"},
-    {"parallel": "ddp"},
-    {"parallel": "fsdp"},
-    {"parallel": "hsdp"},
-    {"fused_adamw": True},
-    {"precision": "bf16"},
-    {"precision": "fp16"},
-    {"empty_cache_at_eval": True},
-    {"cuda_graph": True, "fused_adamw": True},
-]
-"""Every technique in each of its ways, alone; `test_every_technique_is_enrolled` checks that none is forgotten."""
+VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.ways()]
+"""Every technique in each of its ways, alone."""
 
 
 def named(variant: dict) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 
 import pytest
 import torch
 
 from accel.stack import TECHNIQUES
 from scripts import doctor
-from scripts.capabilities import capabilities, values_of
+from scripts.bench.timing import rates
+from scripts.capabilities import capabilities
+from training.config.schema import RuntimeConfig
 
 
 def test_every_technique_is_examined_in_every_way(capsys):
@@ -34,10 +37,13 @@ def test_the_page_has_a_line_for_each_with_its_reason(capsys):
         assert capability.reason is None or capability.reason in line
 
 
-def test_off_is_no_way_to_switch_on():
+def test_a_techniques_examples_are_all_the_ways_that_the_configuration_knows_to_switch_it_on():
+    default = RuntimeConfig()
     for kind in TECHNIQUES:
-        assert values_of(kind)
-        assert kind.off not in values_of(kind)
+        value = default.parallel.mode if kind.key == "parallel" else getattr(default, kind.key)
+        known = {choice.value for choice in type(value)} if isinstance(value, Enum) else {True, False}
+        assert {way[kind.key] for way in kind.ways()} == known - {kind.off, "auto"}
+        assert all(set(way) <= {kind.key, *kind.options, "fused_adamw"} for way in kind.ways())
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,6 @@ def test_what_is_planned_is_judged_by_the_hardware(capability, fp8, flash3, monk
 
 
 def test_rates_are_measured():
-    rates = doctor.rates(torch.device("cpu"))
-    assert rates["fp32_product_tflops"] > 0
-    assert rates["copy_gb_s"] > 0
+    found = rates(torch.device("cpu"))
+    assert found["fp32_product_tflops"] > 0
+    assert found["copy_gb_s"] > 0
