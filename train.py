@@ -7,7 +7,6 @@ python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the sam
 
 import os
 import time
-from functools import partial
 from typing import Any
 
 import hydra
@@ -22,17 +21,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is 
 def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
     from training.assemble import (
-        build_loader,
-        build_optimizer,
-        build_stack,
-        build_step,
+        assemble,
         identity,
         restore,
     )
-    from training.config.build import build  # torch comes in with what follows, so that --help stays quick
+    from training.config.build import build  # torch comes in with these, so that --help stays quick
     from training.evaluate import evaluate, sample_grid
     from training.guards import failures_explained, stop_if_hopeless
-    from training.pretrained import build_autoencoder, build_model
+    from training.pretrained import build_autoencoder
     from training.process.loggers import SafeLogger
     from training.process.progress import Progress
     from training.process.stop import StopRequest
@@ -43,76 +39,67 @@ def train(composed: Composed) -> dict[str, Any]:
     cfg = composed.cfg
     run = Run(composed)
     ranks = run.ranks
-    micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     run.show_rehearsal()
-
-    # 2. What we train, and on what.
-    loader = build_loader(cfg.data, cfg.seed, micro_batch, run.device, ranks)
-    objective = build(cfg.objective, "objective")
     logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
-    autoencoder = build_autoencoder(loader.spec, run.device) if cfg.sample_every else None
-    model = build_model(cfg.model, loader.spec, run.device)
 
-    # 3. What makes it fast, then the optimizer, and one step observed to see what is really on.
-    stack = build_stack(cfg, run.device)
-    stack.on_process()
-    model = stack.on_model(model)
-    optimizer = build_optimizer(cfg.optim, model, stack)
-    state, step = build_step(cfg, model, loader, objective, optimizer, stack, ranks)
-    meter = state.meter
+    # 2. What we train, on what, and what makes it fast; one step, observed, shows what is really on.
+    training = assemble(cfg, run.device, ranks)
+    state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec
+    autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every else None
     began = time.perf_counter()
-    explained = partial(failures_explained, cfg, step, state, run.device, run.folder)
-    with explained(), state.preserved():
-        step.schedule(0)
-        ledger = stack.warm_up(lambda: step([next(loader) for _ in range(cfg.accumulation_steps)]), model.blocks)
+    with failures_explained(training, run.folder):
+        ledger = training.warm_up()
     warm_up_seconds = time.perf_counter() - began
 
-    # 4. Where we left off.
+    # 3. Where we left off.
     checkpoints = run.checkpoints()
-    described = identity(composed, loader.spec, ledger)
+    described = identity(composed, spec, ledger)
     where = restore(cfg, state, checkpoints, described)
 
-    # 5. The loop.
+    # 4. The loop: what is due after the step before, then a step.
     progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
-    with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained():
+    explained = failures_explained(training, run.folder)
+    with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained:
         run.open(ledger, logger, where)
         run.keep_metrics_before(state.step)
         meter.start()
-        while state.samples < cfg.total_samples:
-            with meter.waiting():
-                batches = [next(loader) for _ in range(cfg.accumulation_steps)]
-            step.schedule(state.samples)
-            meter.update(step(batches))
-            state.advance(cfg.batch_size)
-            progress.advance(cfg.batch_size)
-            stopping = bool(stop)
-            last, eval_loss = state.samples >= cfg.total_samples, None
-
-            if last or state.due(cfg.log_every) or state.due(cfg.eval_every):
+        batches, eval_loss = [], None
+        while True:
+            done, stopping = state.done, bool(stop)
+            if state.due(cfg.log_every) or state.due(cfg.eval_every) or (done and state.moved):
                 metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
                 metrics |= checkpoints.figures()
                 state.skipped_steps += metrics["skipped"]
                 with meter.paused():
-                    if cfg.eval_every and (last or state.due(cfg.eval_every)):
-                        metrics |= evaluate(step, state, micro_batch)
-                        eval_loss = metrics.get("eval_loss")
+                    if state.due(cfg.eval_every):
+                        metrics |= evaluate(training)
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
                     progress.say(log_line(metrics))
-                    stop_if_hopeless(cfg, run.folder, step, state, batches)
+                    stop_if_hopeless(training, run.folder, batches)
+                    eval_loss = metrics.get("eval_loss")
             with meter.paused():
-                if autoencoder and (last or state.due(cfg.sample_every)):
+                if autoencoder and state.due(cfg.sample_every):
                     file = run.folder / "samples" / f"step-{state.step}.png"
-                    sample_grid(step, state, loader.spec, autoencoder, cfg.sampling, file, micro_batch)
-                    logger.image("samples", file, state.samples)
-                if cfg.save_every and (last or stopping or state.due(cfg.save_every)):
+                    logger.image("samples", sample_grid(training, autoencoder, file), state.samples)
+                if state.due(cfg.save_every) or (stopping and state.moved and cfg.save_every):
                     checkpoints.save(state, described, eval_loss)
-            if stopping and not last:
+            if done:
+                break
+            if stopping:
                 checkpoints.finish()
-                run.stop(state, saved=cfg.save_every > 0)
+                run.stop(state)
+
+            with meter.waiting():
+                batches = training.next_batches()
+            step.schedule(state.samples)
+            meter.update(step(batches))
+            state.advance(cfg.batch_size)
+            progress.advance(cfg.batch_size)
+            eval_loss = None
     progress.close()
 
-    # 6. What came of it.
+    # 5. What came of it.
     summary = run.summarise(state, ledger, warm_up_seconds, checkpoints)
     logger.finish(summary)
     ranks.say(f"\nsummary\n{summary_table(summary)}")

@@ -83,9 +83,12 @@ class Denoiser(nn.Module):
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)  # all blocks, and the last norm's two
         self.head = nn.Linear(dim, channels * patch_size**2)
+        if not self.head.weight.is_meta:
+            self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialises every parameter and buffer, also after `to_empty()` from the meta device.
+        """Initialises every parameter and buffer. The constructor calls it, except on the meta device: then call it
+        after `to_empty()`.
 
         Modulations start at zero, so each block starts as the identity, and so does the head: v = 0.
         """

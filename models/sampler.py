@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from models.solver import Solver
 
 Velocity = Callable[[Tensor, float], Tensor]
 
@@ -50,25 +51,26 @@ def guided_velocity(
 def sample(
     velocity: Velocity,
     noise: Float[Tensor, "B C H W"],
-    steps: int = 25,
-    solver: Literal["euler", "heun"] = "heun",
+    steps: int,
+    solver: str,
     shift: float = 1.0,
 ) -> Float[Tensor, "B C H W"]:
     """Integrates dx/dt = v(x, t) from t = 1 (`noise`) to t = 0 and returns the clean latents.
 
-    `steps` intervals, equal before the timestep shift. "euler" calls the model once a step, "heun" (second order,
-    Karras et al. 2022) twice except in the last step. ValueError for fewer than one step or an unknown solver.
+    `steps` intervals, equal before the timestep shift. `solver` is a `Solver`: "euler" calls the model once a step,
+    "heun" (second order, Karras et al. 2022) twice except in the last step. ValueError for fewer than one step or an
+    unknown solver.
     """
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1.")
-    if solver not in ("euler", "heun"):
-        raise ValueError(f"solver={solver} is unknown; choose euler or heun.")
+    if solver not in tuple(Solver):
+        raise ValueError(f"solver={solver} is unknown; choose {' or '.join(Solver)}.")
     times = shifted(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
     for t, t_next in pairwise(times):
         v = velocity(x, t)
         x_next = x + (t_next - t) * v
-        if solver == "heun" and t_next > 0.0:
+        if solver == Solver.heun and t_next > 0.0:
             x_next = x + (t_next - t) * 0.5 * (v + velocity(x_next, t_next))
         x = x_next
     return x

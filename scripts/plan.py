@@ -139,13 +139,13 @@ def described(words: list[str]) -> Model:
     import torch
 
     from training.assemble import build_loader
-    from training.pretrained import build_model, without_memory
+    from training.pretrained import build_model, build_on_meta
 
     cfg = compose(words).cfg
     device = torch.device("cpu")
     loader = build_loader(cfg.data, cfg.seed, 1, device)
     spec = loader.spec
-    model = without_memory(cfg.model, spec)
+    model = build_on_meta(cfg.model, spec)
     kept = [saved_bytes(build_model(cfg.model | {"depth": depth}, spec, device), next(loader)) for depth in (1, 2)]
     block = kept[1] - kept[0]
     return Model(
@@ -201,7 +201,6 @@ def collectives(depth: int, gpus: int) -> Counter[str]:
 
     image: dict[str, int] = {"channels": 1, "height": 4, "width": 4, "num_classes": 2}
     model = Denoiser(**image, depth=depth, dim=32, head_dim=16, patch_size=2, mixer=Convolution)
-    model.init_weights()
     with pretended(gpus), CommDebugMode() as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of FSDP2 on the block's views, which nobody writes to
         mesh = init_device_mesh("cpu", (gpus,))

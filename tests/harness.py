@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from accel.stack import TECHNIQUES, AccelerationStack
+from accel.stack import TECHNIQUES
 from accel.technique import Technique
-from data.digits import DigitLatents
-from tests.test_models import tiny, woken
-from training.assemble import runtime_values
-from training.config.schema import RuntimeConfig
-from training.ema import EMA
-from training.objective import FlowMatching
-from training.optim import parameter_groups
-from training.schedule import Schedule
-from training.step import TrainStep
+from tests.test_models import woken
+from training.assemble import Training, runtime_values
+from training.assemble import assemble as assemble_run
+from training.config.compose import compose
+from training.config.schema import RuntimeConfig, TrainConfig
 
 CPU = torch.device("cpu")
 EAGER = runtime_values(RuntimeConfig())
@@ -38,30 +36,44 @@ def cannot_be_had(variant: dict, device: torch.device = CPU) -> str | None:
     return technique(key_of(variant))(variant[key_of(variant)], device).unavailable()
 
 
-def assemble(
-    family="mamba", max_grad_norm=1.0, optimizer=torch.optim.AdamW, techniques=None, device=CPU, depth=2, **values
-):
-    """Model, step, stack and loader of one tiny run under eager plus `values`."""
-    loader = DigitLatents(batch_size=8, seed=0, device=device)
-    model = woken(tiny(family, channels=1, num_classes=10, depth=depth)).to(device)
-    stack = AccelerationStack(EAGER | values, device)
-    if techniques:
-        stack.techniques += techniques
-    stack.on_process()
-    model = stack.on_model(model)
-    made = optimizer(parameter_groups(model, 0.01), lr=1e-3, **stack.optimizer_kwargs())
-    rates = {"seed": 0, "batch_size": 8, "max_grad_norm": max_grad_norm}
-    step = TrainStep(model, FlowMatching(), made, Schedule("constant", 1000), EMA(model, 100.0), **rates)
-    step = stack.on_step(step)
-    if step.scaler is not None:
-        step.scaler.scale.fill_(1024.0)  # found already, so that no step is spent on finding it
-    step.schedule(0)
-    return model, step, stack, loader
+@functools.cache
+def configuration(*words: str) -> TrainConfig:
+    return compose(list(words)).cfg
 
 
-def one_step(family="mamba", **values):
-    """Loss, gradient norm and parameters after one step."""
+def word(key: str, value: object) -> str:
+    """The override that gives a technique's key a value."""
+    return f"runtime.{'parallel.mode' if key == 'parallel' else key}={str(value).lower()}"
+
+
+def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) -> Training:
+    """A tiny run on digits under eager plus `values`, ready for its first step; no part of the model is zero."""
+    sizes = ["model.dim=64", f"model.depth={depth}", "model.head_dim=32", "batch_size=8", "total_samples=1000"]
+    sizes += [] if family in ("dit", "conv") else ["model.mixer.state_dim=16"]
+    rates = ["schedule.kind=constant", "schedule.warmup_samples=0", "ema.half_life_samples=100", "optim.lr=1e-3"]
+    runtime = ["runtime=eager", *(word(key, value) for key, value in values.items())]
+    torch.manual_seed(0)
+    training = assemble_run(
+        configuration(f"model={family}_s", *sizes, *rates, "optim.weight_decay=0.01", *runtime, *words), device
+    )
+    woken(training.model)
+    training.state.ema.load_state_dict({name: p.detach() for name, p in training.model.named_parameters()})
+    if training.step.scaler is not None:
+        training.step.scaler.scale.fill_(1024.0)  # found already, so that no step is spent on finding it
+    training.step.schedule(0)
+    return training
+
+
+def assemble(family="mamba", *words: str, **how):
+    """Model, step, stack and loader of a tiny run."""
+    training = tiny_training(family, *words, **how)
+    return training.model, training.step, training.stack, training.loader
+
+
+def one_step(family="mamba", planted: Technique | None = None, **values):
+    """Loss, gradient norm and parameters after one step; a `planted` technique wraps the step too."""
     model, step, _, loader = assemble(family, **values)
+    step = planted.on_step(step) if planted else step
     output = step([next(loader)])
     return output.loss, output.grad_norm, [p.detach().clone() for p in model.parameters()]
 

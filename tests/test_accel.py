@@ -86,9 +86,9 @@ class ScaledLoss(Technique):
 
 def test_a_planted_fault_is_caught():
     with pytest.raises(AssertionError):
-        assert_within(one_step(), one_step(techniques=[ScaledLoss(True, CPU)]), ScaledLoss.loss_rtol)
+        assert_within(one_step(), one_step(planted=ScaledLoss(True, CPU)), ScaledLoss.loss_rtol)
     with pytest.raises(AssertionError):
-        assert_within(one_step(), one_step(techniques=[ScaledLoss(True, CPU)]), 1e-5)
+        assert_within(one_step(), one_step(planted=ScaledLoss(True, CPU)), 1e-5)
 
 
 @EVERY

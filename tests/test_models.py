@@ -62,9 +62,7 @@ def tiny(family: str, **changes) -> Denoiser:
     """A small denoiser of a family, initialised."""
     torch.manual_seed(0)
     arguments = dict(channels=4, height=8, width=8, num_classes=3, dim=64, depth=2, head_dim=32, patch_size=2)
-    model = Denoiser(**arguments | FAMILIES[family] | changes)
-    model.init_weights()
-    return model
+    return Denoiser(**arguments | FAMILIES[family] | changes)
 
 
 def woken(model: Denoiser) -> Denoiser:

@@ -20,6 +20,7 @@ from train import train
 from training.checkpoint.find import complete, damage, description
 from training.checkpoint.parts import assembled, flat
 from training.config.compose import ROOT, compose
+from training.state import PIECES
 
 STEPS = 24
 WORDS = [
@@ -34,12 +35,14 @@ WORDS = [
     "accumulation_steps=2",
 ]
 
+KEPT = {piece.name: piece.kept for piece in PIECES}
+
 
 def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """Logged losses and all final tensors of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = complete(folder / "checkpoints")[-1]
-    state = assembled(last, description(last))
+    state = assembled(last, description(last), KEPT)
     tensors = {name: leaf for name, leaf in flat(state) if isinstance(leaf, torch.Tensor)}
     timing = ("samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
     return [{k: v for k, v in line.items() if k not in timing} for line in lines], tensors

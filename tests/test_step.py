@@ -10,9 +10,7 @@ from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.local_mix import local_mix
 from accel.loss_scaler import LossScaler
 from accel.precision import Precision
-from tests.harness import VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named
-from training.metrics import Meter
-from training.state import TrainState
+from tests.harness import VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named, tiny_training
 
 CUDA = torch.device("cuda")
 
@@ -40,8 +38,8 @@ def test_a_step_that_is_not_finite_changes_nothing(fused, bad):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_equals_pytorchs(fused):
-    model, step, _, loader = assemble(fused_adamw=fused, max_grad_norm=0.05)
-    reference, other, _, other_loader = assemble(max_grad_norm=0.0)
+    model, step, _, loader = assemble("mamba", "max_grad_norm=0.05", fused_adamw=fused)
+    reference, other, _, other_loader = assemble("mamba", "max_grad_norm=0")
     step([next(loader)])
     losses, _ = other.losses(next(other_loader))
     losses.mean().backward()
@@ -90,32 +88,31 @@ def test_the_loss_scale_grows_and_backs_off_like_gradscalers():
 
 
 def test_the_loss_scale_is_part_of_the_state():
-    def state_of(step, model, stack, loader):
-        return TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None), stack)
-
-    model, step, stack, loader = assemble(precision="fp16")
-    step.scaler.scale.fill_(256.0)
-    saved = state_of(step, model, stack, loader).state_dict()
-    other, other_step, other_stack, other_loader = assemble(precision="fp16")
-    state_of(other_step, other, other_stack, other_loader).load_state_dict(saved)
-    assert other_step.scaler.scale == 256.0
+    training, other = tiny_training(precision="fp16"), tiny_training(precision="fp16")
+    training.step.scaler.scale.fill_(256.0)
+    other.state.load_state_dict(training.state.state_dict())
+    assert other.step.scaler.scale == 256.0
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+OPTIMIZERS = {"AdamW": [], "Adam": [], "SGD": ["~optim.betas"]}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer):
     """Also the state before the first step; and what follows is the same, bit for bit."""
-    model, step, stack, loader = assemble(optimizer=optimizer)
-    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None), stack)
-    with state.preserved():
-        step([next(loader)])
-        moments = [t for entries in step.optimizer.state.values() for t in entries.values()]
-    step([next(loader)])
-    if optimizer is not torch.optim.SGD:
-        now = [t for entries in step.optimizer.state.values() for t in entries.values()]
+    words = [f"optim._target_=torch.optim.{optimizer}", *OPTIMIZERS[optimizer]]
+    training, reference = tiny_training("mamba", *words), tiny_training("mamba", *words)
+    entries = training.step.optimizer.state
+    with training.state.preserved():
+        training.take_step()
+        moments = [t for of_parameter in entries.values() for t in of_parameter.values()]
+    training.take_step()
+    if optimizer != "SGD":
+        now = [t for of_parameter in entries.values() for t in of_parameter.values()]
         assert all(a is b for a, b in zip(moments, now, strict=True))
-    reference, other, _, other_loader = assemble(optimizer=optimizer)
-    other([next(other_loader)])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    reference.take_step()
+    pairs = zip(training.model.parameters(), reference.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def ops_in(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, ...]]:

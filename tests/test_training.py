@@ -18,16 +18,17 @@ from data.digits import DigitLatents
 from data.loader import Batch
 from models.sampler import guided_velocity, sample, shifted
 from scripts.sample import SampleConfig, sample_run
-from tests.harness import assemble
+from tests.harness import assemble, tiny_training
 from tests.test_models import tiny, woken
 from train import train
 from training.config.compose import compose
+from training.config.schema import SamplingConfig
 from training.ema import EMA
 from training.evaluate import evaluate
-from training.metrics import Meter
 from training.objective import FlowMatching
 from training.peak_flops import peak_flops
 from training.process.loggers import NoLogger, SafeLogger, WandbLogger
+from training.sampling import draw_latents
 from training.schedule import Schedule
 from training.state import TrainState
 
@@ -148,37 +149,61 @@ def fingerprint(state: TrainState) -> str:
 
 
 def test_warm_up_leaves_no_trace():
-    model, step, stack, loader = assemble(fused_adamw=True)
-    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None), stack)
-    step([next(loader)])
-    before, seen, rng = fingerprint(state), loader.state_dict(), torch.get_rng_state()
+    training = tiny_training(fused_adamw=True)
+    state, loader = training.state, training.loader
+    training.take_step()
+    before, seen, rng, samples = fingerprint(state), loader.state_dict(), torch.get_rng_state(), state.samples
     with state.preserved():
-        stack.warm_up(lambda: (torch.rand(3), step([next(loader)])), model.blocks)
+        training.stack.warm_up(lambda: (torch.rand(3), training.take_step()), training.model.blocks)
         assert fingerprint(state) != before
     assert fingerprint(state) == before
-    assert loader.state_dict() == seen
+    assert (loader.state_dict(), state.samples) == (seen, samples)
     assert torch.equal(torch.get_rng_state(), rng)
 
 
 def test_evaluation_is_fixed_and_uses_the_averages():
-    model, step, stack, loader = assemble()
-    state = TrainState(model, step.optimizer, step.ema, loader, Meter(8, 16, 1, None), stack)
-    first = evaluate(step, state, 64)
-    assert evaluate(step, state, 64) == first
-    assert sum(key.startswith("eval_loss_t") for key in first) == 4
-    with state.averaged():
-        assert not model.training
-    assert model.training
-    step.ema.averages[0].add_(0.1)
-    assert evaluate(step, state, 64) != first
+    training = tiny_training()
+    first = evaluate(training)
+    assert evaluate(training) == first
+    batch = next(training.loader.held_out(1000))
+    with training.state.averaged(), torch.no_grad():
+        loss, t = training.step.losses(batch, held_out=True)
+    for i, name in enumerate(("t0.00_0.25", "t0.25_0.50", "t0.50_0.75", "t0.75_1.00")):
+        inside = loss[(t >= i / 4) & (t < (i + 1) / 4)]
+        assert len(inside) > 5
+        assert first[f"eval_loss_{name}"] == pytest.approx(inside.mean().item(), rel=1e-5)
+    assert len({round(value, 6) for value in first.values()}) == 5  # each quarter has a loss of its own
+    with training.state.averaged():
+        assert not training.model.training
+    assert training.model.training
+    training.step.ema.averages[0].add_(0.1)
+    assert evaluate(training) != first
 
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
 def test_solvers_converge_with_their_order(solver, order):
-    """dx/dt = x from t = 1 to 0: x(0) = x(1) / e."""
+    """dx/dt = 2t·x from t = 1 to 0: x(0) = x(1) / e; the field depends on t, which the corrector must move on."""
     noise = torch.ones(1, 1, 1, 1)
-    errors = [abs(sample(lambda x, t: x, noise, steps, solver).item() - math.exp(-1)) for steps in (8, 16)]
+    errors = [abs(sample(lambda x, t: 2 * t * x, noise, steps, solver).item() - math.exp(-1)) for steps in (16, 32)]
     assert math.isclose(math.log2(errors[0] / errors[1]), order, abs_tol=0.2)
+
+
+def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
+    times: list[float] = []
+    sample(lambda x, t: times.append(t) or x, torch.ones(1, 1, 1, 1), 4, "euler", shift=3.0)
+    assert times == pytest.approx([1.0, 0.9, 0.75, 0.5])  # 3t / (1 + 2t) at 1, 3/4, 1/2, 1/4
+
+
+@pytest.mark.parametrize(("key", "value"), [("shift", 3.0), ("steps", 3), ("solver", "euler"), ("guidance", 3.0)])
+def test_every_setting_of_the_sampler_reaches_the_samples(key, value):
+    training = tiny_training()
+    spec, labels = training.loader.spec, torch.arange(4)
+
+    def latents(**settings):
+        return draw_latents(training.model, spec, labels, labels, 0, SamplingConfig(**settings))
+
+    assert torch.equal(latents(), latents())
+    assert not torch.allclose(latents(), latents(**{key: value}))
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun"])
@@ -203,9 +228,9 @@ def test_guidance_extrapolates_inside_its_interval_only():
 
 def test_sampling_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="steps=0"):
-        sample(lambda x, t: x, torch.zeros(1, 1, 1, 1), steps=0)
+        sample(lambda x, t: x, torch.zeros(1, 1, 1, 1), 0, "heun")
     with pytest.raises(ValueError, match="solver=dpm"):
-        sample(lambda x, t: x, torch.zeros(1, 1, 1, 1), solver="dpm")
+        sample(lambda x, t: x, torch.zeros(1, 1, 1, 1), 4, "dpm")
 
 
 def lines(folder: Path) -> list[dict]:

@@ -1,10 +1,10 @@
-"""The parts of a run, built from its configuration."""
+"""Assembles a training run from its configuration, describes it for its checkpoints, and restores it from one."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from accel.ledger import Ledger
 from accel.parallel import world_size
 from accel.stack import AccelerationStack
-from data.loader import LatentLoader, LatentSpec
+from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
 from training.checkpoint.find import complete, weights_file
 from training.checkpoint.save import Checkpoints, load
@@ -25,14 +25,14 @@ from training.config.compose import Composed
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.ema import EMA
 from training.metrics import Meter
-from training.objective import FlowMatching
 from training.optim import parameter_groups
 from training.peak_flops import peak_flops
+from training.pretrained import build_model
 from training.process.ranks import SINGLE, Ranks
 from training.schedule import Schedule
 from training.spikes import SpikeGuard
 from training.state import TrainState, load_weights
-from training.step import TrainStep
+from training.step import StepOutput, StepSettings, TrainStep
 
 SETTINGS = (
     *("batch_size", "accumulation_steps", "total_samples", "max_grad_norm", "deterministic"),
@@ -82,26 +82,70 @@ def build_stack(cfg: TrainConfig, device: torch.device) -> AccelerationStack:
     return stack
 
 
-def build_step(
-    cfg: TrainConfig,
-    model: Denoiser,
-    loader: LatentLoader,
-    objective: FlowMatching,
-    optimizer: torch.optim.Optimizer,
-    stack: AccelerationStack,
-    ranks: Ranks = SINGLE,
-) -> tuple[TrainState, TrainStep]:
-    """All that changes in a run, and what changes it; `stack.on_model` has been applied to `model`."""
-    device = next(model.parameters()).device
+@dataclass
+class Training:
+    """All that trains, built from one configuration; `train.py`, the benchmarks and the tests run the same parts."""
+
+    cfg: TrainConfig
+    device: torch.device
+    ranks: Ranks
+    loader: LatentLoader
+    stack: AccelerationStack
+    model: Denoiser
+    state: TrainState
+    step: TrainStep
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples in a micro-batch of this process."""
+        return self.cfg.batch_size // self.cfg.accumulation_steps // self.ranks.world_size
+
+    def next_batches(self) -> list[Batch]:
+        """The micro-batches of one step."""
+        return [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
+
+    def take_step(self) -> StepOutput:
+        """Takes one step and counts it; returns device scalars."""
+        self.step.schedule(self.state.samples)
+        output = self.step(self.next_batches())
+        self.state.advance(self.cfg.batch_size)
+        return output
+
+    def warm_up(self) -> Ledger:
+        """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the state."""
+        with self.state.preserved():
+            self.step.schedule(0)
+            return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
+
+
+def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> Training:
+    """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a configuration.
+
+    ValueError, in one sentence, for whatever of it cannot be built.
+    """
+    # What we train, and on what.
+    micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
+    loader = build_loader(cfg.data, cfg.seed, micro_batch, device, ranks)
+    objective = build(cfg.objective, "objective")
+    model = build_model(cfg.model, loader.spec, device)
+
+    # What makes it fast, then the optimizer: sharding replaces parameters.
+    stack = build_stack(cfg, device)
+    stack.on_process()
+    model = stack.on_model(model)
+    optimizer = build_optimizer(cfg.optim, model, stack)
+
+    # What changes in a run, and what changes it.
     ema = EMA(model, **spine(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
     peak = peak_flops(device, str(stack.value("precision")))
     meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks)
     guards = cfg.guards
     spikes = SpikeGuard(guards.spike_sigmas, guards.spike_window, device) if guards.spike_sigmas else None
-    state = TrainState(model, optimizer, ema, loader, meter, stack, spikes)
-    rates = {"seed": cfg.seed, "batch_size": cfg.batch_size, "max_grad_norm": cfg.max_grad_norm}
-    return state, stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, spikes=spikes, **rates))
+    state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
+    settings = StepSettings(cfg.seed, cfg.batch_size, cfg.max_grad_norm)
+    step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, settings, spikes))
+    return Training(cfg, device, ranks, loader, stack, model, state, step)
 
 
 def identity(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Looking at a model in training: held-out loss and sample grids, both with the averaged weights."""
+"""Looks at a model in training: held-out loss and sample grids, both with the averaged weights."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from accel.kernels.counter_noise import Purpose, counter_normal
-from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
-from models.sampler import guided_velocity, sample
-from training.config.schema import SamplingConfig
+from training.assemble import Training
 from training.process.ranks import Ranks
-from training.state import TrainState
-from training.step import TrainStep
+from training.sampling import draw_latents
 
 Item = TypeVar("Item")
 MAX_CLASSES = 10
@@ -26,16 +23,15 @@ BUCKETS = 4
 
 
 @torch.no_grad()
-def evaluate(step: TrainStep, state: TrainState, batch_size: int) -> dict[str, float]:
+def evaluate(training: Training) -> dict[str, float]:
     """`eval_loss` of the averages over the held-out split, with fixed noise and t, and the same by quarters of t.
 
     Of several processes each takes its share of the batches. Empty if nothing is held out.
     """
-    ranks = state.meter.ranks
-    found = []
-    with state.averaged():
-        for batch, mine in dealt(state.loader.held_out(batch_size), ranks):
-            loss, t = step.losses(batch, held_out=True)
+    ranks, found = training.ranks, []
+    with training.state.averaged():
+        for batch, mine in dealt(training.loader.held_out(training.micro_batch), ranks):
+            loss, t = training.step.losses(batch, held_out=True)
             if mine:
                 found.append(torch.stack((batch.position.double(), loss.double(), t.double())).T)
     rows = torch.cat(ranks.gathered(torch.cat(found) if found else torch.zeros(0, 3)))
@@ -51,9 +47,10 @@ def evaluate(step: TrainStep, state: TrainState, batch_size: int) -> dict[str, f
 
 
 def dealt(items: Iterable[Item], ranks: Ranks) -> Iterator[tuple[Item, bool]]:
-    """Of each round of items this process's own, and True; in a last round that is short, another's and False.
+    """Yields this process's share of the items as (item, is_real).
 
-    So all processes have equally many: sharded models compute together.
+    A short last round is padded with another process's item, so that all ranks step equally often, as sharded models
+    must.
     """
     for together in batched(items, ranks.world_size):
         mine = ranks.rank < len(together)
@@ -67,37 +64,24 @@ def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
         yield together
 
 
-def sample_grid(
-    step: TrainStep,
-    state: TrainState,
-    spec: LatentSpec,
-    autoencoder: Autoencoder,
-    sampling: SamplingConfig,
-    file: Path,
-    batch_size: int,
-) -> Path:
+def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
     """Writes a grid with one row a class (the first ten) and `sampling.per_class` columns; returns `file`.
 
     The noise depends on the seed and the place in the grid only, so grids of one run show the same samples maturing.
     """
-    device = step.ema_weight.device
+    cfg, step, spec, ranks = training.cfg, training.step, training.loader.spec, training.ranks
     classes = min(spec.num_classes, MAX_CLASSES)
-    labels = torch.arange(classes, device=device).repeat_interleave(sampling.per_class)
-    low, high = sampling.guidance_interval
-    ranks, images, places = state.meter.ranks, [], []
-    with state.averaged():
-        parts = torch.arange(len(labels), device=device).split(max(1, batch_size // 2))  # guidance doubles it
-        for position, mine in dealt(parts, ranks):
-            noise = counter_normal(step.seed, Purpose.SAMPLE, position, (spec.channels, spec.height, spec.width))
-            velocity = guided_velocity(step.forward, labels[position], spec.num_classes, sampling.guidance, (low, high))
-            latents = sample(velocity, noise, sampling.steps, sampling.solver.value, sampling.shift)
+    labels = torch.arange(classes, device=training.device).repeat_interleave(cfg.sampling.per_class)
+    places = torch.arange(len(labels), device=training.device)
+    found: list[tuple[Tensor, Tensor]] = []
+    with training.state.averaged():
+        for position, mine in dealt(places.split(max(1, training.micro_batch // 2)), ranks):  # guidance doubles it
+            latents = draw_latents(step.forward, spec, labels[position], position, cfg.seed, cfg.sampling)
             if mine:
-                images.append(torch.from_numpy(to_uint8(autoencoder.decode(spec.denormalise(latents)))))
-                places.append(position.cpu())
-    none = torch.zeros(0, dtype=torch.long)
-    order = torch.cat(ranks.gathered(torch.cat(places) if places else none)).argsort()
-    shape = (0, *images[0].shape[1:]) if images else (0, 1, 1, 3)
-    found = [part for part in ranks.gathered(torch.cat(images) if images else torch.zeros(shape)) if len(part)]
+                found.append((position.cpu(), torch.from_numpy(to_uint8(autoencoder.decode(latents)))))
+    order = torch.cat(ranks.gathered(torch.cat([torch.zeros(0, dtype=torch.long), *(place for place, _ in found)])))
+    images = ranks.gathered(torch.cat([image for _, image in found]) if found else torch.zeros(0))
     if ranks.first:
-        write_grid(file, torch.cat(found)[order].numpy(), columns=sampling.per_class)
+        drawn = torch.cat([part for part in images if len(part)])[order.argsort()]
+        write_grid(file, drawn.numpy(), columns=cfg.sampling.per_class)
     return file

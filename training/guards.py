@@ -18,22 +18,18 @@ from torch import Tensor
 from accel.parallel import local, whole
 from data.loader import Batch
 from data.manifest import write_atomically
+from training.assemble import Training
 from training.checkpoint.find import goes_on
-from training.config.schema import TrainConfig
-from training.process.ranks import Ranks
-from training.state import TrainState
-from training.step import TrainStep
 
 
-def stop_if_hopeless(
-    cfg: TrainConfig, folder: Path, step: TrainStep, state: TrainState, batches: Sequence[Batch]
-) -> None:
-    """ValueError once `guards.max_skipped_in_row` steps in a row were skipped; what can be known of the last one lies
-    in `folder/dumps`. Called at log steps, by all processes."""
+def stop_if_hopeless(training: Training, folder: Path, batches: Sequence[Batch]) -> None:
+    """ValueError once `guards.max_skipped_in_row` steps in a row were skipped; `folder/dumps` then describes the last
+    one, made of `batches`. All processes call it, at log steps."""
+    cfg, state = training.cfg, training.state
     meter = state.meter
     if meter.skipped_in_row < cfg.guards.max_skipped_in_row:
         return
-    file = dump(step, state, batches, folder / "dumps" / f"step-{state.step}.json")
+    file = dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
     raise ValueError(
         f"step {state.step}: the last {meter.skipped_in_row} steps were skipped, for their gradients were not finite "
         f"or spikes (guards.max_skipped_in_row={cfg.guards.max_skipped_in_row}); the weights are those before them. "
@@ -42,13 +38,13 @@ def stop_if_hopeless(
     )
 
 
-def dump(step: TrainStep, state: TrainState, batches: Sequence[Batch], file: Path) -> Path:
-    """Does the step's forward and backward pass once more, which changes nothing, and writes what is seen to `file`.
+def dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
+    """Repeats the step's forward and backward pass, which changes nothing, and writes what they show to `file`.
 
     `samples`: id, position in the stream, label, t and loss of each sample of the batch; `blocks`: the norms of the
     gradient and of the parameters of each part of the model.
     """
-    ranks = state.meter.ranks
+    step, state, ranks = training.step, training.state, training.ranks
     with torch.compiler.set_stance("force_eager"):
         step.accumulate(batches)
     scale = 1.0 if step.scaler is None else step.scaler.scale
@@ -95,9 +91,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @contextmanager
-def failures_explained(
-    cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device, folder: Path
-) -> Iterator[None]:
+def failures_explained(training: Training, folder: Path) -> Iterator[None]:
     """Turns running out of memory or disk into a ValueError: where, how much was taken, what helps most."""
     try:
         yield
@@ -105,20 +99,20 @@ def failures_explained(
         if error.errno not in DISK:
             raise
         raise ValueError(
-            f"step {state.step}: {error.filename or folder} cannot be written ({error.strerror}); free space or mend "
-            f"the disk; {goes_on(folder / 'checkpoints')}."
+            f"step {training.state.step}: {error.filename or folder} cannot be written ({error.strerror}); free space "
+            f"or mend the disk; {goes_on(folder / 'checkpoints')}."
         ) from error
     except torch.OutOfMemoryError as error:
-        out_of_memory(cfg, step, state, device, folder, error)
+        out_of_memory(training, folder, error)
     except RuntimeError as error:  # of the host
         if "can't allocate memory" not in str(error):
             raise
-        out_of_memory(cfg, step, state, device, folder, error)
+        out_of_memory(training, folder, error)
 
 
-def out_of_memory(
-    cfg: TrainConfig, step: TrainStep, state: TrainState, device: torch.device, folder: Path, error: Exception
-) -> NoReturn:
+def out_of_memory(training: Training, folder: Path, error: Exception) -> NoReturn:
+    """Raises the ValueError that says where memory ran out, what takes it, and what helps most."""
+    step, device = training.step, training.device
     if device.type == "cuda":
         peak, there = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     else:
@@ -126,22 +120,21 @@ def out_of_memory(
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = sum(local(p.detach()).nbytes for p in step.parameters)
     lasting = 4 * size  # parameters, averages, two moments; gradients come and go
-    ranks = state.meter.ranks
     raise ValueError(
-        f"out of memory in {step.phase} at step {state.step}: {peak / 2**30:.3g} of {there / 2**30:.3g} GiB were taken "
-        f"at the peak, {lasting / 2**30:.3g} of them by weights, averages and moments. What helps most: "
-        f"{', '.join(savings(cfg, step.phase, ranks))}; {goes_on(folder / 'checkpoints')}."
+        f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of {there / 2**30:.3g} GiB "
+        f"were taken at the peak, {lasting / 2**30:.3g} of them by weights, averages and moments. What helps most: "
+        f"{', '.join(savings(training))}; {goes_on(folder / 'checkpoints')}."
     ) from error
 
 
-def savings(cfg: TrainConfig, phase: str, ranks: Ranks) -> list[str]:
+def savings(training: Training) -> list[str]:
     """The two or three changes that save most where memory ran out, the cheapest first."""
+    cfg, ranks, phase = training.cfg, training.ranks, training.step.phase
     runtime = cfg.runtime
-    micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     activations, lasting = [], []
     if runtime.precision.value == "fp32":
         activations.append("runtime.precision=bf16")
-    if micro_batch % 2 == 0:
+    if training.micro_batch % 2 == 0:
         activations.append(f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)")
     if not runtime.gradient_checkpointing:
         activations.append("runtime.gradient_checkpointing=true")

@@ -19,6 +19,7 @@ from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from training.config.build import build
+from training.config.extensions import is_admitted
 
 KEY = "fastlatent"
 """Of the header's metadata."""
@@ -33,8 +34,8 @@ def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
 def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
     """The model in evaluation mode, and the latents it knows; ValueError if the file does not describe its model.
 
-    A file comes from anywhere, so its `_target_`s may name classes of the package `models` only, of those that any
-    configuration may name.
+    A file comes from anywhere, so its `_target_`s may only name classes of the package `models`, and of packages that
+    this command has admitted itself.
     """
     try:
         with safe_open(file, "pt") as opened:
@@ -44,14 +45,22 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
         raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not say which model it holds; name a file of a checkpoint of ours.") from error
-    if outside := [name for name in targets(node) if not str(name).startswith("models.")]:
-        raise ValueError(f"{file} names {outside[0]} as part of its model, which is none; do not trust this file.")
+    if outside := [name for name in targets(node) if not is_part_of_model(name)]:
+        package = str(outside[0]).partition(".")[0]
+        raise ValueError(
+            f"{file} names {outside[0]} as part of its model, which is none of ours. Do not trust this file; if that "
+            f"code is your own, add extensions=[{package}] to the command."
+        )
     model = build_model(node, spec, device)
     try:
         model.load_state_dict(load_file(file))
     except RuntimeError as error:
         raise ValueError(f"{file} does not fit the model that it describes: {error}") from error
     return model.eval(), spec
+
+
+def is_part_of_model(target: Any) -> bool:
+    return str(target).startswith("models.") or is_admitted(target)
 
 
 def targets(node: Any) -> Iterator[Any]:
@@ -65,14 +74,14 @@ def targets(node: Any) -> Iterator[Any]:
 
 
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
-    """The denoiser for `spec`, initialised on `device`."""
-    model = without_memory(node, spec).to_empty(device=device)
+    """Builds the denoiser for `spec` on `device`, initialised."""
+    model = build_on_meta(node, spec).to_empty(device=device)
     model.init_weights()
     return model
 
 
-def without_memory(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
-    """The denoiser for `spec` on the meta device: shapes, and no values."""
+def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
+    """Builds the denoiser for `spec` on the meta device, which takes no memory: it has shapes and no values."""
     shape = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     with torch.device("meta"):
         return build(node, "model", kind=nn.Module, **shape)
@@ -82,7 +91,7 @@ def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None =
     """The autoencoder that made the latents, or the same one at `path`; ValueError if its weights are others."""
     node = spec.encoder if path is None else spec.encoder | {"path": path}
     named = list(targets(node))  # by whoever made the latents or the weights
-    if len(named) != 1 or not str(named[0]).startswith("models."):
+    if len(named) != 1 or not is_part_of_model(named[0]):
         raise ValueError(f"the latents name {named} as their encoder, which is none; do not trust where they are from.")
     autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
     if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):

@@ -130,9 +130,10 @@ class Run:
         with (self.folder / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps(dict(metrics)) + "\n")
 
-    def stop(self, state: TrainState, saved: bool) -> NoReturn:
+    def stop(self, state: TrainState) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
-        kept = "saved" if saved else "nothing is saved, for save_every=0"
+        kept = "saved" if self.cfg.save_every and state.step else "nothing is saved"
+        kept += "" if self.cfg.save_every else ", for save_every=0"
         self.ranks.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.")
         self.close()
         raise SystemExit(EXIT_CODE)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+
+from training.config.schema import ScheduleKind
 
 
 class Schedule:
     """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine to `final` of it."""
 
-    def __init__(
-        self, kind: Literal["constant", "cosine"], total_samples: int, warmup_samples: int = 0, final: float = 0.0
-    ) -> None:
+    def __init__(self, kind: str, total_samples: int, warmup_samples: int = 0, final: float = 0.0) -> None:
         self.kind, self.total_samples = kind, total_samples
         self.warmup_samples, self.final = warmup_samples, final
 
@@ -19,7 +18,7 @@ class Schedule:
         """Factor for the step that ends at `samples` samples."""
         if samples < self.warmup_samples:
             return samples / self.warmup_samples
-        if self.kind == "constant":
+        if self.kind == ScheduleKind.constant:
             return 1.0
         progress = (samples - self.warmup_samples) / max(1, self.total_samples - self.warmup_samples)
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from accel.parallel import cut
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader
 from models.denoiser import Denoiser
+from training.checkpoint.parts import Kept
 from training.ema import EMA
 from training.metrics import Meter
 from training.spikes import SpikeGuard
@@ -33,48 +34,43 @@ class TrainState:
     meter: Meter
     stack: AccelerationStack
     spikes: SpikeGuard | None = None
+    total_samples: int = 0
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    began_at: int = 0
+    """The step that this process started or resumed from."""
 
     def advance(self, samples: int) -> None:
         self.step += 1
         self.samples += samples
 
+    @property
+    def moved(self) -> bool:
+        """Whether this process has taken a step."""
+        return self.step > self.began_at
+
+    @property
+    def done(self) -> bool:
+        return self.samples >= self.total_samples
+
     def due(self, every: int) -> bool:
-        """True each `every` steps; never for 0."""
-        return every > 0 and self.step % every == 0
+        """True each `every` steps and when the run is done; never for 0, and never at the step where a resume began."""
+        return every > 0 and self.moved and (self.done or self.step % every == 0)
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        return {piece.name: piece.kept for piece in PIECES}
 
     def state_dict(self) -> dict[str, Any]:
         """References, not copies: save or copy it before the next step."""
-        return {
-            "model": self.model.state_dict(),
-            "ema": self.ema.state_dict(),
-            "optimizer": self.optimizer.state_dict()["state"],
-            "loader": self.loader.state_dict(),
-            "window": self.meter.state_dict(),
-            "counters": {"step": self.step, "samples": self.samples, "skipped_steps": self.skipped_steps},
-            "techniques": self.stack.state_dict(),
-            "guards": self.spikes.state_dict() if self.spikes else {},
-            "rng": rng_state(),
-        }
+        return {piece.name: piece.save(self) for piece in PIECES}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads everything; ValueError if the tensors do not fit the model. Hyper-parameters stay the config's."""
-        try:
-            load_weights(self.model, state["model"])
-        except RuntimeError as error:
-            raise ValueError(f"the checkpoint does not fit this model: {error}") from error
-        self.ema.load_state_dict(state["ema"])
-        load_moments(self.optimizer, state["optimizer"])
-        self.stack.load_state_dict(state["techniques"])
-        if self.spikes is not None:
-            self.spikes.load_state_dict(state["guards"])
-        self.loader.load_state_dict(state["loader"])
-        self.meter.load_state_dict(state["window"])
-        for name, value in state["counters"].items():
-            setattr(self, name, value)
-        load_rng_state(state["rng"])
+        for piece in PIECES:
+            piece.load(self, state[piece.name])
+        self.began_at = self.step
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -95,6 +91,23 @@ class TrainState:
         finally:
             self.load_state_dict(before)
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def load_model(state: TrainState, weights: dict[str, Any]) -> None:
+    try:
+        load_weights(state.model, weights)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint does not fit this model: {error}") from error
+
+
+def load_counters(state: TrainState, counters: dict[str, int]) -> None:
+    for name in COUNTERS:
+        setattr(state, name, counters[name])
+
+
+def load_spikes(state: TrainState, saved: dict[str, Any]) -> None:
+    if state.spikes is not None:
+        state.spikes.load_state_dict(saved)
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
@@ -135,10 +148,41 @@ def copied(node: Any) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state()} | {f"cuda.{i}": state for i, state in enumerate(gpus)}
 
 
-def load_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+def load_rng_state(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"])
+    gpus = [saved[f"cuda.{i}"] for i in range(len(saved) - 1)]
+    if len(gpus) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(gpus)
+
+
+class Piece(NamedTuple):
+    """A piece of the state: its name in a checkpoint, how that keeps it, and the functions that save and load it."""
+
+    name: str
+    kept: Kept
+    save: Callable[[TrainState], Mapping[Any, Any]]
+    load: Callable[[TrainState, Any], None]
+
+
+COUNTERS = ("step", "samples", "skipped_steps")
+PIECES = (
+    Piece("model", Kept.whole, lambda s: s.model.state_dict(), load_model),
+    Piece("ema", Kept.whole, lambda s: s.ema.state_dict(), lambda s, saved: s.ema.load_state_dict(saved)),
+    Piece(
+        "optimizer",
+        Kept.shared,
+        lambda s: s.optimizer.state_dict()["state"],
+        lambda s, saved: load_moments(s.optimizer, saved),
+    ),
+    Piece("techniques", Kept.shared, lambda s: s.stack.state_dict(), lambda s, saved: s.stack.load_state_dict(saved)),
+    Piece("guards", Kept.shared, lambda s: s.spikes.state_dict() if s.spikes else {}, load_spikes),
+    Piece("loader", Kept.values, lambda s: s.loader.state_dict(), lambda s, saved: s.loader.load_state_dict(saved)),
+    Piece("counters", Kept.values, lambda s: {name: getattr(s, name) for name in COUNTERS}, load_counters),
+    Piece("window", Kept.sums, lambda s: s.meter.state_dict(), lambda s, saved: s.meter.load_state_dict(saved)),
+    Piece("rng", Kept.each, lambda s: rng_state(), lambda s, saved: load_rng_state(saved)),
+)
+"""A new piece of state is one more entry. The names and kinds are the format of checkpoints."""

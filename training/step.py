@@ -33,15 +33,25 @@ class StepOutput(NamedTuple):
     """1.0 if the same happened because fp16's loss scale was too large: part of its search, no failure."""
 
 
-class TrainStep:
-    """Forward, backward, clipping, optimizer and EMA.
+class StepSettings(NamedTuple):
+    """The numbers that a step goes by."""
 
-    `forward` is the network's forward pass and `update` the whole step, which techniques wrap; evaluation and sampling
-    use the same `forward`. `mark(phase)` is called at the end of each phase, for who wants to time them, and
-    `synchronised(last)` surrounds each micro-batch, for who has other processes to tell of the gradients of the last.
-    `schedule(samples)` moves learning rate and EMA weight to the device before the step; calling the step then takes
-    only what is already there. The optimizer decides on device: a fused one gets the clipping factor as `grad_scale`
-    and a non-finite norm as `found_inf`. An unfused one cannot, so there the host reads one flag a step.
+    seed: int
+    batch_size: int
+    """Global: of all micro-batches and processes."""
+    max_grad_norm: float
+    """0: no clipping."""
+
+
+class TrainStep:
+    """Takes one optimizer step: forward and backward per micro-batch, clipping, update, EMA.
+
+    Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation and sampling use the
+    same `forward`. A benchmark sets `mark(phase)` to time the phases. Data parallelism sets `synchronised(last)`, which
+    surrounds each micro-batch and disables gradient synchronisation on all but the last. `schedule(samples)` moves
+    learning rate and EMA weight to the device before the step, so that the step itself never copies from the host. The
+    optimizer decides on the device: a fused one gets the clipping factor as `grad_scale` and a non-finite norm as
+    `found_inf`. An unfused one cannot, so there the host reads one flag a step.
     """
 
     def __init__(
@@ -51,10 +61,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         ema: EMA,
-        *,
-        seed: int,
-        batch_size: int,
-        max_grad_norm: float,
+        settings: StepSettings,
         spikes: SpikeGuard | None = None,
     ) -> None:
         self.forward: Callable[..., Tensor] = model
@@ -64,10 +71,10 @@ class TrainStep:
         self.scaler: LossScaler | None = None
         self.spikes = spikes
         self.phase = "the first step"
-        """What was going on last, for who has to explain a failure."""
+        """The phase that began last; messages about a failure name it."""
         self.objective, self.optimizer = objective, optimizer
         self.lr_schedule, self.ema = schedule, ema
-        self.seed, self.batch_size, self.max_grad_norm = seed, batch_size, max_grad_norm
+        self.seed, self.batch_size, self.max_grad_norm = settings
         self.null_label = model.num_classes
         self.drop_path_depth = model.depth if model.drop_path else 0
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]

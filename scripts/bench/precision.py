@@ -48,7 +48,7 @@ def one_run(precision: str, seed: int, overrides: list[str], steps: int) -> dict
     early = meter.report(workload.step.lr)
     taken = seconds(lambda: train(half), workload.device)
     late = meter.report(workload.step.lr)
-    held_out = evaluate(workload.step, workload.state, workload.batch_size)
+    held_out = evaluate(workload.training)
     return {
         "seed": seed,
         "step_ms": 1e3 * taken / half,

@@ -1,4 +1,4 @@
-"""A training run without its folder: what the benchmarks measure, put together as train.py does it."""
+"""A training run without its folder: what the benchmarks measure, assembled as train.py does it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 from accel.ledger import Ledger
 from accel.technique import first_line
 from scripts.bench.timing import MemoryPeak, interleaved
-from training.assemble import build_loader, build_optimizer, build_stack, build_step
-from training.config.build import build
+from training.assemble import assemble
 from training.config.compose import compose
 from training.environment import pick_device
-from training.pretrained import build_model
 
 
 class Runnable(Protocol):
@@ -56,19 +54,11 @@ class Workload:
         memory = MemoryPeak(self.device)
         memory.start()
         torch.manual_seed(cfg.seed)
-        micro_batch = cfg.batch_size // cfg.accumulation_steps
-        self.loader = build_loader(cfg.data, cfg.seed, micro_batch, self.device)
-        self.model = build_model(cfg.model, self.loader.spec, self.device)
-        self.stack = build_stack(cfg, self.device)
-        self.stack.on_process()
-        self.model = self.stack.on_model(self.model)
-        optimizer = build_optimizer(cfg.optim, self.model, self.stack)
-        objective = build(cfg.objective, "objective")
-        self.state, self.step = build_step(cfg, self.model, self.loader, objective, optimizer, self.stack)
+        self.training = assemble(cfg, self.device)
+        self.loader, self.model, self.stack = self.training.loader, self.training.model, self.training.stack
+        self.state, self.step = self.training.state, self.training.step
         began = time.perf_counter()
-        with self.state.preserved():
-            self.step.schedule(0)
-            self.ledger: Ledger = self.stack.warm_up(self.one_step, self.model.blocks)
+        self.ledger: Ledger = self.training.warm_up()
         self.warm_up_seconds = time.perf_counter() - began
         self.memory_peak = memory.read()
 
@@ -76,11 +66,7 @@ class Workload:
         self.stack.on_process()
 
     def one_step(self) -> torch.Tensor:
-        batches = [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
-        self.step.schedule(self.state.samples)
-        loss = self.step(batches).loss
-        self.state.advance(self.batch_size)
-        return loss
+        return self.training.take_step().loss
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

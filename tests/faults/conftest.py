@@ -18,12 +18,15 @@ from training.checkpoint.find import complete, damage, description
 from training.checkpoint.parts import assembled, flat
 from training.config.compose import ROOT
 from training.process.ranks import Ranks
+from training.state import PIECES
 
 WORDS = [
     *("runtime=eager", "deterministic=true", "total_samples=96", "batch_size=8", "log_every=3", "eval_every=4"),
     *("save_every=2", "keep_checkpoints=2", "model.drop_path=0.2", "guards.spike_sigmas=6", "guards.spike_window=8"),
 ]
 """Twelve steps, six checkpoints; all state there is: moments, averages, a window of norms, a window of metrics."""
+
+KEPT = {piece.name: piece.kept for piece in PIECES}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def outcome(folder: Path) -> Outcome:
     described = description(last)
     digest = hashlib.sha256(json.dumps([described["counters"], described["loader"], described["window"]]).encode())
     for rank in range(described["world_size"]):
-        found = assembled(last, described, Ranks(rank, described["world_size"], rank))
+        found = assembled(last, described, KEPT, Ranks(rank, described["world_size"], rank))
         for name, leaf in sorted(flat(found), key=lambda pair: pair[0]):
             if isinstance(leaf, torch.Tensor):
                 digest.update(name.encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

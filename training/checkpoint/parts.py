@@ -1,14 +1,15 @@
-"""What each process writes of a training state, and how it is put together again.
+"""Splits a training state among the processes that write it, and puts it together again from their files.
 
-Weights and averages are written whole, by the first process: anything can read them. All else goes into one file a
-process: its rows of sharded moments, its generators, and in the first one's file what all processes share. Read
-together, the rows give whole tensors, which fit any number of processes.
+Each piece of the state says how it is kept, see `Kept`; `training/state.py` lists the pieces. Tensors go into one file
+a process, sharded ones as this process's rows. Read together, the rows give whole tensors, which fit any number of
+processes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +23,27 @@ from accel.parallel import local, rows_of, whole
 from accel.technique import first_line
 from training.process.ranks import SINGLE, Ranks
 
-WHOLE = ("model", "ema")
 PART = "rank-{rank}-of-{world_size}.safetensors"
-PARTS = ("optimizer", "techniques", "guards")
-"""Trees of tensors and numbers, two or three levels deep."""
+
+
+class Kept(Enum):
+    """How a checkpoint keeps a piece of the state."""
+
+    whole = "tensors in a file of their own, gathered and written by the first process, so that anything can read them"
+    shared = "a tree of tensors and numbers, two or three levels deep; sharded, or the same in all processes"
+    values = "numbers that are the same in all processes"
+    sums = "tensors of each process, and numbers; at another number of processes each loads the mean of the tensors"
+    each = "tensors of each process; at another number of processes, rank r loads those of rank r mod the old number"
 
 
 class Staged(NamedTuple):
     """One process's share of a state, in host memory, safe from the steps that follow."""
 
     whole: dict[str, dict[str, Tensor]]
-    """Of each of `WHOLE`; empty but in the first process."""
+    """The pieces that are kept whole; empty except in the first process."""
     own: dict[str, Tensor]
     rows: dict[str, int]
-    """Of the tensors in `own` that are parts: the first row."""
+    """First row of each tensor in `own` that is a shard."""
     values: dict[str, Any]
     """Everything that is no tensor; fit for JSON."""
 
@@ -81,8 +89,8 @@ class HostCopies:
             self.copied.synchronize()
 
 
-def stage(state: Mapping[str, Any], first: bool, copies: HostCopies | None) -> Staged:
-    """This process's share of `TrainState.state_dict()`; all processes call it together.
+def stage(state: Mapping[str, Any], kept: Mapping[str, Kept], first: bool, copies: HostCopies | None) -> Staged:
+    """Takes this process's share of a state, pieces by name, to host memory; all processes call it together.
 
     Without `copies` tensors of the host are taken as they are: write them before the next step.
     """
@@ -91,71 +99,68 @@ def stage(state: Mapping[str, Any], first: bool, copies: HostCopies | None) -> S
         tensor = tensor.detach()
         return tensor.cpu() if copies is None else copies.take(name, tensor)
 
-    whole_ones: dict[str, dict[str, Tensor]] = {kind: {} for kind in WHOLE} if first else {}
-    for kind in WHOLE:
-        for name, tensor in state[kind].items():  # gathered one by one, so that no device holds more than one
-            gathered = whole(tensor)
-            if first:
-                whole_ones[kind][name] = host(f"{kind}.{name}", gathered)
-    own: dict[str, Tensor] = {}
-    rows: dict[str, int] = {}
-    leaves: dict[str, Any] = {}
-    for name, leaf in (pair for kind in PARTS for pair in flat(state[kind], kind)):
-        if isinstance(leaf, DTensor):
-            if (start := rows_of(leaf)) is not None:
-                own[name], rows[name] = host(name, local(leaf)), start
-        elif isinstance(leaf, Tensor):
-            if first:
-                own[name] = host(name, leaf)
-        else:
-            leaves[name] = leaf
-    each = {"rng.torch": state["rng"]["torch"]} | {f"rng.cuda.{i}": t for i, t in enumerate(state["rng"]["cuda"])}
-    each |= {f"window.{name}": sum_ for name, sum_ in state["window"].items() if isinstance(sum_, Tensor)}
-    own |= {name: host(name, tensor) for name, tensor in each.items()}
+    staged = Staged({}, {}, {}, {"leaves": {}})
+    for piece, how in kept.items():
+        if how is Kept.whole:
+            # One by one, so that no device holds more than one gathered tensor.
+            gathered = ((name, whole(tensor)) for name, tensor in state[piece].items())
+            found = {name: host(f"{piece}.{name}", tensor) for name, tensor in gathered if first}
+            staged.whole.update({piece: found} if first else {})
+            continue
+        if how is not Kept.shared:
+            numbers = {k: v for k, v in state[piece].items() if not isinstance(v, Tensor)}
+            staged.values.update({piece: numbers} if how is not Kept.each else {})
+        for name, leaf in flat(state[piece], piece):
+            if isinstance(leaf, DTensor):
+                if (start := rows_of(leaf)) is not None:
+                    staged.own[name], staged.rows[name] = host(name, local(leaf)), start
+            elif isinstance(leaf, Tensor):
+                if first or how is not Kept.shared:
+                    staged.own[name] = host(name, leaf)
+            elif how is Kept.shared:
+                staged.values["leaves"][name] = leaf
     if copies is not None:
         copies.mark()
-    values = {key: state[key] for key in ("loader", "counters")} | {"leaves": leaves}
-    values |= {"window": {name: value for name, value in state["window"].items() if not isinstance(value, Tensor)}}
-    return Staged(whole_ones, own, rows, values)
+    return staged
 
 
-def assembled(folder: Path, values: Mapping[str, Any], ranks: Ranks = SINGLE) -> dict[str, Any]:
-    """What `TrainState.load_state_dict` takes, from the files of all processes; each tensor is whole.
+def assembled(
+    folder: Path, values: Mapping[str, Any], kept: Mapping[str, Kept], ranks: Ranks = SINGLE
+) -> dict[str, Any]:
+    """Reads the files of all processes and returns the state, pieces by name; each tensor is whole.
 
-    Generators and the sums of the log window are each process's own. At another number of processes each takes
-    somebody's generators and the mean of the sums.
+    `values` is the checkpoint's `state.json`.
     """
-    parts: dict[str, list[tuple[int, Tensor]]] = {}
-    sums: dict[str, list[Tensor]] = {}
-    state: dict[str, Any] = {kind: {} for kind in PARTS} | {"rng": {}}
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    """Tensor -> (first row, rows) in each file that has it."""
     files = [PART.format(rank=i, world_size=values["world_size"]) for i in range(values["world_size"])]
-    mine = files[ranks.rank % len(files)]
     for file in files:
         with safe_open(folder / file, "pt") as opened:
             rows = json.loads(opened.metadata()["rows"])
             for name in opened.keys():  # noqa: SIM118  # no mapping
-                if name.startswith("rng."):
-                    if file == mine:
-                        state["rng"][name] = opened.get_tensor(name)
-                elif name.startswith("window."):
-                    sums.setdefault(name.removeprefix("window."), []).append(opened.get_tensor(name))
-                else:
-                    parts.setdefault(name, []).append((rows.get(name, 0), opened.get_tensor(name)))
-    leaves = dict(values["leaves"])
-    for name, found in parts.items():
-        tensors = [tensor for _, tensor in sorted(found, key=lambda part: part[0])]
-        leaves[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    for name, leaf in leaves.items():
-        kind, key, *rest = name.split(".")
-        node = state[kind].setdefault(int(key) if kind == "optimizer" else key, {}) if rest else state[kind]
-        node[rest[0] if rest else key] = leaf
-    rng = state["rng"]
-    cuda = [rng[f"rng.cuda.{i}"] for i in range(len(rng) - 1)]
-    whole_ones = {kind: load_file(folder / f"{kind}.safetensors") for kind in WHOLE}
-    same = len(files) == ranks.world_size
-    window = {name: found[ranks.rank] if same else torch.stack(found).mean(0) for name, found in sums.items()}
-    rest = {key: values[key] for key in ("loader", "counters")} | {"window": window | values["window"]}
-    return state | whole_ones | rest | {"rng": {"torch": rng["rng.torch"], "cuda": cuda}}
+                found.setdefault(name, []).append((rows.get(name, 0), opened.get_tensor(name)))
+    with_numbers = (Kept.values, Kept.sums)
+    state: dict[str, Any] = {piece: dict(values[piece]) if how in with_numbers else {} for piece, how in kept.items()}
+    for piece, how in kept.items():
+        if how is Kept.whole:
+            state[piece] = load_file(folder / f"{piece}.safetensors")
+    for name, leaf in [*values["leaves"].items(), *found.items()]:
+        piece, key, *rest = name.split(".")
+        if kept[piece] in (Kept.each, Kept.sums):
+            key, rest = ".".join([key, *rest]), []
+        node = state[piece].setdefault(int(key) if key.isdecimal() else key, {}) if rest else state[piece]
+        node[rest[0] if rest else key] = joined(leaf, kept[piece], ranks) if name in found else leaf
+    return state
+
+
+def joined(found: list[tuple[int, Tensor]], how: Kept, ranks: Ranks) -> Tensor:
+    """One tensor of this process from those of all files."""
+    tensors = [tensor for _, tensor in found]
+    if how is Kept.each or (how is Kept.sums and len(tensors) == ranks.world_size):
+        return tensors[ranks.rank % len(tensors)]
+    if how is Kept.sums:
+        return torch.stack(tensors).mean(0)
+    return tensors[0] if len(tensors) == 1 else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
 
 
 def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,9 +16,10 @@ import shutil
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,17 +28,27 @@ from safetensors import SafetensorError
 from data.manifest import sync_folder, write_atomically
 from data.shards import file_sha256
 from training.checkpoint.find import complete, damage, description, goes_on, step_of, verified
-from training.checkpoint.parts import PART, HostCopies, Staged, assembled, flat, stage
+from training.checkpoint.parts import PART, HostCopies, Kept, Staged, assembled, flat, stage
 from training.checkpoint.tensor_file import write_tensors
 from training.pretrained import header
 from training.process.ranks import SINGLE, Ranks
-from training.state import TrainState
 
 FORMAT = 2
 LONGEST_SAVE = timedelta(hours=6)
 """What one process waits for another's files. One that has died is noticed at once."""
 MARGIN = 1.1
 """Of the size of a checkpoint, what must be free before it is begun."""
+
+
+class Savable(Protocol):
+    """What a checkpoint is made of; `TrainState` is one."""
+
+    step: int
+
+    @property
+    def kept(self) -> Mapping[str, Kept]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Checkpoints:
@@ -76,7 +87,7 @@ class Checkpoints:
         except Exception as failure:
             print(f"warning: {failure}", flush=True)
 
-    def save(self, state: TrainState, identity: dict[str, Any], eval_loss: float | None = None) -> Path:
+    def save(self, state: Savable, identity: dict[str, Any], eval_loss: float | None = None) -> Path:
         """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
 
         `identity` describes the run (see `training.assemble`) and goes into `state.json`. All processes call it.
@@ -84,7 +95,7 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.finish()
-        staged = stage(state.state_dict(), self.ranks.first, self.copies)
+        staged = stage(state.state_dict(), state.kept, self.ranks.first, self.copies)
         told = {"format": FORMAT, "step": state.step, "eval_loss": eval_loss, "world_size": self.ranks.world_size}
         described = told | staged.values | identity
         sizes = torch.cat(self.ranks.gathered(torch.tensor([staged.nbytes])))
@@ -233,7 +244,7 @@ class Checkpoints:
         except OSError as error:
             print(f"warning: {self.folder}: older checkpoints are not removed ({error}).", flush=True)
 
-    def load_latest(self, state: TrainState, identity: dict[str, Any]) -> tuple[Path, str] | None:
+    def load_latest(self, state: Savable, identity: dict[str, Any]) -> tuple[Path, str] | None:
         """Loads the newest checkpoint that verifies; returns its folder and what has changed since. None without any.
 
         One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried. ValueError
@@ -281,12 +292,12 @@ def remove(folder: Path) -> None:
     shutil.rmtree(removed)
 
 
-def load(folder: Path, state: TrainState, identity: dict[str, Any], ranks: Ranks = SINGLE) -> str:
+def load(folder: Path, state: Savable, identity: dict[str, Any], ranks: Ranks = SINGLE) -> str:
     """Loads a checkpoint and returns what has changed since; ValueError if it is damaged or belongs to another run."""
     return load_verified(verified(folder), state, identity, ranks)
 
 
-def load_verified(folder: Path, state: TrainState, identity: dict[str, Any], ranks: Ranks) -> str:
+def load_verified(folder: Path, state: Savable, identity: dict[str, Any], ranks: Ranks) -> str:
     described = description(folder)
     for name in ("model", "data", "objective", "optimizer"):
         if described[name] != json.loads(json.dumps(identity[name])):
@@ -295,7 +306,7 @@ def load_verified(folder: Path, state: TrainState, identity: dict[str, Any], ran
                 f"Use a new run_dir, or init_from={folder} to start from its weights."
             )
     try:
-        content = assembled(folder, described, ranks)
+        content = assembled(folder, described, state.kept, ranks)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is no checkpoint of this version of ours ({error}); use another step.") from error
     state.load_state_dict(content)

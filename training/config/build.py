@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
+from training.config.extensions import is_admitted
+
 PACKAGES = ("accel", "data", "models", "training")
 OUTSIDERS = (
     "torch.optim.Adam",
@@ -25,19 +27,20 @@ MOVED = {"training.loggers": "training.process.loggers"}
 
 
 def resolve_target(target: str, key: str) -> type:
-    """The class that `target` names; ValueError unless that very module of ours defines it, or it is an outsider.
+    """The class that `target` names; ValueError unless that very module defines it, and the module is one of ours or of
+    an admitted extension, or it is an outsider.
 
     The object itself is judged, not its path: `models.denoiser.torch.load` starts like one of ours and is not.
     """
     refusal = (
-        f"{key}._target_={target} is not allowed: it must be a class defined in one of {', '.join(PACKAGES)}, "
-        f"or one of {', '.join(OUTSIDERS)}."
+        f"{key}._target_={target} is not allowed: it must be a class defined in one of {', '.join(PACKAGES)}, in a "
+        f"package that extensions=[…] on this command line names, or one of {', '.join(OUTSIDERS)}."
     )
     if not isinstance(target, str):
         raise ValueError(refusal)
     module_name, _, name = target.rpartition(".")
     module_name = MOVED.get(module_name, module_name)
-    if target not in OUTSIDERS and module_name.split(".")[0] not in PACKAGES:
+    if target not in OUTSIDERS and module_name.split(".")[0] not in PACKAGES and not is_admitted(target):
         raise ValueError(refusal)
     try:
         found = getattr(importlib.import_module(module_name), name, None)

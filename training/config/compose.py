@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from training.config import extensions
 from training.config.schema import PrecomputeConfig, TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
 
@@ -106,16 +107,21 @@ class Composed(NamedTuple):
 
 
 def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
-    """Composes and checks a configuration as the command line would; for scripts and tests."""
-    overrides = list(overrides or [])
-    refuse_foreign(overrides)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        full = hydra_compose(config_name, overrides=overrides, return_hydra_config=True)
-    choices = full.hydra.runtime.choices
-    with_hydra = OmegaConf.to_container(full, resolve=False)
-    assert isinstance(with_hydra, dict)
-    source = OmegaConf.create({k: v for k, v in with_hydra.items() if k != "hydra"})
-    return settle(source, choices, overrides)
+    """Composes and checks a configuration as the command line would; for scripts, notebooks and tests.
+
+    ValueError, in one sentence with key, value and fix, for every mistake in `overrides`.
+    """
+    words = list(overrides or [])
+    refuse_foreign(words)
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            full = hydra_compose(config_name, overrides=[*words, *extensions.admit(words)], return_hydra_config=True)
+        with_hydra = OmegaConf.to_container(full, resolve=False)
+        assert isinstance(with_hydra, dict)
+        source = OmegaConf.create({k: v for k, v in with_hydra.items() if k != "hydra"})
+        return settle(source, full.hydra.runtime.choices, words)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(explain(error, words, config_name)) from error
 
 
 def composed_by_hydra(source: DictConfig) -> Composed:
@@ -128,8 +134,14 @@ def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str])
     """Refuses unknown keys, resolves, types, freezes and checks."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     refuse_unknown(source, kind)
-    cfg = OmegaConf.to_object(OmegaConf.merge(unlocked(kind), source))
-    assert isinstance(cfg, TrainConfig | PrecomputeConfig)
+    named = extensions.named_by(overrides)
+    if unasked := [name for name in source.get("extensions") or [] if name not in named]:
+        raise ValueError(
+            f"extensions={unasked} comes from a file, and only the command itself may say whose code it runs; put "
+            f"extensions=[{','.join(unasked)}] on the command line, or set {extensions.ENVIRONMENT}."
+        )
+    source["extensions"] = named
+    cfg = typed(kind, source)
     cfg.check()
     chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}
     return Composed(cfg, chosen, redact_words(overrides), redacted(OmegaConf.to_container(source, resolve=False)))
@@ -173,7 +185,8 @@ def one_sentence() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.
 
     What we tell users is a ValueError from a `raise` of our own; any other exception is ours to mend and keeps its
-    traceback. FASTLATENT_TRACEBACK=1 keeps all of them.
+    traceback. FASTLATENT_TRACEBACK=1 keeps all of them. Inside are functions that `hydra.main` calls, too, so Hydra's
+    own exceptions are explained here as well.
     """
     try:
         yield
@@ -184,32 +197,34 @@ def one_sentence() -> Iterator[None]:
         library = isinstance(error, HydraException | OmegaConfBaseException)
         if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
             raise
-        print(f"error: {scrubbed(explain(error) if library else str(error))}", file=sys.stderr)
+        program = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
+        print(f"error: {scrubbed(explain(error, sys.argv[1:], program) if library else str(error))}", file=sys.stderr)
         sys.exit(1)
 
 
-def explain(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages as key, value and fix."""
+def explain(error: Exception, words: list[str], config_name: str) -> str:
+    """Hydra's or OmegaConf's message on the overrides `words`, as key, value and fix."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text, detail = str(error).strip(), str(cause).strip().splitlines()[0]
     key = getattr(cause, "full_key", None) or ""
+
+    def as_given(key: str) -> str:
+        """`key=value` as it was typed, or the key alone if it came from a file."""
+        return next((word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key), key)
+
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, name = found.groups()
         options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]
         return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}."
     if found := re.match(r"Could not override '([^']+)'", text):
-        return f"{as_given(found[1])}: there is no such key; {nearest(found[1], known_keys())}"
+        return f"{as_given(found[1])}: there is no such key; {nearest(found[1], known_keys(config_name))}"
     if found := re.search(r"Key '(\w+)' (?:is )?not in", f"{detail}\n{text}"):
         where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
-        return f"{as_given(key or found[1])}: there is no such key; {nearest(key or found[1], known_keys())}{where}."
+        name = key or found[1]
+        return f"{as_given(name)}: there is no such key; {nearest(name, known_keys(config_name))}{where}."
     if isinstance(cause, OmegaConfBaseException):
         return f"{as_given(key) or text.splitlines()[0]}: {detail.removesuffix('.')}."
     return text
-
-
-def as_given(key: str) -> str:
-    """`key=value` as it was typed, or the key alone if it came from a file."""
-    return next((word for word in sys.argv[1:] if word.lstrip("+~").partition("=")[0] == key), key)
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
@@ -218,7 +233,7 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
     return f"did you mean {prefix}{close[0]}?" if close else "`--help` lists all keys"
 
 
-def known_keys() -> list[str]:
+def known_keys(config_name: str) -> list[str]:
     """All keys of the default configuration, dotted."""
 
     def walk(node: Any, prefix: str) -> Iterator[str]:
@@ -227,9 +242,8 @@ def known_keys() -> list[str]:
             if isinstance(value, dict):
                 yield from walk(value, f"{prefix}{name}.")
 
-    name = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        default = OmegaConf.to_container(hydra_compose(name), resolve=False)
+        default = OmegaConf.to_container(hydra_compose(config_name), resolve=False)
     return list(walk(default, ""))
 
 
@@ -244,6 +258,12 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     for word in words:
         if "=" not in word:
             raise ValueError(f"{word} is not of the form key=value; `--help` lists the keys.")
+    extensions.admit(words)
     given = OmegaConf.from_dotlist(words)
     refuse_unknown(given, schema)
+    return typed(schema, given)
+
+
+def typed(schema: type[Words], given: Any) -> Words:
+    """A frozen dataclass with the values of a mapping; the rest are its defaults."""
     return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), given)))

@@ -1,6 +1,7 @@
-"""The typed spine of the configuration: every key that is not a component's.
+"""The typed spine of the configuration: every key that is not a component's, with its default and its meaning.
 
-A field added here is a key on the command line; `check` refuses values that no run can have.
+A field added here is a key on the command line, and its value stands nowhere else: the files in `conf/` only hold what
+differs from it. `check` refuses values that no run can have. No torch in here, so that `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from models.solver import Solver
 
 
 class Device(str, Enum):
@@ -62,11 +65,6 @@ class ScheduleKind(str, Enum):
     cosine = "cosine"
 
 
-class Solver(str, Enum):
-    euler = "euler"
-    heun = "heun"
-
-
 class LatentKind(str, Enum):
     mean_std = "mean_std"
     sample = "sample"
@@ -95,15 +93,15 @@ class ReduceDtype(str, Enum):
 class ParallelConfig:
     """How several processes share the work (accel/parallel.py)."""
 
-    mode: ParallelMode = ParallelMode.auto
-    shard_degree: int | None = None
-    reshard_after_forward: bool = True
-    reduce_dtype: ReduceDtype = ReduceDtype.fp32
-    bucket_cap_mb: int = 25
-    gradient_as_bucket_view: bool = True
-    cpu_offload: bool = False
-    timeout_minutes: float = 30.0
-    nccl: dict[str, str] = field(default_factory=dict)
+    mode: ParallelMode = ParallelMode.auto  # several processes: ddp; or fsdp; hsdp shards over shard_degree of them
+    shard_degree: int | None = None  # hsdp; null: the GPUs of one machine
+    reshard_after_forward: bool = True  # fsdp, hsdp: false keeps gathered parameters until the backward pass
+    reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: gradients travel in half the bytes
+    bucket_cap_mb: int = 25  # ddp
+    gradient_as_bucket_view: bool = True  # ddp
+    cpu_offload: bool = False  # fsdp, hsdp: parameters and optimizer in host memory
+    timeout_minutes: float = 30.0  # a process that does not answer for so long ends the run
+    nccl: dict[str, str] = field(default_factory=dict)  # variables of NCCL, such as {NCCL_DEBUG: INFO}
 
     def check(self) -> None:
         """ValueError for a value that no run can have."""
@@ -123,26 +121,26 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a run is executed; each key is one technique (see `python train.py --help`)."""
+    """How a run is executed; each key is one technique. The defaults are `runtime=eager`, the honest baseline."""
 
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
-    precision: PrecisionName = PrecisionName.fp32
+    precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device)
     residual_in_fp32: bool = True
-    fused_add_norm: bool = False
+    fused_add_norm: bool = False  # the Triton kernel, or its PyTorch definition; so are the next two
     fused_scan: bool = False
     fused_conv: bool = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
-    checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks
+    checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks  # selective keeps products, attention, scan
     compile: bool = False
-    compile_scope: CompileScope = CompileScope.blocks
-    compile_mode: CompileMode = CompileMode["default"]
+    compile_scope: CompileScope = CompileScope.blocks  # model: one graph, longer to compile
+    compile_mode: CompileMode = CompileMode["default"]  # reduce-overhead: with scope model, without accumulation
     fused_adamw: bool = False
     empty_cache_at_eval: bool = False
-    cuda_graph: bool = False
-    on_unavailable: OnUnavailable = OnUnavailable.degrade
+    cuda_graph: bool = False  # the whole step, replayed
+    on_unavailable: OnUnavailable = OnUnavailable.degrade  # error: stop where a technique cannot be had
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self, accumulation_steps: int = 1, deterministic: bool = False) -> None:
@@ -185,26 +183,26 @@ class RuntimeConfig:
 class ScheduleConfig:
     """Learning-rate schedule, in samples (training/schedule.py)."""
 
-    kind: ScheduleKind = ScheduleKind.constant
-    warmup_samples: int = 0
-    final: float = 0.0
+    kind: ScheduleKind = ScheduleKind.cosine
+    warmup_samples: int = 1280
+    final: float = 0.0  # cosine: the share of the rate that is left at the end
 
 
 @dataclass(frozen=True)
 class EmaConfig:
     """Average of the parameters, in samples (training/ema.py)."""
 
-    half_life_samples: float = 10_000.0
-    ramp: float = 0.05
+    half_life_samples: float = 2000.0
+    ramp: float = 0.05  # early in training the half-life is at most this share of the samples seen
 
 
 @dataclass(frozen=True)
 class GuardsConfig:
     """What protects a run from bad steps (training/guards.py)."""
 
-    max_skipped_in_row: int = 20
-    spike_sigmas: float = 0.0
-    spike_window: int = 128
+    max_skipped_in_row: int = 20  # steps without a finite gradient after which a run stops, with a dump
+    spike_sigmas: float = 0.0  # > 0: also skip a step whose gradient norm is so many deviations above the mean …
+    spike_window: int = 128  # … of the last so many finite ones
 
     def check(self) -> None:
         """ValueError for a value that no run can have."""
@@ -215,37 +213,45 @@ class GuardsConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How sample grids are made."""
+    """How samples are drawn, in training and by `scripts.sample` (models/sampler.py)."""
 
     solver: Solver = Solver.heun
-    steps: int = 25
-    guidance: float = 1.0
-    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    steps: int = 20
+    guidance: float = 1.5  # 1: none
+    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])  # times t in which guidance is on
     shift: float = 1.0
-    per_class: int = 10
+    per_class: int = 20  # columns of a grid made in training
+
+    def check(self) -> None:
+        """ValueError for a value that nothing can be sampled with."""
+        at_least(1, self, "steps", "per_class", prefix="sampling.")
+        interval = self.guidance_interval
+        if len(interval) != 2 or interval[0] > interval[1]:
+            raise ValueError(f"sampling.guidance_interval={interval} must be two increasing times, such as [0.1,0.9].")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run; conf/train.yaml says what each key means."""
+    """A training run. The defaults train on handwritten digits in about a minute."""
 
     seed: int = 0
-    run_dir: str | None = None
-    resume: str = "auto"
-    init_from: str | None = None
-    rehearsal: str | None = None
-    total_samples: int = 1
-    batch_size: int = 1
-    accumulation_steps: int = 1
-    max_grad_norm: float = 1.0
-    log_every: int = 0
-    save_every: int = 0
-    sample_every: int = 0
-    eval_every: int = 0
-    keep_checkpoints: int = 2
-    keep_every: int = 0
-    async_checkpoints: bool = True
-    deterministic: bool = False
+    run_dir: str | None = None  # null: runs/<date>-<time>-<model>-<runtime>; set it: the same command again resumes
+    resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or the folder of a checkpoint
+    init_from: str | None = None  # weights to start from: a .safetensors file, a checkpoint or a run folder
+    rehearsal: str | None = None  # an experiment whose latest run of this model and runtime is shown before the start
+    extensions: list[str] = field(default_factory=list)  # packages of your own; on the command line only
+    total_samples: int = 102_400  # the horizon; schedules and EMA count samples, so batch_size does not move results
+    batch_size: int = 64  # global
+    accumulation_steps: int = 1  # micro-batches that a batch is cut into
+    max_grad_norm: float = 1.0  # 0: no clipping
+    deterministic: bool = False  # true: bit-for-bit resume
+    log_every: int = 50  # steps; 0: never. What is due also happens at the end
+    eval_every: int = 400
+    sample_every: int = 800
+    save_every: int = 400
+    keep_checkpoints: int = 2  # the newest; the one with the lowest eval_loss stays too
+    keep_every: int = 0  # steps; a checkpoint at a multiple of it is kept for good. 0: none
+    async_checkpoints: bool = True  # written in the background; training waits only while the state is copied
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -265,37 +271,35 @@ class TrainConfig:
         )
         self.guards.check()
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
-        at_least(1, self.sampling, "steps", "per_class", prefix="sampling.")
+        self.sampling.check()
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"batch_size={self.batch_size} (global) is not a multiple of "
                 f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
         self.runtime.check(self.accumulation_steps, self.deterministic)
-        interval = self.sampling.guidance_interval
-        if len(interval) != 2 or interval[0] > interval[1]:
-            raise ValueError(f"sampling.guidance_interval={interval} must be two increasing times, such as [0.1,0.9].")
 
 
 @dataclass(frozen=True)
 class PrecomputeConfig:
-    """An encoding job; conf/precompute_latents.yaml says what each key means."""
+    """An encoding job."""
 
-    source: str | None = None
-    out: str | None = None
-    resolution: int = 256
-    kind: LatentKind = LatentKind.mean_std
+    source: str | None = None  # a folder with one subfolder a class; tars of jpg/png + cls; a folder of `datasets`
+    out: str | None = None  # folder for shards and manifest.json
+    extensions: list[str] = field(default_factory=list)  # packages of your own; on the command line only
+    resolution: int = 256  # images are resized and centre-cropped to this square
+    kind: LatentKind = LatentKind.mean_std  # posterior mean (and std), drawn anew each step; sample: one draw
     dtype: LatentDtype = LatentDtype.float16
-    flips: bool = False
-    held_out: float = 0.02
-    limit: int | None = None
-    seed: int = 0
+    flips: bool = False  # encode mirrored images too (a mirrored latent is not the latent of a mirrored image)
+    held_out: float = 0.02  # share of images kept out of training, for eval_loss
+    limit: int | None = None  # only so many images, drawn by seed
+    seed: int = 0  # order of images over shards, and draws of kind=sample
     batch_size: int = 32
-    num_workers: int = 2
-    shard_size: int = 2048
-    block_size: int = 256
-    min_psnr: float = 20.0
-    dry_run: bool = False
+    num_workers: int = 2  # processes that decode images
+    shard_size: int = 2048  # images a shard
+    block_size: int = 256  # samples a tar member
+    min_psnr: float = 20.0  # dB; a worse reconstruction of the first images is refused
+    dry_run: bool = False  # say how many images, bytes and minutes it is, and write nothing
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     encoder: Any = None
 

@@ -34,8 +34,8 @@ def scrubbed(text: str) -> str:
 
 
 def redact_words(words: list[str]) -> list[str]:
-    """`key=value` words with the values of such keys removed."""
-    parts = [word.partition("=") for word in words]
+    """`key=value` words with the values of such keys removed, and without the folders that Hydra searches."""
+    parts = [word.partition("=") for word in words if not word.startswith("hydra.searchpath=")]
     return [
         f"{key}=<redacted>" if equals and SECRET.search(key) else scrubbed(f"{key}{equals}{value}")
         for key, equals, value in parts

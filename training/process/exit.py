@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from training.config.compose import one_sentence, refuse_foreign
+from training.config.extensions import admit
 from training.process import loggers
 
 group_joined = False
@@ -61,4 +62,5 @@ def run_app(app: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
     with exiting(), one_sentence():
         refuse_foreign(sys.argv[1:])
+        sys.argv += admit(sys.argv[1:])
         app()
