@@ -62,5 +62,7 @@ def run_app(app: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
     with exiting(), one_sentence():
         refuse_foreign(sys.argv[1:])
-        sys.argv += admit(sys.argv[1:])
+        overrides = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
+        place = next(overrides, len(sys.argv))  # Hydra takes overrides in one stretch only
+        sys.argv[place:place] = admit(sys.argv[1:])
         app()

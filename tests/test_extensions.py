@@ -1,0 +1,142 @@
+"""Code of one's own lies outside the checkout: the command that names its package may use it, and nothing else may."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.sample import SampleConfig, sample_run
+from train import train
+from training.config import extensions
+from training.config.compose import ROOT, compose, from_words, from_yaml
+from training.pretrained import load_pretrained
+
+MIXER = '''
+import torch
+from torch import nn
+
+
+class Shuffle(nn.Module):
+    """A mixer of one's own: adds what a linear layer makes of the token before."""
+
+    def __init__(self, dim: int, head_dim: int, grid: tuple[int, int], strength: float = 1.0) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, dim)
+        self.strength = strength
+
+    def init_weights(self) -> None:
+        nn.init.eye_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.strength * self.proj(h.roll(1, dims=1))
+
+    def flops(self, tokens: int) -> int:
+        return 2 * tokens * self.proj.weight.numel()
+'''
+YAML = """# A model of one's own.
+_target_: models.denoiser.Denoiser
+dim: 96
+depth: 2
+head_dim: 32
+patch_size: 2
+mlp_ratio: 2.6667
+mixer:
+  _target_: myproj.mixer.Shuffle
+  _partial_: true
+  strength: 0.5
+"""
+SHORT = ["model=shuffle", "total_samples=16", "batch_size=8", "eval_every=0", "sample_every=0", "save_every=2"]
+
+
+@pytest.fixture
+def myproj(tmp_path, monkeypatch) -> Path:
+    """A package in a temporary folder, as README shows it."""
+    folder = tmp_path / "code" / "myproj"
+    (folder / "conf" / "model").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "mixer.py").write_text(MIXER)
+    (folder / "conf" / "model" / "shuffle.yaml").write_text(YAML)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setattr(extensions, "admitted", set())
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
+        del sys.modules[name]
+
+
+def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(myproj, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    summary = train(compose([*SHORT, "extensions=[myproj]", f"run_dir={folder}"]))
+    assert summary["steps"] == 2
+    assert from_yaml((folder / "config.yaml").read_text())["extensions"] == ["myproj"]
+    monkeypatch.setattr(extensions, "admitted", set())  # another process
+    given = [f"run_dir={folder}", "count=2", "steps=2", "device=cpu", f"out={tmp_path / 'samples'}"]
+    with pytest.raises(ValueError, match=r"myproj\.mixer\.Shuffle.*add extensions=\[myproj\] to the command"):
+        sample_run(from_words(SampleConfig, given, ""))
+    assert sample_run(from_words(SampleConfig, [*given, "extensions=[myproj]"], ""))[1].is_file()
+
+
+def test_the_commands_take_it_too(myproj, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(myproj.parent)}
+    words = [*SHORT, f"run_dir={tmp_path / 'run'}", "save_every=0"]
+    command = [sys.executable, "train.py", *words]
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([*command, "extensions=[myproj]"], env=environment, **how)
+    assert done.returncode == 0, done.stderr
+    recorded = (tmp_path / "run" / "environment.json").read_text()
+    assert "extensions=[myproj]" in recorded
+    assert str(myproj.parent) not in recorded  # folders of this machine are nobody's business
+    by_variable = subprocess.run(
+        [*command, "--cfg", "job"], env=environment | {extensions.ENVIRONMENT: "myproj"}, **how
+    )
+    assert "myproj.mixer.Shuffle" in by_variable.stdout
+    refused = subprocess.run(command, env=environment, **how)
+    assert refused.returncode == 1
+    assert "model=shuffle: there is no such file" in refused.stderr
+
+
+def test_the_environment_variable_names_packages_for_all_commands(myproj, monkeypatch):
+    monkeypatch.setenv(extensions.ENVIRONMENT, "myproj")
+    assert compose(["model=shuffle"]).cfg.extensions == ["myproj"]
+
+
+def test_a_package_is_not_admitted_by_a_file(myproj, monkeypatch):
+    (myproj / "conf" / "experiment").mkdir()
+    (myproj / "conf" / "experiment" / "sly.yaml").write_text(
+        "# @package _global_\n# Names another package.\nextensions: [myproj, json]\n"
+    )
+    monkeypatch.setenv(extensions.ENVIRONMENT, "myproj")
+    with pytest.raises(ValueError, match=r"extensions=\['json'\] comes from a file"):
+        compose(["experiment=sly"])
+    assert extensions.admitted == {"myproj"}
+
+
+@pytest.mark.parametrize("name", ["nowhere_to_be_found", "os.path", "-x"])
+def test_what_is_no_package_is_refused(name, monkeypatch):
+    monkeypatch.setattr(extensions, "admitted", set())
+    with pytest.raises(ValueError, match="there is no package"):
+        compose([f"extensions=['{name}']"])
+    assert extensions.admitted == set()
+
+
+def test_only_classes_that_the_package_itself_defines_are_built(myproj):
+    with pytest.raises(ValueError, match="not allowed"):
+        train(compose(["extensions=[myproj]", "model=shuffle", "model._target_=myproj.mixer.torch.load"]))
+    with pytest.raises(ValueError, match="not allowed"):
+        train(compose(["model._target_=myproj2.mixer.Shuffle", "extensions=[myproj]"]))
+
+
+def test_a_weights_file_that_names_a_foreign_package_runs_nothing(myproj, tmp_path, monkeypatch):
+    train(compose([*SHORT, "extensions=[myproj]", f"run_dir={tmp_path / 'run'}"]))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
+        del sys.modules[name]
+    monkeypatch.setattr(extensions, "admitted", set())
+    import torch
+
+    with pytest.raises(ValueError, match="Do not trust this file"):
+        load_pretrained(next((tmp_path / "run").rglob("ema.safetensors")), torch.device("cpu"))
+    assert "myproj.mixer" not in sys.modules
