@@ -17,7 +17,9 @@ from scripts.plan import main as plan
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
 from train import train
+from training.config import extensions
 from training.config.compose import ROOT, compose, from_words
+from training.sampling import load_run
 
 SMALL_TRAINING = [
     "batch_size=8",
@@ -33,13 +35,13 @@ SMALL_TRAINING = [
 ]
 
 
-def blocks() -> list[list[str]]:
-    """The lines of each shell block of the README."""
-    found = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return [[line.split("  #")[0].strip() for line in block.strip().splitlines()] for block in found]
+def blocks(language: str) -> list[str]:
+    """The code blocks of the README."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-COMMANDS = [line for block in blocks() for line in block]
+COMMANDS = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.strip().splitlines()]
+EXTENSION = "PYTHONPATH=code "
 
 
 def test_make_targets_exist():
@@ -50,7 +52,7 @@ def test_make_targets_exist():
 
 
 def test_every_command_is_one_that_this_test_knows():
-    assert all(line.split()[0] in ("make", "python", "torchrun") for line in COMMANDS)
+    assert all(line.removeprefix(EXTENSION).split()[0] in ("make", "python", "torchrun") for line in COMMANDS)
     assert len(COMMANDS) >= 10
 
 
@@ -79,8 +81,8 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
     ran = 0
     for line in COMMANDS:
         words = shlex.split(line)[1:]
-        if line.startswith("torchrun"):
-            continue  # tests/test_parallel.py starts several processes
+        if line.startswith(("torchrun", EXTENSION)):
+            continue  # tests/test_parallel.py starts several processes; of the packages see below
         if "--help" in words or "--cfg" in words or words[0] in ("train", "test"):
             continue  # tests/test_config.py and the Makefile's own users run these
         program, words = words[0], words[1:]
@@ -99,6 +101,39 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
         ran += 1
     assert ran >= 7
     assert "latest fastrun of this model and runtime" in capsys.readouterr().out
+
+
+def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch):
+    python, yaml = next(block for block in blocks("python") if "nn.Module" in block), blocks("yaml")[0]
+    package = tmp_path / "code" / "myproj"
+    (package / "conf" / "model").mkdir(parents=True)
+    (package / "mixer.py").write_text(python)
+    (package / "conf" / "model" / "shift.yaml").write_text(yaml)
+    (package / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setattr(extensions, "admitted", set())
+    training, sampling = (shlex.split(line)[2:] for line in COMMANDS if line.startswith(EXTENSION))
+    summary = train(compose([*training[1:], "total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]))
+    assert summary["ledger"]["precision"]["requested"] == "bf16"
+    _, npz = sample_run(from_words(SampleConfig, [*sampling[2:], "steps=2"], ""))
+    assert np.load(npz)["arr_0"].shape == (16, 8, 8, 3)
+
+
+def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = next(block for block in blocks("python") if "load_run" in block)
+    assert len(lines.strip().splitlines()) <= 6
+    found: dict[str, object] = {}
+    exec(lines.replace("6400", "128"), found)
+    assert found["summary"]["steps"] == 2
+    assert found["images"].shape == (2, 8, 8, 3)
+    for words, said in ((["modle=dit_xs"], "did you mean model?"), (["model=nothing"], "choose one of conv_b")):
+        with pytest.raises(ValueError, match=re.escape(said)) as caught:
+            compose(words)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="11 is no class"):
+        load_run("runs/notebook").sample([11])
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()))
