@@ -123,27 +123,23 @@ def cases(architecture: int) -> Iterator[Case]:
 
 
 def add_norm_cases() -> Iterator[Case]:
-    """RMSNorm as the models use it; LayerNorm with weight, bias and row maps, so that every branch is seen."""
+    """Tokens in one order, as in most models, and with both row maps, as where a layer has an order of its own."""
     from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, tile
 
-    optional = {"WEIGHT": "*fp32", "MEAN": "*fp32", "BRANCH_ROWS": "*i32", "H_ROWS": "*i32"}
-    strides = {"L": "i32", "gate_stride": "i32", "scale_stride": "i32"}
+    maps = {"BRANCH_ROWS": "*i32", "H_ROWS": "*i32"}
+    strides = dict.fromkeys(("L", "gate_stride", "scale_stride", "shift_stride"), "i32")
     narrow = {name: "*bf16" for name in ("BRANCH", "GATE", "SCALE", "SHIFT", "H", "DH", "DBRANCH")}
     wide = {name: "*fp32" for name in ("RESIDUAL", "Z", "RSTD", "DZ", "DRESIDUAL", "SUMS")}
     for dim in (96, 384, 768, 1024, 1152):
         shape = tile(dim)
-        warps = shape.pop("num_warps")
-        for full in (False, True):
-            name = f"add_norm D={dim} {'LayerNorm, all options' if full else 'RMSNorm'}"
-            types = narrow | wide | strides | (optional if full else {})
-            constants = {"D": dim, **shape} | ({} if full else dict.fromkeys(optional))
-            forward = types | {"shift_stride": "i32"} | ({"BIAS": "*fp32"} if full else {})
-            bias = {} if full else {"BIAS": None}
-            yield Case(name, add_norm_kernel, forward, constants | bias | {"EPS": 1e-6}, warps, quick=dim == 768)
-            backward = constants | {"ROWS": 64, "STAGES": 2}
-            yield Case(
-                f"{name}, backward", add_norm_backward_kernel, types, backward, warps, pipelined=True, quick=dim == 768
-            )
+        warps, quick = shape.pop("num_warps"), dim == 768
+        for mapped in (False, True):
+            name = f"add_norm D={dim}{', row maps' if mapped else ''}"
+            types = narrow | wide | strides | maps
+            constants = {"D": dim, **shape} | ({} if mapped else dict.fromkeys(maps))
+            yield Case(name, add_norm_kernel, types, constants | {"EPS": 1e-6}, warps, quick=quick)
+            name, constants = f"{name}, backward", constants | {"ROWS": 64}
+            yield Case(name, add_norm_backward_kernel, types, constants, warps, pipelined=True, quick=quick)
 
 
 def ssd_cases(architecture: int) -> Iterator[Case]:

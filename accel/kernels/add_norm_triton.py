@@ -25,14 +25,11 @@ def add_norm_kernel(
     RESIDUAL,
     SCALE,
     SHIFT,
-    WEIGHT,
-    BIAS,
     BRANCH_ROWS,
     H_ROWS,
     H,
     Z,
     RSTD,
-    MEAN,
     L,
     gate_stride,
     scale_stride,
@@ -56,20 +53,11 @@ def add_norm_kernel(
     z = (residual + gate[None, :] * branch).to(Z.dtype.element_ty)
     tl.store(Z + rows[:, None] * D + c[None, :], z, mask=mask)
     x = z.to(tl.float32)
-    if MEAN is not None:
-        mean = tl.sum(x, 1) / D
-        tl.store(MEAN + rows, mean, mask=row)
-        x = tl.where(column[None, :], x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)
     tl.store(RSTD + rows, rstd, mask=row)
-    x = x * rstd[:, None]
-    if WEIGHT is not None:
-        x = x * tl.load(WEIGHT + c, mask=column, other=0.0).to(tl.float32)[None, :]
-    if BIAS is not None:
-        x = x + tl.load(BIAS + c, mask=column, other=0.0).to(tl.float32)[None, :]
     scale = tl.load(SCALE + b * scale_stride + c, mask=column, other=0.0).to(tl.float32)
     shift = tl.load(SHIFT + b * shift_stride + c, mask=column, other=0.0).to(tl.float32)
-    h = x * (1.0 + scale)[None, :] + shift[None, :]
+    h = x * rstd[:, None] * (1.0 + scale)[None, :] + shift[None, :]
     tl.store(H + h_rows[:, None] * D + c[None, :], h.to(H.dtype.element_ty), mask=mask)
 
 
@@ -81,11 +69,9 @@ def add_norm_backward_kernel(
     BRANCH,
     GATE,
     SCALE,
-    WEIGHT,
     BRANCH_ROWS,
     H_ROWS,
     RSTD,
-    MEAN,
     DBRANCH,
     DRESIDUAL,
     SUMS,
@@ -96,19 +82,16 @@ def add_norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, BLOCK_D)
     column = c < D
     gate = tl.load(GATE + b * gate_stride + c, mask=column, other=0.0).to(tl.float32)
     slope = 1.0 + tl.load(SCALE + b * scale_stride + c, mask=column, other=0.0).to(tl.float32)
-    if WEIGHT is not None:
-        slope = slope * tl.load(WEIGHT + c, mask=column, other=0.0).to(tl.float32)
     dgate = tl.zeros([BLOCK_D], tl.float32)
-    dslope = tl.zeros([BLOCK_D], tl.float32)
+    dscale = tl.zeros([BLOCK_D], tl.float32)
     dshift = tl.zeros([BLOCK_D], tl.float32)
-    for start in tl.range(0, ROWS, BLOCK_L, num_stages=STAGES):
+    for start in tl.range(0, ROWS, BLOCK_L, num_stages=2):
         t = split * ROWS + start + tl.arange(0, BLOCK_L)
         row = t < L
         mask = row[:, None] & column[None, :]
@@ -120,13 +103,9 @@ def add_norm_backward_kernel(
         dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
         branch = tl.load(BRANCH + of_branch, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
-        if MEAN is not None:
-            z = tl.where(column[None, :], z - tl.load(MEAN + rows, mask=row, other=0.0)[:, None], 0.0)
         normed = z * rstd[:, None]
         w = dh * slope[None, :]
         d = w - normed * (tl.sum(normed * w, 1) / D)[:, None]
-        if MEAN is not None:
-            d = d - (tl.sum(w, 1) / D)[:, None]
         d = d * rstd[:, None]
         if DZ is not None:
             d += tl.load(DZ + here, mask=mask, other=0.0).to(tl.float32)
@@ -134,11 +113,11 @@ def add_norm_backward_kernel(
         tl.store(DRESIDUAL + here, d.to(DRESIDUAL.dtype.element_ty), mask=mask)
         tl.store(DBRANCH + of_branch, (d * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
         dgate += tl.sum(d * branch, 0)
-        dslope += tl.sum(dh * normed, 0)
+        dscale += tl.sum(dh * normed, 0)
         dshift += tl.sum(dh, 0)
     sums = SUMS + ((b * tl.num_programs(0) + split) * 3) * D + c
     tl.store(sums, dgate, mask=column)
-    tl.store(sums + D, dslope, mask=column)
+    tl.store(sums + D, dscale, mask=column)
     tl.store(sums + 2 * D, dshift, mask=column)
 
 
@@ -154,20 +133,16 @@ def launch_forward(
     residual: Tensor,
     scale: Tensor,
     shift: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
     branch_rows: Tensor | None,
     h_rows: Tensor | None,
     eps: float,
-    layer_norm: bool,
     residual_in_fp32: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h, z, rstd and mean (empty for RMSNorm). Rows are contiguous; gate, scale and shift have unit stride in D."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h, z and rstd. Rows are contiguous; gate, scale and shift have unit stride in D."""
     batch, length, dim = branch.shape
     h = torch.empty_like(branch)
     z = torch.empty_like(residual, dtype=torch.float32 if residual_in_fp32 else branch.dtype)
     rstd = branch.new_empty(batch, length, dtype=torch.float32)
-    mean = branch.new_empty((batch, length) if layer_norm else (0,), dtype=torch.float32)
     shape = tile(dim)
     add_norm_kernel[(triton.cdiv(length, shape["BLOCK_L"]), batch)](
         branch,
@@ -175,14 +150,11 @@ def launch_forward(
         residual,
         scale,
         shift,
-        weight,
-        bias,
         branch_rows,
         h_rows,
         h,
         z,
         rstd,
-        mean if layer_norm else None,
         length,
         gate.stride(0),
         scale.stride(0),
@@ -191,7 +163,7 @@ def launch_forward(
         EPS=eps,
         **shape,
     )
-    return h, z, rstd, mean
+    return h, z, rstd
 
 
 def splits_of(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
@@ -208,11 +180,9 @@ def launch_backward(
     branch: Tensor,
     gate: Tensor,
     scale: Tensor,
-    weight: Tensor | None,
     branch_rows: Tensor | None,
     h_rows: Tensor | None,
     rstd: Tensor,
-    mean: Tensor,
     residual_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of branch and residual, and sums over tokens (B, 3, D): of gate, of the normed stream, of shift."""
@@ -231,11 +201,9 @@ def launch_backward(
         branch,
         gate,
         scale,
-        weight,
         branch_rows,
         h_rows,
         rstd,
-        mean if mean.numel() else None,
         dbranch,
         dresidual,
         sums,
@@ -244,7 +212,6 @@ def launch_backward(
         scale.stride(0),
         D=dim,
         ROWS=rows,
-        STAGES=2,
         **shape,
     )
     return dbranch, dresidual, sums.sum(1)

@@ -45,7 +45,7 @@ def bidirectional_ssd(
 
     With z and `norm_weight` the result is gated and normed by head: `rms_norm(y·silu(z))·norm_weight`. Decays and their
     sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in L up to
-    512 tokens, linear in L beyond.
+    512 tokens, linear in L beyond. The models always pass z; without it, scripts.bench compares with other packages.
     """
     steps, sums = ssd_decays(dt, dt_bias, A_log, piece_of(x.shape[1]))
     mix = within if x.shape[1] <= MAX_QUADRATIC else chunked

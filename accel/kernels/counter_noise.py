@@ -99,6 +99,7 @@ def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int
     """`words` independent uniform 32-bit integers a sample, as int64 in [0, 2³²).
 
     The Philox key is the seed's low and high 32 bits; the counter is (word // 4, purpose, position low, position high).
+    Only tests call it: with it they compare all 32 bits of the kernel's integers, of which a uniform keeps 23.
     """
     return draw("bits", seed, purpose, position, words)
 
