@@ -216,6 +216,22 @@ def measure(name: str, make: Callable[[], Iterator[Any]], files: LatentFiles, cf
     return {"name": name, "cold_samples_per_s": cold, **warm.as_json("samples_per_s"), "wait": wait}
 
 
+def random_autoencoder(device: torch.device) -> Any:
+    """An autoencoder of Stable Diffusion's shape with random weights, for its time; a tiny one without a GPU."""
+    from diffusers import AutoencoderKL
+
+    make: Any = AutoencoderKL
+    widths = (128, 256, 512, 512) if device.type == "cuda" else (8, 8)
+    encoder = make(
+        block_out_channels=widths,
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
+        layers_per_block=2,
+        norm_num_groups=min(32, widths[0]),
+    )
+    return encoder.to(device).eval()
+
+
 def precompute_by_parts(folder: Path, count: int, side: int, device: torch.device) -> dict[str, Any]:
     """Images a second of encoding random JPEGs with an autoencoder of Stable Diffusion's shape (random weights)."""
     import numpy as np
@@ -226,7 +242,6 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     from encoding.images import list_images
     from encoding.job import plan_shards
     from models.autoencoders import DiffusersAutoencoder
-    from scripts.bench.antipatterns import random_autoencoder
     from training.config.schema import PrecomputeConfig
 
     draw = np.random.default_rng(0)

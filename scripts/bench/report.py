@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import string
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from data.manifest import write_atomically
+from scripts.bench.settings import BenchConfig
 from training.environment import describe_environment
 
 
@@ -45,6 +48,13 @@ def write_result(file: str | Path, content: Mapping[str, Any], device: torch.dev
     return path
 
 
+def publish(cfg: BenchConfig, overrides: list[str], device: torch.device, found: dict[str, Any], *tables: str) -> Path:
+    """Prints the tables, and writes them and what was found after the command's keys and the overrides."""
+    print("", *tables, sep="\n", flush=True)
+    keys = asdict(cfg)
+    return write_result(keys.pop("out"), keys | {"overrides": overrides} | found, device, *tables)
+
+
 def put_between(text: str, start: str, end: str, content: str, page: str) -> str:
     """The text of `page` with what lies between its marks made anew; ValueError if a mark is gone."""
     if start not in text or end not in text:
@@ -63,6 +73,37 @@ def table(rows: Sequence[Sequence[object]]) -> str:
         return cell.rjust(widths[i]) if number else cell.ljust(widths[i])
 
     return "\n".join("  ".join(aligned(cell, i) for i, cell in enumerate(row)).rstrip() for row in cells)
+
+
+class Cell(string.Formatter):
+    """Format strings in which None becomes a dash, and a field such as {memory:GiB} bytes in GiB."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "–"
+        return f"{value / 2**30:.2f}" if format_spec == "GiB" else format(value, format_spec)
+
+
+def entries_table(columns: Mapping[str, str], entries: Sequence[dict[str, Any]]) -> str:
+    """A row for each entry: its name, a cell for each column, and its `reason` for having no figures or its `remark`.
+
+    `columns` maps heads to format strings with an entry's keys; what an entry with a reason has not is a dash.
+    """
+
+    def cell(text: str, entry: dict[str, Any]) -> str | None:
+        try:
+            return Cell().vformat(text, (), entry)
+        except KeyError:
+            if "reason" not in entry:
+                raise
+            return None
+
+    rows: list[Sequence[object]] = [("", *columns, "")]
+    for e in entries:
+        rows.append(
+            (e["name"], *(cell(text, e) for text in columns.values()), e.get("reason") or e.get("remark") or "")
+        )
+    return table(rows)
 
 
 def gib(size: int | None) -> str | None:
