@@ -19,7 +19,7 @@ from scripts.bench import compare, ladder, peers, practices, readme, step, trace
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
 from scripts.bench.naive import NaiveLoop, StreamOrder
-from scripts.bench.report import table
+from scripts.bench.report import entries_table, table
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
 from scripts.bench.timing import Spread, interleaved, times_as_fast
@@ -406,3 +406,16 @@ def test_tables_align():
     lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
     assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]
     assert compare.number(0.1234567) == "0.123457"
+
+
+def test_a_table_of_entries_has_dashes_where_nothing_was_measured():
+    columns = {"ms": "{ms:.1f}", "GiB": "{bytes:GiB}"}
+    entries = [
+        {"name": "a", "ms": 1.25, "bytes": 2**29, "remark": "fine"},
+        {"name": "b", "ms": 10.0, "bytes": None},
+        {"name": "c", "reason": "no GPU"},
+    ]
+    lines = [line.split() for line in entries_table(columns, entries).splitlines()]
+    assert lines == [["ms", "GiB"], ["a", "1.2", "0.50", "fine"], ["b", "10.0", "–"], ["c", "–", "–", "no", "GPU"]]
+    with pytest.raises(KeyError):
+        entries_table({"ms": "{mss}"}, entries)

@@ -31,7 +31,7 @@ CUDA = "an NVIDIA GPU"
 
 
 class Pair(NamedTuple):
-    """Figures of both ways, round by round; `one` is what guides call the slower or larger."""
+    """Figures of both ways, round by round."""
 
     one: list[float]
     other: list[float]
@@ -127,7 +127,7 @@ def warm_ups(bench: Bench) -> Pair:
     for scope in ("model", "blocks"):
         with fresh_compiler():
             workload = bench.workload("runtime=production", f"runtime.compile_scope={scope}")
-        found.append([1e3 * workload.warm_up_seconds])
+        found.append([workload.warm_up_seconds])
     return Pair(*found)
 
 
@@ -274,27 +274,32 @@ def judged(claim: Practice, measured: float) -> str:
 
 
 def entries_of(
-    practices: Sequence[Practice], bench: Bench, figures: Callable[[Practice, Pair], dict[str, Any]]
+    practices: Sequence[Practice], bench: Bench, figures: Callable[[Practice, Pair, float], dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """An entry for each practice, with its figures or the reason why it cannot be measured here."""
+    """An entry for each practice: `figures(practice, pair, ratio)`, or the reason why it cannot be measured here."""
     torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
     cannot = {c.word: c.reason for c in capabilities(bench.device)}
     cannot[CUDA] = None if bench.device.type == "cuda" else f"needs {CUDA}"
     for practice in practices:
-        reason = cannot.get(practice.needs or "")
-        found = {"reason": f"not measured: {reason}"} if reason else figures(practice, practice.measure(bench))
+        entry: dict[str, Any] = {"name": practice.name}
         if practice.claimed:
             low, high = practice.claimed
-            found = {"claimed": f"{low if low == high else f'{low}–{high}'} {practice.unit}"} | found
-        print(practice.name, *found.values(), flush=True)
-        yield {"name": practice.name} | found
+            entry["claimed"] = f"{low if low == high else f'{low}–{high}'} {practice.unit}"
+        reason = cannot.get(practice.needs or "")
+        if reason:
+            yield entry | {"reason": f"not measured: {reason}"}
+            continue
+        pair = practice.measure(bench)
+        ratio = times_as_fast(*pair)
+        print(f"{practice.name}: ×{ratio:.2f}", flush=True)
+        yield entry | figures(practice, pair, ratio)
 
 
 def claims(words: list[str]) -> None:
     """Guides' claims, each of a run that is fast otherwise."""
 
-    def figures(claim: Practice, pair: Pair) -> dict[str, Any]:
-        measured = FIGURES[claim.unit](times_as_fast(*pair))
+    def figures(claim: Practice, pair: Pair, ratio: float) -> dict[str, Any]:
+        measured = FIGURES[claim.unit](ratio)
         return {"measured": measured, "unit": claim.unit, "verdict": judged(claim, measured)}
 
     cfg, overrides = parse(BenchConfig, "claims", words, __doc__ or "")
@@ -307,9 +312,9 @@ def claims(words: list[str]) -> None:
 def antipatterns(words: list[str]) -> None:
     """Known mistakes, each in the configuration that the words choose."""
 
-    def figures(mistake: Practice, pair: Pair) -> dict[str, Any]:
+    def figures(mistake: Practice, pair: Pair, ratio: float) -> dict[str, Any]:
         wrong, right = (Spread.of(values) for values in pair)
-        return {**wrong.as_json("wrong_ms"), **right.as_json("right_ms"), "factor": times_as_fast(*pair)}
+        return {**wrong.as_json("wrong_ms"), **right.as_json("right_ms"), "factor": ratio}
 
     cfg, overrides = parse(BenchConfig, "antipatterns", words, __doc__ or "")
     device = device_of(overrides)

@@ -17,18 +17,22 @@ from scripts.bench.settings import BenchConfig
 from training.environment import describe_environment
 
 
-def write_result(file: str | Path, content: Mapping[str, Any], device: torch.device, *tables: str) -> Path:
-    """Writes `content` as JSON with the environment and the date, and beside it a page with what a reader needs.
+def publish(cfg: BenchConfig, overrides: list[str], device: torch.device, found: dict[str, Any], *tables: str) -> Path:
+    """Prints the tables and writes what was `found` as JSON, with the command's keys, the environment and the date.
 
-    Both are fit for docs/benchmarks: hardware, versions, state of the code, the command, and the tables as printed.
+    A page with what a reader needs lies beside the JSON. Both are fit for docs/benchmarks: hardware, versions, state of
+    the code, the command, and the tables as printed.
     """
-    path = Path(file).expanduser()
+    print("", *tables, sep="\n")
+    keys = asdict(cfg)
+    path = Path(keys.pop("out")).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     environment: dict[str, Any] = describe_environment(device) | {
         "device": device.type,
         "date": time.strftime("%Y-%m-%d"),
     }
-    write_atomically(path, json.dumps({"environment": environment} | dict(content), indent=1) + "\n")
+    content = {"environment": environment} | keys | {"overrides": overrides} | found
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch", "triton"))
     git = environment["git"]
     code = "unknown" if git is None else git["commit"][:10] + (", with changes" if git["uncommitted_changes"] else "")
@@ -46,13 +50,6 @@ def write_result(file: str | Path, content: Mapping[str, Any], device: torch.dev
     write_atomically(path.with_suffix(".md"), "\n".join(lines) + "\n")
     print(f"\n{path}", flush=True)
     return path
-
-
-def publish(cfg: BenchConfig, overrides: list[str], device: torch.device, found: dict[str, Any], *tables: str) -> Path:
-    """Prints the tables, and writes them and what was found after the command's keys and the overrides."""
-    print("", *tables, sep="\n", flush=True)
-    keys = asdict(cfg)
-    return write_result(keys.pop("out"), keys | {"overrides": overrides} | found, device, *tables)
 
 
 def put_between(text: str, start: str, end: str, content: str, page: str) -> str:
@@ -85,29 +82,25 @@ class Cell(string.Formatter):
 
 
 def entries_table(columns: Mapping[str, str], entries: Sequence[dict[str, Any]]) -> str:
-    """A row for each entry: its name, a cell for each column, and its `reason` for having no figures or its `remark`.
+    """A row for each entry: its name, a cell for each column, and its `remark`.
 
-    `columns` maps heads to format strings with an entry's keys; what an entry with a reason has not is a dash.
+    An entry without figures says why in `reason` or `error`, and its cells are dashes. `columns` maps heads to format
+    strings with an entry's keys.
     """
 
     def cell(text: str, entry: dict[str, Any]) -> str | None:
         try:
             return Cell().vformat(text, (), entry)
         except KeyError:
-            if "reason" not in entry:
+            if not entry.keys() & {"reason", "error"}:
                 raise
             return None
 
     rows: list[Sequence[object]] = [("", *columns, "")]
     for e in entries:
-        rows.append(
-            (e["name"], *(cell(text, e) for text in columns.values()), e.get("reason") or e.get("remark") or "")
-        )
+        remark = e.get("reason") or e.get("error") or e.get("remark") or ""
+        rows.append((e["name"], *(cell(text, e) for text in columns.values()), remark))
     return table(rows)
-
-
-def gib(size: int | None) -> str | None:
-    return None if size is None else f"{size / 2**30:.2f}"
 
 
 class Bar(NamedTuple):

@@ -145,6 +145,7 @@ def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_o
         **made.figures,
         "loss_deviation": made.figures["final_loss"] / baseline.figures["final_loss"] - 1.0,
         "not_on": workload.missing(),
+        "baseline_not_on": other.missing(),
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},
     }
@@ -176,13 +177,17 @@ def removed(overrides: list[str], device: torch.device) -> Iterator[Variant]:
 
 def remark(entry: dict[str, Any]) -> str | None:
     """What the ledger says against the figures of a technique, if anything."""
-    if entry.get("lost"):
+    if "reason" in entry:
+        return None
+    if entry["lost"]:
         return f"not on: {', '.join(entry['lost'])}"
-    return "the model has no use for it" if entry.get("ledger", {}).get(entry["key"]) == UNUSED else None
+    if entry["key"] in entry["baseline_not_on"]:
+        return "not on in the baseline"
+    return "the model has no use for it" if entry["ledger"].get(entry["key"]) == UNUSED else None
 
 
 def techniques(words: list[str]) -> None:
-    """Both directions, each with its own table."""
+    """Each alone over eager, and each removed from max."""
     cfg, overrides = parse(BenchConfig, "techniques", words, __doc__ or "")
     device = device_of(overrides)
     columns = {
@@ -193,10 +198,13 @@ def techniques(words: list[str]) -> None:
         "baseline GiB": "{baseline_memory_reserved_peak:GiB}",
         "loss": "{loss_deviation:+.0e}",
     }
-    found: dict[str, Any] = {}
-    for name, variants in (("alone", alone(overrides, device)), ("removed", removed(overrides, device))):
-        found[name] = [e | {"remark": remark(e)} for e in compare(variants, cfg)]
-    texts = [f"{name}\n{entries_table(columns, entries)}" for name, entries in found.items()]
+    found = {
+        "alone": list(compare(alone(overrides, device), cfg)),
+        "removed": list(compare(removed(overrides, device), cfg)),
+    }
+    for e in (*found["alone"], *found["removed"]):
+        e["remark"] = remark(e)
+    texts = [f"each {name}\n{entries_table(columns, entries)}" for name, entries in found.items()]
     publish(cfg, overrides, device, found, *texts)
 
 
@@ -226,14 +234,10 @@ def mixers(words: list[str]) -> None:
         "MFU": "{mfu:.1%}",
         "GiB": "{memory_reserved_peak:GiB}",
     }
-    entries = [
-        e
-        | {
-            "times_attention": e.get("speed"),
-            "remark": f"not on: {', '.join(e['not_on'])}" if e.get("not_on") else None,
-        }
-        for e in compare(variants, cfg)
-    ]
+    entries = list(compare(variants, cfg))
+    for e in entries:
+        e["times_attention"] = e.get("speed")
+        e["remark"] = f"not on: {', '.join(e['not_on'])}" if e.get("not_on") else None
     publish(cfg, overrides, device, {"mixers": entries}, entries_table(columns, entries))
 
 
@@ -259,10 +263,10 @@ def precision(words: list[str]) -> None:
     device = device_of(overrides)
     variants = []
     for seed in cfg.seeds:
-        fp32, *others = ([*overrides, f"seed={seed}", f"runtime.precision={name}"] for name in PRECISIONS)
-        for name, own in zip(PRECISIONS, (fp32, *others), strict=True):
-            reason = None if own is fp32 else Precision(name, device).unavailable()
-            variants.append(Variant(name, own, fp32, reason, {"seed": seed}))
+        models = {name: [*overrides, f"seed={seed}", f"runtime.precision={name}"] for name in PRECISIONS}
+        for name, own in models.items():
+            reason = None if name == "fp32" else Precision(name, device).unavailable()
+            variants.append(Variant(name, own, models["fp32"], reason, {"seed": seed}))
     durations = replace(cfg, loss_steps=cfg.steps, steps=max(1, cfg.steps // 10))
     runs = list(compare(variants, durations, held_out=True))
     entries = [over_seeds(name, [run for run in runs if run["name"] == name]) for name in PRECISIONS]
