@@ -9,6 +9,12 @@ import torch
 from accel.stack import TECHNIQUES
 
 
+def override(key: str, value: bool | str) -> str:
+    """The override that sets a runtime key, such as runtime.tf32=true."""
+    path = "parallel.mode" if key == "parallel" else key
+    return f"runtime.{path}={str(value).lower()}"
+
+
 class Capability(NamedTuple):
     """One value of one runtime key, and why it cannot be had here; None if it can."""
 
@@ -19,8 +25,7 @@ class Capability(NamedTuple):
     @property
     def word(self) -> str:
         """The override that asks for it, such as runtime.tf32=true."""
-        key = "parallel.mode" if self.key == "parallel" else self.key
-        return f"runtime.{key}={str(self.value).lower()}"
+        return override(self.key, self.value)
 
 
 def capabilities(device: torch.device) -> list[Capability]:

@@ -11,14 +11,15 @@ import torch
 from PIL import Image
 
 from accel.compile_blocks import CompileBlocks
+from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
-from scripts.bench import antipatterns, claims, compare, ladder, peers, precision, readme, step, techniques, trace
+from scripts.bench import compare, ladder, peers, practices, readme, step, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
 from scripts.bench.naive import NaiveLoop, StreamOrder
-from scripts.bench.report import table
+from scripts.bench.report import entries_table, table
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
 from scripts.bench.timing import Spread, interleaved, times_as_fast
@@ -232,7 +233,7 @@ def test_techniques_are_measured_alone_and_removed(tmp_path):
             assert "speed" not in e or e["lost"] == []
     assert {e["key"] for e in found["removed"]} >= {"compile", "fused_adamw"}
     assert all(e["ledger"][e["key"]] is False for e in found["removed"] if e["key"] in ("compile", "fused_adamw"))
-    assert len(by_key["gradient_checkpointing"]) == len(techniques.WAYS["gradient_checkpointing"])
+    assert len(by_key["gradient_checkpointing"]) == len(CheckpointBlocks.examples)
     readme.section([found | {"file": "techniques_x.json"}])
 
 
@@ -329,7 +330,7 @@ def test_mistakes_are_measured(tmp_path):
 
 def test_strided_inputs_give_the_same_answer():
     for wrong in (True, False):
-        antipatterns.strided_call(CPU, wrong)()
+        practices.strided_call(CPU, wrong)()
 
 
 def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
@@ -337,7 +338,7 @@ def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Precision, "unavailable", lambda self: None)
     found = result("precision", tmp_path, "steps=4", "seeds=[0,1]")["precisions"]
-    assert [entry["name"] for entry in found] == list(precision.PRECISIONS)
+    assert [entry["name"] for entry in found] == list(variants.PRECISIONS)
     for entry in found:
         assert [run["seed"] for run in entry["runs"]] == [0, 1]
         assert entry["runs"][0]["loss"] != entry["runs"][1]["loss"]
@@ -347,7 +348,7 @@ def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
 
 def test_claims_are_measured_or_say_why_not(tmp_path):
     found = result("claims", tmp_path)["claims"]
-    assert len(found) == len(claims.CLAIMS) == 10
+    assert len(found) == len(practices.CLAIMS) == 10
     assert all(("measured" in entry) != ("reason" in entry) for entry in found)
     assert all(entry["reason"].startswith("not measured: ") for entry in found if "reason" in entry)
 
@@ -356,8 +357,8 @@ def test_claims_are_measured_or_say_why_not(tmp_path):
     ("measured", "verdict"), [(1.0, "refuted: less"), (1.9, "confirmed"), (3.3, "confirmed"), (9.0, "confirmed: more")]
 )
 def test_a_claim_is_judged_by_its_range(measured, verdict):
-    claim = next(c for c in claims.CLAIMS if c.text == "TF32, a step")
-    assert claims.judged(claim, measured) == verdict
+    claim = next(c for c in practices.CLAIMS if c.name == "TF32, a step")
+    assert practices.judged(claim, measured) == verdict
 
 
 def test_two_runs_are_compared(run, tmp_path, capsys):
@@ -405,3 +406,16 @@ def test_tables_align():
     lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
     assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]
     assert compare.number(0.1234567) == "0.123457"
+
+
+def test_a_table_of_entries_has_dashes_where_nothing_was_measured():
+    columns = {"ms": "{ms:.1f}", "GiB": "{bytes:GiB}"}
+    entries = [
+        {"name": "a", "ms": 1.25, "bytes": 2**29, "remark": "fine"},
+        {"name": "b", "ms": 10.0, "bytes": None},
+        {"name": "c", "reason": "no GPU"},
+    ]
+    lines = [line.split() for line in entries_table(columns, entries).splitlines()]
+    assert lines == [["ms", "GiB"], ["a", "1.2", "0.50", "fine"], ["b", "10.0", "–"], ["c", "–", "–", "no", "GPU"]]
+    with pytest.raises(KeyError):
+        entries_table({"ms": "{mss}"}, entries)

@@ -16,4 +16,5 @@
 
 Keys of the command itself come first (`<command> --help` lists them); any other `key=value` is an override of the
 training configuration, on top of the `setting`. Results are JSON with the environment beside a table on the terminal.
+techniques, mixers and precision are in variants.py, antipatterns and claims in practices.py, the others in their own.
 """

@@ -9,10 +9,13 @@ import sys
 import scripts.bench
 from training.config.compose import one_sentence
 
-COMMANDS = (
-    *("ladder", "techniques", "kernels", "mixers", "data", "step", "trace"),
-    *("antipatterns", "precision", "saves", "claims", "compare", "readme"),
-)
+OWN = ("ladder", "kernels", "data", "step", "trace", "saves", "compare", "readme")
+COMMANDS = {
+    **{name: (name, "main") for name in OWN},
+    **{name: ("variants", name) for name in ("techniques", "mixers", "precision")},
+    **{name: ("practices", name) for name in ("antipatterns", "claims")},
+}
+"""Command -> its module and its function."""
 
 
 def main(words: list[str]) -> None:
@@ -22,7 +25,8 @@ def main(words: list[str]) -> None:
         return
     if words[0] not in COMMANDS:
         raise ValueError(f"bench {words[0]}: there is no such command; choose one of {', '.join(COMMANDS)}.")
-    importlib.import_module(f"scripts.bench.{words[0]}").main(words[1:])
+    module, function = COMMANDS[words[0]]
+    getattr(importlib.import_module(f"scripts.bench.{module}"), function)(words[1:])
 
 
 if __name__ == "__main__":

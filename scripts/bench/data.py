@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from data.resident import ResidentLatents
 from data.shards import ShardWriter
 from data.streamed import StreamedLatents
 from encoding.statistics import ChannelSums, channel_statistics
-from scripts.bench.report import table, write_result
+from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import attempt
@@ -216,6 +216,22 @@ def measure(name: str, make: Callable[[], Iterator[Any]], files: LatentFiles, cf
     return {"name": name, "cold_samples_per_s": cold, **warm.as_json("samples_per_s"), "wait": wait}
 
 
+def random_autoencoder(device: torch.device) -> Any:
+    """An autoencoder of Stable Diffusion's shape with random weights, for its time; a tiny one without a GPU."""
+    from diffusers import AutoencoderKL
+
+    make: Any = AutoencoderKL
+    widths = (128, 256, 512, 512) if device.type == "cuda" else (8, 8)
+    encoder = make(
+        block_out_channels=widths,
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
+        layers_per_block=2,
+        norm_num_groups=min(32, widths[0]),
+    )
+    return encoder.to(device).eval()
+
+
 def precompute_by_parts(folder: Path, count: int, side: int, device: torch.device) -> dict[str, Any]:
     """Images a second of encoding random JPEGs with an autoencoder of Stable Diffusion's shape (random weights)."""
     import numpy as np
@@ -226,7 +242,6 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     from encoding.images import list_images
     from encoding.job import plan_shards
     from models.autoencoders import DiffusersAutoencoder
-    from scripts.bench.antipatterns import random_autoencoder
     from training.config.schema import PrecomputeConfig
 
     draw = np.random.default_rng(0)
@@ -255,7 +270,6 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
 def main(words: list[str]) -> None:
     cfg, _ = parse(DataConfig, "data", words, __doc__ or "")
     assert cfg.setting is not None
-    assert cfg.out is not None
     if cfg.step_ms < 0 or (cfg.count is not None and cfg.count < 1):
         raise ValueError(f"step_ms={cfg.step_ms} must be at least 0, and count={cfg.count} at least 1.")
     count, batch_size, side = SIZES[cfg.setting]
@@ -270,36 +284,21 @@ def main(words: list[str]) -> None:
         wanted = images if cfg.images is None else cfg.images
         encoding = precompute_by_parts(Path(temporary), wanted, image_side, device) if wanted else None
     usual = next(e for e in entries if e["name"] == "webdataset's own pipeline, 2 workers")
-    head = ("way", "samples/s", "range", "cold", "×usual", f"wait at {cfg.step_ms:.0f} ms")
-    rows: list[tuple[object, ...]] = [head]
     for e in entries:
-        if "error" in e:
-            rows.append((e["name"], *[None] * 4, e["error"]))
-            continue
-        e["times_usual"] = e["samples_per_s"] / usual["samples_per_s"] if "error" not in usual else None
-        spread = f"{e['samples_per_s_min']:.0f}–{e['samples_per_s_max']:.0f}"
-        times = None if e["times_usual"] is None else f"{e['times_usual']:.1f}"
-        rows.append(
-            (
-                e["name"],
-                f"{e['samples_per_s']:.0f}",
-                spread,
-                f"{e['cold_samples_per_s']:.0f}",
-                times,
-                f"{e['wait']:.1%}",
-            )
-        )
-    texts = [table(rows)]
+        if "error" not in e:
+            e["times_usual"] = e["samples_per_s"] / usual["samples_per_s"] if "error" not in usual else None
+    columns = {
+        "samples/s": "{samples_per_s:.0f}",
+        "range": "{samples_per_s_min:.0f}–{samples_per_s_max:.0f}",
+        "cold": "{cold_samples_per_s:.0f}",
+        "×usual": "{times_usual:.1f}",
+        f"wait at {cfg.step_ms:.0f} ms": "{wait:.1%}",
+    }
+    texts = [entries_table(columns, entries)]
     if encoding is not None:
         spent = ", ".join(f"{part} {share:.0%}" for part, share in encoding["shares"].items())
         texts.append(
             f"precompute: {encoding['images_per_s']:.1f} images/s of {image_side} pixels ({spent} of the time)"
         )
-    print("", *texts, sep="\n")
-    write_result(
-        cfg.out,
-        {"setting": cfg.setting, "keys": asdict(cfg), "count": files.count, "batch_size": batch_size, "ways": entries}
-        | {"shape": files.shape, "precompute": encoding},
-        device,
-        *texts,
-    )
+    found = {"count": files.count, "batch_size": files.batch_size, "ways": entries, "shape": files.shape}
+    publish(cfg, [], device, found | {"precompute": encoding}, *texts)

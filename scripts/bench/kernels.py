@@ -23,7 +23,7 @@ from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from scripts.bench import peers
-from scripts.bench.report import Bar, bar_chart, table, write_result
+from scripts.bench.report import Bar, bar_chart, entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, interleaved, rates, times_as_fast
 from scripts.bench.workload import attempt
@@ -167,24 +167,20 @@ def warmed(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def shown(entries: list[dict[str, Any]]) -> str:
-    head = ("operator", "µs", "range", "×eager", "GB/s", "of copy rate", "TFLOP/s", "of product rate", "")
-    rows: list[tuple[object, ...]] = [head]
-    for e in entries:
-        if "error" in e:
-            rows.append((e["name"], *[None] * 7, e["error"]))
-            continue
-        spread = f"{e['us_min']:.1f}–{e['us_max']:.1f}"
-        times = None if e["times_eager"] is None else f"{e['times_eager']:.2f}"
-        shares = (f"{e['share_of_copy_rate']:.0%}", f"{e['tflops']:.2f}", f"{e['share_of_product_rate']:.0%}")
-        rows.append((e["name"], f"{e['us']:.1f}", spread, times, f"{e['gb_s']:.0f}", *shares, ""))
-    return table(rows)
+COLUMNS = {
+    "µs": "{us:.1f}",
+    "range": "{us_min:.1f}–{us_max:.1f}",
+    "×eager": "{times_eager:.2f}",
+    "GB/s": "{gb_s:.0f}",
+    "of copy rate": "{share_of_copy_rate:.0%}",
+    "TFLOP/s": "{tflops:.2f}",
+    "of product rate": "{share_of_product_rate:.0%}",
+}
 
 
 def main(words: list[str]) -> None:
     cfg, _ = parse(BenchConfig, "kernels", words, __doc__ or "")
     assert cfg.setting is not None
-    assert cfg.out is not None
     device = pick_device("auto")
     rate = rates(device)
     products = rate.get("bf16_product_tflops", rate["fp32_product_tflops"])
@@ -193,12 +189,14 @@ def main(words: list[str]) -> None:
     entries = [
         e for op in operators(cfg.setting, device) for e in measure(op, others.get(op.name, {}), cfg, device, ceilings)
     ]
-    texts = [shown(entries), "\n".join(f"Not compared with {name}: {reason}" for name, reason in absent.items())]
-    print("", *texts, sep="\n")
+    texts = [
+        entries_table(COLUMNS, entries),
+        "\n".join(f"Not compared with {name}: {reason}" for name, reason in absent.items()),
+    ]
     B, L, D, P, N = SHAPES[cfg.setting]
     shape = {"samples": B, "tokens": L, "width": D, "head_dim": P, "state_dim": N}
-    content = {"setting": cfg.setting, "shape": shape, "ceilings": ceilings, "ops": entries, "absent": absent}
-    file = write_result(cfg.out, content, device, *texts)
+    found = {"shape": shape, "ceilings": ceilings, "ops": entries, "absent": absent}
+    file = publish(cfg, [], device, found, *texts)
     bars = [
         Bar(e["name"].removesuffix(", both passes"), e["times_eager"], f"x{e['times_eager']:.2f}  {e['us']:.0f} us")
         for e in entries

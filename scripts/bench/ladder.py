@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.bench.naive import NaiveLoop
-from scripts.bench.report import Bar, bar_chart, gib, table, write_result
-from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.report import Bar, bar_chart, entries_table, publish
+from scripts.bench.settings import BenchConfig, device_of, parse
 from scripts.bench.timing import Spread, fresh_compiler, times_as_fast
 from scripts.bench.workload import Workload, attempt, time_steps
-from training.environment import describe_environment, pick_device
+from training.environment import describe_environment
 
 RUNG_0 = "0 newcomer, items in memory"
 TECHNIQUES = (
@@ -97,6 +97,7 @@ def climb(cfg: LadderConfig, overrides: list[str]) -> list[dict[str, Any]]:
     before: set[str] = set()
     for i, found in enumerate(entries):
         found["confirmed"] = None if found["ledger"] is None else set(found["not_on"]) <= before
+        found["remark"] = {True: "confirms", False: "not on here", None: None}[found["confirmed"]]
         before |= set(found["not_on"])
         own = times[found["name"]]
         found["times_rung_0"] = times_as_fast(times[base["name"]], own)
@@ -119,40 +120,24 @@ def entry(workload: Any, spread: Spread, loss: float) -> dict[str, Any]:
     }
 
 
-def shown(entries: list[dict[str, Any]]) -> str:
-    """The table for the terminal and for docs/benchmarks."""
-    head = ("rung", "ms/step", "range", "samples/s", "×before", "×rung 0", "MFU", "GiB", "warm-up s", "loss", "ledger")
-    rows: list[tuple[object, ...]] = [head]
-    for e in entries:
-        if "error" in e:
-            rows.append((e["name"], *[None] * 9, e["error"]))
-            continue
-        rows.append(
-            (
-                e["name"],
-                f"{e['step_ms']:.2f}",
-                f"{e['step_ms_min']:.2f}–{e['step_ms_max']:.2f}",
-                f"{e['samples_per_s']:.0f}",
-                None if e["times_before"] is None else f"{e['times_before']:.2f}",
-                f"{e['times_rung_0']:.2f}",
-                None if e["mfu"] is None else f"{e['mfu']:.1%}",
-                gib(e["memory_reserved_peak"]),
-                f"{e['warm_up_s']:.1f}",
-                f"{e['loss_deviation']:+.0e}",
-                {True: "confirms", False: "not on here", None: None}[e["confirmed"]],
-            )
-        )
-    return table(rows)
+COLUMNS = {
+    "ms/step": "{step_ms:.2f}",
+    "range": "{step_ms_min:.2f}–{step_ms_max:.2f}",
+    "samples/s": "{samples_per_s:.0f}",
+    "×before": "{times_before:.2f}",
+    "×rung 0": "{times_rung_0:.2f}",
+    "MFU": "{mfu:.1%}",
+    "GiB": "{memory_reserved_peak:GiB}",
+    "warm-up s": "{warm_up_s:.1f}",
+    "loss": "{loss_deviation:+.0e}",
+}
 
 
 def main(words: list[str]) -> None:
     cfg, overrides = parse(LadderConfig, "ladder", words, __doc__ or "")
     entries = climb(cfg, overrides)
-    print(f"\n{shown(entries)}")
-    assert cfg.out is not None
-    device = pick_device("auto")
-    settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps, "num_workers": cfg.num_workers}
-    file = write_result(cfg.out, settings | {"rungs": entries}, device, shown(entries))
+    device = device_of(overrides)
+    file = publish(cfg, overrides, device, {"rungs": entries}, entries_table(COLUMNS, entries))
     measured = [e for e in entries if "error" not in e]
     bars = [
         Bar(

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import json
+import string
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from data.manifest import write_atomically
+from scripts.bench.settings import BenchConfig
 from training.environment import describe_environment
 
 
-def write_result(file: str | Path, content: Mapping[str, Any], device: torch.device, *tables: str) -> Path:
-    """Writes `content` as JSON with the environment and the date, and beside it a page with what a reader needs.
+def publish(cfg: BenchConfig, overrides: list[str], device: torch.device, found: dict[str, Any], *tables: str) -> Path:
+    """Prints the tables and writes what was `found` as JSON, with the command's keys, the environment and the date.
 
-    Both are fit for docs/benchmarks: hardware, versions, state of the code, the command, and the tables as printed.
+    A page with what a reader needs lies beside the JSON. Both are fit for docs/benchmarks: hardware, versions, state of
+    the code, the command, and the tables as printed.
     """
-    path = Path(file).expanduser()
+    print("", *tables, sep="\n")
+    keys = asdict(cfg)
+    path = Path(keys.pop("out")).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     environment: dict[str, Any] = describe_environment(device) | {
         "device": device.type,
         "date": time.strftime("%Y-%m-%d"),
     }
-    write_atomically(path, json.dumps({"environment": environment} | dict(content), indent=1) + "\n")
+    content = {"environment": environment} | keys | {"overrides": overrides} | found
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch", "triton"))
     git = environment["git"]
     code = "unknown" if git is None else git["commit"][:10] + (", with changes" if git["uncommitted_changes"] else "")
@@ -65,8 +72,35 @@ def table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("  ".join(aligned(cell, i) for i, cell in enumerate(row)).rstrip() for row in cells)
 
 
-def gib(size: int | None) -> str | None:
-    return None if size is None else f"{size / 2**30:.2f}"
+class Cell(string.Formatter):
+    """Format strings in which None becomes a dash, and a field such as {memory:GiB} bytes in GiB."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "–"
+        return f"{value / 2**30:.2f}" if format_spec == "GiB" else format(value, format_spec)
+
+
+def entries_table(columns: Mapping[str, str], entries: Sequence[dict[str, Any]]) -> str:
+    """A row for each entry: its name, a cell for each column, and its `remark`.
+
+    An entry without figures says why in `reason` or `error`, and its cells are dashes. `columns` maps heads to format
+    strings with an entry's keys.
+    """
+
+    def cell(text: str, entry: dict[str, Any]) -> str | None:
+        try:
+            return Cell().vformat(text, (), entry)
+        except KeyError:
+            if not entry.keys() & {"reason", "error"}:
+                raise
+            return None
+
+    rows: list[Sequence[object]] = [("", *columns, "")]
+    for e in entries:
+        remark = e.get("reason") or e.get("error") or e.get("remark") or ""
+        rows.append((e["name"], *(cell(text, e) for text in columns.values()), remark))
+    return table(rows)
 
 
 class Bar(NamedTuple):

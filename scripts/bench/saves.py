@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.report import table, write_result
+from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise, times_as_fast
 from scripts.bench.workload import Workload
@@ -62,17 +62,19 @@ def main(words: list[str]) -> None:
     finally:
         shutil.rmtree(parent)
     entries: list[dict[str, Any]] = []
-    rows: list[tuple[object, ...]] = [("saving", "stall ms", "ms/step", "slower", "written after")]
     base = [taken for taken, _, _ in rounds["no save"]]
     for name, found in rounds.items():
         taken, stalled, rest = (list(column) for column in zip(*found, strict=True))
         figures = Spread.of([1e3 * s for s in stalled]).as_json("stall_ms")
         figures |= Spread.of([1e3 * t / cfg.steps for t in taken]).as_json("step_ms")
-        slower = times_as_fast(taken, base)
-        entries.append({"name": name, **figures, "times_as_long": slower, "written_after_s": Spread.of(rest).median})
-        stall = "" if name == "no save" else f"{figures['stall_ms']:.1f}"
-        rows.append((name, stall, f"{figures['step_ms']:.2f}", f"×{slower:.3f}", f"{Spread.of(rest).median:.2f} s"))
-    print(f"\n{size / 2**20:.1f} MiB a checkpoint, one in {cfg.steps} steps, median of {cfg.repeats}\n{table(rows)}")
-    assert cfg.out is not None
-    settings = {"setting": cfg.setting, "overrides": overrides, "steps": cfg.steps, "repeats": cfg.repeats}
-    write_result(cfg.out, settings | {"bytes": size, "ways": entries}, workload.device, table(rows))
+        figures |= {"times_as_long": times_as_fast(taken, base), "written_after_s": Spread.of(rest).median}
+        entries.append({"name": name, **figures})
+    columns = {
+        "stall ms": "{stall_ms:.1f}",
+        "ms/step": "{step_ms:.2f}",
+        "slower": "×{times_as_long:.3f}",
+        "written after": "{written_after_s:.2f} s",
+    }
+    head = f"{size / 2**20:.1f} MiB a checkpoint, one in {cfg.steps} steps, median of {cfg.repeats}"
+    found = {"bytes": size, "ways": entries}
+    publish(cfg, overrides, workload.device, found, f"{head}\n{entries_table(columns, entries)}")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from training.config.compose import from_words
+from training.config.compose import compose, from_words
+
+if TYPE_CHECKING:
+    import torch
 
 LATENTS = ["data=synthetic", "data.channels=4", "data.height=32", "data.width=32", "data.count=50000"]
 SETTINGS = {
@@ -82,6 +85,13 @@ def parse(schema: type[Config], command: str, words: list[str], help_text: str) 
     chosen = tuple(f"{word.partition('=')[0]}{mark}" for word in theirs if "." not in word for mark in ("=", "."))
     kept = [word for word in SETTINGS[setting] if not word.startswith(chosen)]  # model=… brings its own model.dim
     return cfg, [*kept, *CONSTANT, *theirs]
+
+
+def device_of(overrides: list[str]) -> torch.device:
+    """The device on which a run with these overrides would train."""
+    from training.environment import pick_device
+
+    return pick_device(compose(overrides).cfg.runtime.device.value)
 
 
 def default_setting() -> str:

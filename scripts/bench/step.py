@@ -18,7 +18,7 @@ import torch
 from torch.autograd import DeviceType
 
 from accel.evidence import profiler_activities
-from scripts.bench.report import table, write_result
+from scripts.bench.report import publish, table
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import Workload, time_steps
@@ -176,11 +176,7 @@ def main(words: list[str]) -> None:
     rows += [(phase, f"{device[phase]:.3f}", f"{host[phase]:.3f}") for phase in shown]
     rows.append(("step, phases unmarked", f"{spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})", None))
     judgement = f"{found.bound}: {found.reason}.\nTry next: {', '.join(found.keys)}"
-    print(f"\n{table(rows)}\n\n{judgement}")
-    assert cfg.out is not None
     content = {
-        "setting": cfg.setting,
-        "overrides": overrides,
         **spread.as_json("step_ms"),
         "samples_per_s": 1e3 * workload.batch_size / spread.median,
         "mfu": workload.mfu(spread.median / 1e3),
@@ -192,4 +188,4 @@ def main(words: list[str]) -> None:
         "verdict": found._asdict(),
         "ledger": workload.ledger.as_dict(),
     }
-    write_result(cfg.out, content, workload.device, table(rows), judgement)
+    publish(cfg, overrides, workload.device, content, f"{table(rows)}\n", judgement)
