@@ -125,7 +125,7 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     import torch
 
     from data.blocks import BlockReader
-    from data.latent_set import spec_of
+    from data.manifest import spec_of
     from models.images import psnr, to_uint8, write_grid
     from training.environment import pick_device
     from training.pretrained import build_autoencoder

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from data.digits import DigitLatents
-from data.in_memory import InMemoryLatents, LatentTensors, sampled
-from data.loader import Batch, LatentLoader, LatentSpec
-from data.order import EpochOrder
+from data.loader import (
+    Batch,
+    EpochOrder,
+    InMemoryLatents,
+    LatentLoader,
+    LatentSpec,
+    LatentTensors,
+    LoaderArgs,
+    sampled,
+)
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from data.synthetic import SyntheticLatents
@@ -225,7 +232,7 @@ def in_memory(seed: int = 0, **tensors: Tensor) -> InMemoryLatents:
     spec = LatentSpec(
         channels, height, width, 1, len(split.labels), ["one"], mean=[0.0] * channels, std=[1.0] * channels
     )
-    return InMemoryLatents(spec, split, split, batch_size=8, seed=seed, device=CPU)
+    return InMemoryLatents(spec, split, split, LoaderArgs(batch_size=8, seed=seed, device=CPU))
 
 
 def gather(loader: InMemoryLatents, ids: Tensor, position: Tensor) -> Tensor:
