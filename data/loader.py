@@ -1,4 +1,4 @@
-"""The protocol of a loader, and what the loaders share; the simplest one holds every sample on the device.
+"""The protocol of a loader, a base class, and the simplest loader: it holds every sample on the device.
 
 Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
 """
@@ -38,16 +38,16 @@ class LatentSpec:
     width: int
     num_classes: int
     count: int
-    """Training samples; held-out ones are not counted."""
+    """Training samples, without the held-out ones."""
     class_names: list[str]
     mean: list[float]
     """Per channel; a loader subtracts it from raw latents."""
     std: list[float]
-    """Per channel; a loader divides by it after it subtracted the mean."""
+    """Per channel; a loader then divides by it."""
     encoder: dict[str, Any] = field(default_factory=dict)
     """`_target_` and arguments of the autoencoder that decodes the latents."""
     encoder_sha256: str | None = None
-    """Hash of the autoencoder's weights; `models.autoencoders` refuses to decode with others."""
+    """Hash of the autoencoder's weights; sampling refuses to decode with others."""
     fingerprint: str = ""
     """Identifies the data set, so that no run resumes on another one."""
 
@@ -98,7 +98,7 @@ class LoaderArgs(NamedTuple):
     """The arguments that every loader takes from the run, beside those of its configuration."""
 
     batch_size: int
-    """Samples of this rank in one micro-batch. Rank r takes positions r·batch_size … of each global micro-batch."""
+    """Samples of this rank in one micro-batch."""
     seed: int
     device: torch.device
     rank: int = 0
@@ -123,7 +123,7 @@ class BaseLoader:
         return batch
 
     def batch_at(self, start: int) -> Batch:
-        """This rank's batch; `start` is the position of its first sample where the rank takes a contiguous range."""
+        """The rank's samples: those at `batch_size` positions from `start` on, or at others that all ranks agree on."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, int]:

@@ -1,10 +1,10 @@
-"""The order of a streamed latent set, and the readers that follow it. A stream has three parts:
+"""The order of a streamed latent set, and the readers that follow it. Four nouns describe both:
 
 - *block*: a safetensors member of a shard, read whole. Each epoch permutes the shards, and the blocks of each shard.
-- *stream*: one of S equal ranges of the epoch's samples in that order. All S are read side by side.
+- *stream*: one of S equal ranges of the epoch's samples in that order. The readers read all S side by side.
 - *window*: up to W consecutive samples of a stream, shuffled together.
+- *batch*: the next sample of every stream in turn. Position p of the epoch has sample p div S of stream p mod S.
 
-A *batch* takes the next sample of every stream in turn: position p of the epoch has sample p div S of stream p mod S.
 All this is a pure function of (seed, epoch, position), so a run continues from the number of samples that it has seen,
 at any batch size and world size. Outside `StreamOrder` a stream does not end: stream s has the positions s, s + S, …
 of all epochs. Ranks and worker processes read whole streams where the numbers divide.

@@ -39,7 +39,7 @@ def latent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-LOADERS = ["digits", "synthetic", "resident", "int8", "window", "webdataset", "webdataset, 2 workers"]
+LOADERS = ["digits", "synthetic", "resident", "int8", "chunks", "webdataset", "webdataset, 2 workers"]
 
 
 @pytest.fixture(params=LOADERS)
@@ -57,7 +57,7 @@ def make(request: pytest.FixtureRequest, latent_folder: Path) -> Make:
             return StreamedLatents(path=str(latent_folder), streams=6, window=4, num_workers=workers, **settings)
         if request.param == "int8":
             return ResidentLatents(path=str(latent_folder), storage="int8", **settings)
-        room = 30 * 240 / 2**30 if request.param == "window" else None  # for two windows of about 15 samples
+        room = 30 * 240 / 2**30 if request.param == "chunks" else None  # for two chunks of about 15 samples
         return ResidentLatents(path=str(latent_folder), device_memory_gib=room, **settings)
 
     return start
