@@ -17,28 +17,28 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, composed_by_hydra, one_sentence
 from training.process.exit import run_app
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help nobody
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help no user
 
 TECHNIQUES = ("tf32", "precision", "compile")
 """The runtime keys that matter where nothing is trained. Not cudnn_benchmark: it chooses algorithms by their time, and
-a job that was stopped and goes on must end with the same bytes."""
+a job that continues after a stop must end with the same bytes."""
 
 
 def precompute(composed: Composed) -> Path:
-    """Encodes what `composed` describes and returns the path of the manifest; with dry_run only says what it takes."""
+    """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only prints an estimate."""
     import torch  # here, so that --help stays quick
 
     from accel.stack import AccelerationStack
-    from encoding.encoder import PSNR_IMAGES, Encoder, EncodeStep, estimate, first_images, measure_psnr
+    from encoding.encoder import PSNR_IMAGES, EncodeStep, ShardEncoder, estimate, first_images, measure_psnr
     from encoding.images import list_images
-    from encoding.job import claim, job_description, locked, plan_shards, write_manifest
+    from encoding.job import Measured, claim, job_description, locked, plan_shards, write_manifest
     from models.autoencoders import Autoencoder
     from training.assemble import runtime_values
     from training.config.build import build
     from training.environment import pick_device
     from training.process.ranks import Ranks
 
-    # 1. What is encoded, with what, and where to.
+    # 1. The images, the encoder and the folder.
     cfg = composed.cfg
     ranks = Ranks.from_environment()
     device = ranks.device(pick_device(cfg.runtime.device.value))
@@ -50,7 +50,7 @@ def precompute(composed: Composed) -> Path:
         f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode"
     )
 
-    # 2. What makes it fast, seen in one encoding.
+    # 2. Accelerate the encoder, and see in one encoding that it worked.
     stack = AccelerationStack(
         runtime_values(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES
     )
@@ -60,23 +60,23 @@ def precompute(composed: Composed) -> Path:
     step = stack.on_step(EncodeStep(autoencoder))
     first = first_images(images, cfg, device)
     ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
-    precision = str(ledger.as_dict()["precision"]["active"])
     ranks.say(f"\nledger ({device})\n{ledger.table()}\n")
 
-    # 3. Does the encoder do what it should?
+    # 3. Check that the encoder reconstructs the first images.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
+    measured = Measured(shape, quality, precision=str(ledger.as_dict()["precision"]["active"]))
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
-    encoder = Encoder(step, cfg, out, device, ranks)
+    encoder = ShardEncoder(step, cfg, out, device, ranks)
     if cfg.dry_run:
         ranks.say(estimate(encoder, images, plan))
         return out / "manifest.json"
 
-    # 4. All images, shard by shard; of several ranks each has its own shards.
-    job = job_description(images, cfg, autoencoder.weights_sha256, precision)
+    # 4. Encode all images, shard by shard; each rank has shards of its own.
+    job = job_description(images, cfg, autoencoder.weights_sha256, measured.precision)
     with contextlib.ExitStack() as held:
-        if ranks.first:  # the others begin once the folder is ours
+        if ranks.first:  # the other ranks begin once the folder is ours
             held.enter_context(locked(out))
             claim(out, job)
         ranks.wait_for_all()
@@ -87,10 +87,10 @@ def precompute(composed: Composed) -> Path:
         if not ranks.first:
             ranks.close()
             return out / "manifest.json"
-        manifest = write_manifest(out, plan, images, cfg, autoencoder, shape, quality, precision)
+        manifest = write_manifest(out, plan, images, cfg, autoencoder, measured)
     ranks.close()
 
-    # 5. What came of it.
+    # 5. Report.
     seconds = time.perf_counter() - began
     spent = ", ".join(f"{part} {time_of / seconds:.0%}" for part, time_of in encoder.seconds.items())
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, {seconds:.0f} s ({spent})")

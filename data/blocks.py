@@ -1,7 +1,8 @@
-"""Reading the blocks of a latent set, each verified: length, hash, count, no value that is not finite.
+"""Reads the blocks of a latent set and verifies each: length, hash, count, and that all values are finite.
 
-A block is one safetensors member of a shard, found by the offset in the manifest; no tar is parsed, nothing is
-unpickled. Samples of a split are numbered in the order of the manifest; that number is the id in a `Batch`.
+A shard is a tar whose members are blocks: safetensors files of some hundred samples (data/shards.py). `BlockReader`
+reads a block by its offset in the manifest; it parses no tar and unpickles nothing. The manifest's order numbers the
+samples of a split; that number is the id in a `Batch`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from data.source import Source, unreadable
 
 OnCorrupt = Literal["error", "skip"]
 MOST_UNREACHABLE = 3
-"""Blocks in a row; then the store is gone, not the block."""
+"""After so many blocks in a row the reader gives up: the store is gone, not a block."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 
@@ -29,11 +30,11 @@ class DamagedBlockError(ValueError):
 
 
 class UnreachableError(DamagedBlockError):
-    """A block that could not be read this time, after all attempts."""
+    """A block that no attempt could read this time."""
 
 
 class Place(NamedTuple):
-    """Where a block is, and which samples of its split it holds."""
+    """A block, its shard, and the number of its first sample in the split."""
 
     shard: Shard
     block: Block
@@ -44,7 +45,7 @@ class Place(NamedTuple):
 
 
 class BlockReader:
-    """The blocks of one split, by number."""
+    """Reads the blocks of one split by number."""
 
     def __init__(self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error") -> None:
         if on_corrupt not in ("error", "skip"):
@@ -52,7 +53,7 @@ class BlockReader:
         self.source, self.on_corrupt = source, on_corrupt
         self.damaged: set[int] = set()
         self.reports: list[tuple[str, int]] = []
-        """What was skipped since somebody last took this list: sentence, samples."""
+        """(sentence, samples) of each block skipped since the last `take_reports`."""
         shards = [shard for shard in manifest.shards if shard.split == split]
         blocks = [(shard, block) for shard in shards for block in shard.blocks]
         firsts = [0, *accumulate(block.samples for _, block in blocks)]
@@ -69,10 +70,10 @@ class BlockReader:
             )
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """All tensors of a block, and the `ids` of its samples.
+        """Reads all tensors of a block, and the `ids` of its samples.
 
-        DamagedBlockError if it is not what the manifest says, or cannot be had. With `on_corrupt="skip"` the next good
-        block stands in for it, its samples repeated or cut to the same number, so that no place in the stream is lost.
+        DamagedBlockError if the block differs from the manifest or cannot be read. With `on_corrupt="skip"` the samples
+        of the next good block replace it, repeated or cut to the same number, so that the order keeps its length.
         """
         unreachable = 0
         for other in (*range(number, len(self.places)), *range(number)):
@@ -117,7 +118,7 @@ class BlockReader:
         try:
             content = self.source.read(shard.file, block.offset, block.size)
         except OSError as error:
-            # A file that is not there will not be there next time either.
+            # Another attempt does not find a missing file either.
             kind = DamagedBlockError if isinstance(error, FileNotFoundError) else UnreachableError
             raise kind(f"{unreadable(what, error)}; {REMEDY}.") from error
         if len(content) != block.size:
@@ -132,7 +133,7 @@ class BlockReader:
         return tensors
 
     def check(self, tensors: dict[str, Tensor], block: Block, what: str) -> None:
-        """What a hash cannot say: whether the writer wrote the right thing."""
+        """Checks names, shapes and values: the hash is right also if the writer wrote the wrong tensors."""
         for name in self.fields:
             if name not in tensors or len(tensors[name]) != block.samples:
                 found = "none" if name not in tensors else len(tensors[name])
@@ -146,12 +147,12 @@ class BlockReader:
 
 
 def fields_of(manifest: Manifest) -> list[str]:
-    """Names of the tensors that every block has; those of the posterior's std are there for some encoders only."""
+    """Names of the tensors that every block has; only some encoders add those of the posterior's std."""
     return ["latents", "labels", *(["mirrored"] if manifest.flips else [])]
 
 
 class Skips:
-    """What `data.on_corrupt=skip` left out: says each block once, and counts its samples."""
+    """Prints each block that `data.on_corrupt=skip` left out once, and counts its samples."""
 
     def __init__(self) -> None:
         self.said: set[str] = set()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from data.in_memory import InMemoryLatents, LatentTensors
-from data.loader import LatentSpec
+from data.loader import InMemoryLatents, LatentSpec, LatentTensors, LoaderArgs
 
 HELD_OUT = 180
 
 
 class DigitLatents(InMemoryLatents):
-    """Pixels in [-1, 1] as latents of shape (1, 8, 8); 180 of the 1,797 images are held out."""
+    """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797 images."""
 
     def __init__(self, *, batch_size: int, seed: int, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
         from sklearn.datasets import load_digits
@@ -40,9 +39,5 @@ class DigitLatents(InMemoryLatents):
             spec,
             LatentTensors(pixels[train], labels[train]),
             LatentTensors(pixels[held_out], labels[held_out]),
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            rank=rank,
-            world_size=world_size,
+            LoaderArgs(batch_size, seed, device, rank, world_size),
         )

@@ -1,4 +1,7 @@
-"""What a loader is. Letters: B samples, C channels, H W latent height and width."""
+"""The protocol of a loader, a base class, and the simplest loader: it holds every sample on the device.
+
+Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int8
 from torch import Tensor
+
+from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
+
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Batch(NamedTuple):
@@ -19,30 +26,30 @@ class Batch(NamedTuple):
     ids: Int[Tensor, "B"]
     """Index of each sample in its latent set."""
     position: Int[Tensor, "B"]
-    """Stream position: samples seen before the batch plus the index in the global batch. Seeds all randomness."""
+    """Samples that the run saw before this one. It seeds the sample's noise, time, mirroring and posterior draw."""
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """All that a model, a sampler and a checkpoint need to know of a latent set."""
+    """The facts about a latent set that a model, a sampler and a checkpoint need."""
 
     channels: int
     height: int
     width: int
     num_classes: int
     count: int
-    """Training samples; held-out ones are not counted."""
+    """Training samples, without the held-out ones."""
     class_names: list[str]
     mean: list[float]
-    """Per channel: what was subtracted from raw latents."""
+    """Per channel; a loader subtracts it from raw latents."""
     std: list[float]
-    """Per channel: what raw latents were divided by, after the mean was subtracted."""
+    """Per channel; a loader then divides by it."""
     encoder: dict[str, Any] = field(default_factory=dict)
     """`_target_` and arguments of the autoencoder that decodes the latents."""
     encoder_sha256: str | None = None
-    """Hash of the autoencoder's weights; decoding with others is refused."""
+    """Hash of the autoencoder's weights; sampling refuses to decode with others."""
     fingerprint: str = ""
-    """Identifies the data set, so that a run is not resumed on another one."""
+    """Identifies the data set, so that no run resumes on another one."""
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call copies nothing."""
@@ -64,10 +71,10 @@ class LatentSpec:
 
 
 class LatentLoader(Protocol):
-    """Endless batches of one rank's share of the stream.
+    """Endless batches: one rank's samples of each global batch.
 
-    The order is a pure function of (seed, epoch, samples seen): the n-th sample of the stream is the same one at any
-    batch size, world size and after any resume. Batches run across the ends of epochs; every sample comes once in each.
+    The order is a pure function of (seed, samples seen): the n-th training sample is the same one at any batch size,
+    world size and after any resume. Each epoch has every sample once; batches run across the ends of epochs.
     """
 
     spec: LatentSpec
@@ -85,3 +92,176 @@ class LatentLoader(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class LoaderArgs(NamedTuple):
+    """The arguments that every loader takes from the run, beside those of its configuration."""
+
+    batch_size: int
+    """Samples of this rank in one micro-batch."""
+    seed: int
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+
+class BaseLoader:
+    """Keeps the state that all loaders have; a subclass adds `batch_at` and `held_out` to make a `LatentLoader`."""
+
+    def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
+        self.spec = spec
+        self.batch_size, self.seed, self.device, self.rank, self.world_size = args
+        self.normalise = spec.normaliser(args.device)
+        self.samples_seen = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.batch_at(self.samples_seen + self.rank * self.batch_size)
+        self.samples_seen += self.world_size * self.batch_size
+        return batch
+
+    def batch_at(self, start: int) -> Batch:
+        """The rank's samples: those at `batch_size` positions from `start` on, or at others that all ranks agree on."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples_seen": self.samples_seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples_seen = state["samples_seen"]
+
+
+def seeded(*key: int) -> torch.Generator:
+    """A CPU generator seeded with a hash of `key`."""
+    state = 0
+    for number in key:
+        state = (state * GOLDEN + number) % 2**63
+    return torch.Generator().manual_seed(state)
+
+
+class EpochOrder:
+    """Permutes the whole set in each epoch: position p has the (p mod N)-th id of the permutation of epoch p div N.
+
+    A CPU generator draws each permutation from (seed, epoch), so it is the same on every device. The two latest stay on
+    `device`, for batches that run across the end of an epoch.
+    """
+
+    def __init__(self, count: int, seed: int, device: torch.device) -> None:
+        self.count, self.seed, self.device = count, seed, device
+        self.cache: dict[int, Int[Tensor, "N"]] = {}
+
+    def permutation(self, epoch: int) -> Int[Tensor, "N"]:
+        if epoch not in self.cache:
+            order = torch.randperm(self.count, generator=seeded(self.seed, epoch)).to(self.device)
+            self.cache = {e: o for e, o in self.cache.items() if e == epoch - 1} | {epoch: order}
+        return self.cache[epoch]
+
+    def ids(self, start: int, count: int) -> Int[Tensor, "B"]:
+        """Ids at positions start … start + count - 1."""
+        found = []
+        while count > 0:
+            epoch, offset = divmod(start, self.count)
+            found.append(self.permutation(epoch)[offset : offset + count])
+            start, count = start + len(found[-1]), count - len(found[-1])
+        return torch.cat(found)
+
+
+class Int8Latents:
+    """Latents in 8 bits with one scale per sample and channel: half the memory of 16 bits.
+
+    `latents[ids]` returns fp32. Rounding moves a value by at most half of 1/127 of the largest one of its
+    channel in its sample.
+    """
+
+    def __init__(self, values: Int8[Tensor, "N C H W"], scale: Float[Tensor, "N C 1 1"]) -> None:
+        self.values, self.scale = values, scale
+
+    @classmethod
+    def of(cls, latents: Float[Tensor, "N C H W"]) -> Int8Latents:
+        scale = latents.float().abs().amax((2, 3), keepdim=True).clamp(min=1e-30) / 127.0
+        return cls((latents.float() / scale).round().to(torch.int8), scale)
+
+    def __getitem__(self, ids: Any) -> Float[Tensor, "B C H W"]:
+        return self.values[ids].float() * self.scale[ids]
+
+    def __setitem__(self, ids: Any, latents: Int8Latents) -> None:
+        self.values[ids], self.scale[ids] = latents.values, latents.scale
+
+    def to(self, device: torch.device) -> Int8Latents:
+        return Int8Latents(self.values.to(device), self.scale.to(device))
+
+
+@dataclass
+class LatentTensors:
+    """One split of a latent set, raw. `mirrored` holds the latents of the flipped images, `std` the posterior's."""
+
+    latents: Float[Tensor, "N C H W"] | Int8Latents
+    labels: Int[Tensor, "N"]
+    std: Float[Tensor, "N C H W"] | Int8Latents | None = None
+    mirrored: Float[Tensor, "N C H W"] | Int8Latents | None = None
+    mirrored_std: Float[Tensor, "N C H W"] | Int8Latents | None = None
+
+    def to(self, device: torch.device) -> LatentTensors:
+        return LatentTensors(*(None if t is None else t.to(device) for t in vars(self).values()))  # pyright: ignore[reportArgumentType]
+
+    def floating(self) -> Float[Tensor, "N C H W"]:
+        """The latents, for a caller that knows they are not `Int8Latents`."""
+        assert isinstance(self.latents, Tensor)
+        return self.latents
+
+    def rows(self, ids: Tensor) -> LatentTensors:
+        """Gathers the samples `ids`, as floating-point tensors."""
+        return LatentTensors(*(None if t is None else t[ids] for t in vars(self).values()))  # pyright: ignore[reportArgumentType]
+
+
+def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
+    """Mirrors each sample or not, and draws it from its posterior, where the set has what that needs.
+
+    Both draws are functions of (seed, position): any rank, worker or restart makes the same.
+    """
+    raw, std = rows.floating(), rows.std
+    if rows.mirrored is not None:
+        flip = counter_uniform(seed, Purpose.MIRROR, position).view(-1, 1, 1, 1) < 0.5
+        raw = torch.where(flip, rows.mirrored, raw)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if std is not None and rows.mirrored_std is not None:
+            std = torch.where(flip, rows.mirrored_std, std)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if isinstance(std, Tensor):
+        noise = counter_normal(seed, Purpose.POSTERIOR, position, raw.shape[1:])
+        raw = raw.float() + std.float() * noise
+    return raw
+
+
+class InMemoryLatents(BaseLoader):
+    """A `LatentLoader` over tensors on the device: a batch is one gather.
+
+    `ids`, if given, replace the row numbers as the ids of samples.
+    """
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        train: LatentTensors,
+        held_out: LatentTensors,
+        args: LoaderArgs,
+        ids: Int[Tensor, "N"] | None = None,
+    ) -> None:
+        super().__init__(spec, args)
+        self.train, self.held_out_split = train.to(args.device), held_out.to(args.device)
+        self.ids = None if ids is None else ids.to(args.device)
+        self.order = EpochOrder(len(train.labels), args.seed, args.device)
+
+    def batch_at(self, start: int) -> Batch:
+        rows = self.order.ids(start, self.batch_size)
+        position = torch.arange(start, start + self.batch_size, device=self.device)
+        tensors = self.train.rows(rows)
+        ids = rows if self.ids is None else self.ids[rows]
+        return Batch(self.normalise(sampled(tensors, self.seed, position)), tensors.labels, ids, position)
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        split = self.held_out_split
+        if not len(split.labels):  # an empty tensor would split into one empty batch
+            return
+        for ids in torch.arange(len(split.labels), device=self.device).split(batch_size):
+            yield Batch(self.normalise(split.latents[ids]), split.labels[ids], ids, ids)

@@ -1,7 +1,7 @@
-"""The manifest: what a latent set is, so that nothing about it has to be remembered or guessed.
+"""The manifest of a latent set, and opening the set with it.
 
-`manifest.json` lies beside the shards. Latents are stored raw; the manifest says how they were made, how to normalise
-them, and what every shard holds.
+`manifest.json` lies beside the shards, which hold raw latents. It says how precompute_latents.py made them, how to
+normalise them, and what every shard holds, so that nobody has to remember or guess it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from data.loader import LatentSpec
 from data.source import Source, open_source, unreadable
 
 FORMAT = 2
@@ -20,7 +21,7 @@ NAME = "manifest.json"
 
 
 class Block(NamedTuple):
-    """One safetensors payload of a shard: where its bytes lie, how many samples it holds, and their hash."""
+    """One safetensors member of a shard: offset and size of its bytes, its samples, and the hash of its bytes."""
 
     offset: int
     size: int
@@ -42,17 +43,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known about a latent set. See `write_manifest` in encoding/job.py for where it comes from."""
+    """The facts about a latent set. `write_manifest` in encoding/job.py makes them."""
 
     channels: int
     height: int
     width: int
     class_names: list[str]
     kind: Literal["mean_std", "sample"]
-    """"mean_std": the posterior's mean (and its std, where the encoder is variational); "sample": one seeded draw."""
+    """"mean_std": the posterior's mean (and its std, if the encoder is variational); "sample": one seeded draw."""
     dtype: Literal["float16", "bfloat16", "float32"]
     flips: bool
-    """True if the latents of the mirrored images are stored too."""
+    """True if the set has the latents of the mirrored images too."""
     mean: list[float]
     """Per channel, over the stored training latents; fp64."""
     std: list[float]
@@ -61,20 +62,20 @@ class Manifest:
     encoder_class: str | None
     encoder_sha256: str | None
     scaling_factor: float | None
-    """What the autoencoder's config says; used only with `data.normalisation=scale_shift`."""
+    """From the autoencoder's config; only `data.normalisation=scale_shift` uses it."""
     shift_factor: float | None
     input_range: list[float]
     resize: str
     resolution: int | None
-    """Of the images in pixels; None for imported latents, of which it is not known."""
+    """Of the images in pixels; None for imported latents."""
     psnr_db: float | None
-    """Reconstruction of the first images of the set."""
+    """Of the reconstruction of the first images of the set."""
     precision: str
-    """In which the encoder really computed: fp32, bf16."""
+    """The one in which the encoder really computed: fp32, bf16."""
     count: int
     held_out: int
     skipped: list[str]
-    """Images that could not be decoded, with the reason."""
+    """Images that Pillow could not decode, with the reason."""
     source: str
     source_sha256: str
     """Hash of the list of images, in order."""
@@ -84,7 +85,7 @@ class Manifest:
     format: int = FORMAT
 
     def fingerprint(self) -> str:
-        """Hash of all that determines the latents: same fingerprint, same training data."""
+        """Hashes shards, class names and encoder: same fingerprint, same training data."""
         parts = [shard.sha256 for shard in self.shards] + self.class_names + [str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -129,8 +130,70 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     return manifest
 
 
+def open_set(
+    group: str,
+    path: str | None,
+    normalisation: str,
+    encoder: str | None,
+    latent_scale: float | None,
+    **remote: Any,
+) -> tuple[Source, Manifest, LatentSpec]:
+    """Opens the set at `path` for `data=<group>`: its source, manifest and spec.
+
+    ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing. `remote`: see
+    `open_source`.
+    """
+    if path is None:
+        raise ValueError(
+            f"data={group} needs data.path=<folder of latents>; make one with "
+            f"`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
+        )
+    source = open_source(path, **remote)
+    manifest = read_manifest(source)
+    check_expectations(manifest, source, encoder, latent_scale)
+    return source, manifest, spec_of(manifest, source, normalisation)
+
+
+def check_expectations(manifest: Manifest, source: Source, encoder: str | None, latent_scale: float | None) -> None:
+    made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
+    if encoder is not None and made_with not in (encoder, str(Path(encoder).expanduser().resolve())):
+        raise ValueError(f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of them.")
+    if latent_scale is not None and latent_scale != manifest.scaling_factor:
+        raise ValueError(
+            f"data.latent_scale={latent_scale}, but the encoder of {source} has {manifest.scaling_factor}; "
+            f"change one of them."
+        )
+
+
+def spec_of(manifest: Manifest, source: Source, normalisation: str) -> LatentSpec:
+    """The spec of the training split with the mean and std per channel that `normalisation` chooses."""
+    if normalisation not in ("channel", "scale_shift"):
+        raise ValueError(f"data.normalisation={normalisation} is unknown; choose channel or scale_shift.")
+    mean, std = manifest.mean, manifest.std
+    if normalisation == "scale_shift":
+        if manifest.scaling_factor is None:
+            raise ValueError(
+                f"data.normalisation=scale_shift, but the encoder of {source} has no scaling factor; use channel."
+            )
+        mean = [manifest.shift_factor or 0.0] * manifest.channels
+        std = [1.0 / manifest.scaling_factor] * manifest.channels
+    return LatentSpec(
+        channels=manifest.channels,
+        height=manifest.height,
+        width=manifest.width,
+        num_classes=len(manifest.class_names),
+        count=manifest.count,
+        class_names=manifest.class_names,
+        mean=mean,
+        std=std,
+        encoder=manifest.encoder,
+        encoder_sha256=manifest.encoder_sha256,
+        fingerprint=f"{manifest.fingerprint()}-{normalisation}",
+    )
+
+
 def write_atomically(file: Path, text: str) -> None:
-    """Writes beside the file, flushes to disk, renames over it."""
+    """Writes to a temporary file, flushes it to disk and renames it to `file`."""
     temporary = file.with_name(file.name + ".tmp")
     try:
         with temporary.open("w") as stream:

@@ -1,4 +1,4 @@
-"""Latents made by precompute_latents.py on the device: all of them where they fit, else a window of them at a time."""
+"""The loader of latents that lie on the device: all of them where they fit, else a chunk of them at a time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ import torch
 from torch import Tensor
 
 from data.blocks import BlockReader, OnCorrupt, Skips
-from data.in_memory import InMemoryLatents, Int8Latents, LatentTensors
-from data.latent_set import open_set
-from data.loader import Batch, LatentSpec
-from data.manifest import Manifest
-from data.window import WindowedLatents
+from data.chunked import ChunkedLatents
+from data.loader import Batch, InMemoryLatents, Int8Latents, LatentSpec, LatentTensors, LoaderArgs
+from data.manifest import open_set
 
 GIB = 2**30
 Storage = Literal["native", "int8"]
 
 
 class ResidentLatents:
-    """The latent set in folder or at URL `path`, every block verified.
+    """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
-    All of it lies on the device if it takes at most `device_memory_gib` (null: half of what is free), else a window
-    (data/window.py); it says which, and why. `storage="int8"` halves the memory of 16-bit latents and states its error.
-    `normalisation`: "channel" uses the mean and std that were measured per channel, "scale_shift" the autoencoder's own
-    constants. `encoder` and `latent_scale` are expectations: a set made with another encoder or scale is refused.
-    `on_corrupt="skip"` lets the samples of the next good block stand in for those of a damaged one.
+    The device holds all of it if that takes at most `device_memory_gib` (null: half of the free memory), else a chunk
+    (data/chunked.py); the loader prints which, and why. `storage="int8"` halves the memory of 16-bit latents and prints
+    its error. `normalisation`: "channel" uses the mean and std per channel that precompute measured, "scale_shift" the
+    autoencoder's own constants. `encoder` and `latent_scale` are expectations: the loader refuses a set made with
+    another encoder or scale. With `on_corrupt="skip"` the next good block's samples replace those of a damaged one.
     """
 
     def __init__(
@@ -52,13 +50,14 @@ class ResidentLatents:
         source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
         self.spec = spec if storage == "native" else replace(spec, fingerprint=f"{spec.fingerprint}-{storage}")
         train, held_out = (BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out"))
+        args = LoaderArgs(batch_size, seed, device, rank, world_size)
         allowed = memory_allowed(device, device_memory_gib, world_size)
         a_sample = bytes_of_a_sample(train, storage)
-        shared = {"batch_size": batch_size, "seed": seed, "device": device, "rank": rank, "world_size": world_size}
-        if a_sample * (train.count + held_out.count) <= allowed:
+        whole = a_sample * (train.count + held_out.count)
+        if whole <= allowed:
             what = "all of it on the device"
-            self.loader: InMemoryLatents | WindowedLatents = in_memory(
-                self.spec, train, held_out, manifest, storage, shared
+            self.loader: InMemoryLatents | ChunkedLatents = in_memory(
+                self.spec, train, held_out, manifest.std, storage, args
             )
         else:
             if storage == "int8":
@@ -66,12 +65,11 @@ class ResidentLatents:
                     f"data.storage=int8: {gib(a_sample * train.count)} do not fit into the {gib(allowed)} allowed; "
                     f"use storage=native, which takes a window at a time, or raise data.device_memory_gib."
                 )
-            window = min(train.count, int(allowed // (2 * a_sample)))
-            what = f"a window of {window} samples on the device, and the next one on its way"
-            self.loader = WindowedLatents(self.spec, train, held_out, window=window, **shared)
+            chunk_size = min(train.count, int(allowed // (2 * a_sample)))
+            what = f"a window of {chunk_size} samples on the device, and the next one on its way"
+            self.loader = ChunkedLatents(self.spec, train, held_out, chunk_size, args)
         if rank == 0:
             how = "as given" if device_memory_gib is not None else "half of what is free"
-            whole = a_sample * (train.count + held_out.count)
             print(f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed ({how})", flush=True)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -87,7 +85,7 @@ class ResidentLatents:
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        if ("window" in state) != isinstance(self.loader, WindowedLatents):
+        if ("window" in state) != isinstance(self.loader, ChunkedLatents):
             raise ValueError(
                 "the run was started with "
                 + ("a window of the set" if "window" in state else "all of the set")
@@ -101,9 +99,9 @@ def gib(size: float) -> str:
 
 
 def memory_allowed(device: torch.device, given: float | None, world_size: int = 1) -> int:
-    """Bytes that latents may take on the device: as given, or half of what is free there now.
+    """Bytes that latents may take on the device: as given, or half of the memory that is free there now.
 
-    The least of all processes: what fits decides about the order, which must be one.
+    All processes take the least of theirs, because the order of samples depends on it.
     """
     if given is not None:
         if given <= 0:
@@ -123,7 +121,6 @@ def memory_allowed(device: torch.device, given: float | None, world_size: int = 
 
 
 def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
-    """What a sample takes on the device."""
     total = 0
     for tensor in blocks.read(0).values():
         if storage == "int8" and tensor.ndim == 4:
@@ -137,26 +134,26 @@ def in_memory(
     spec: LatentSpec,
     train: BlockReader,
     held_out: BlockReader,
-    manifest: Manifest,
+    std: list[float],
     storage: Storage,
-    shared: dict,
+    args: LoaderArgs,
 ) -> InMemoryLatents:
-    device = shared["device"]
-    tensors, ids, error = read_split(train, device, storage)
+    """Reads both splits onto the device; `std` per channel is the unit of the error of int8."""
+    tensors, ids, error = read_split(train, args.device, storage)
     if storage == "int8":
-        relative = (error / torch.tensor(manifest.std)).tolist()
+        relative = (error / torch.tensor(std)).tolist()
         print(f"data: int8 moves a latent by {max(relative):.2%} of its channel's std (RMS, worst channel)", flush=True)
-    held_out_tensors = read_split(held_out, device, storage)[0]
+    held_out_tensors = read_split(held_out, args.device, storage)[0]
     Skips().say(train.take_reports() + held_out.take_reports())
-    return InMemoryLatents(spec, tensors, held_out_tensors, ids=ids, **shared)
+    return InMemoryLatents(spec, tensors, held_out_tensors, args, ids)
 
 
 def read_split(
     blocks: BlockReader, device: torch.device, storage: Storage
 ) -> tuple[LatentTensors, Tensor | None, Tensor]:
-    """A split on `device`, the ids of its samples where others stand in for some, and the RMS error per channel.
+    """Reads a split onto `device`: its tensors, its ids if some samples replace others, the RMS error per channel.
 
-    Block by block: at no time are two copies of the split in memory.
+    It goes block by block, so two copies of the split are never in memory.
     """
     split: dict[str, Tensor | Int8Latents] = {}
     ids = torch.arange(blocks.count)
@@ -167,21 +164,21 @@ def read_split(
         ids[rows] = tensors.pop("ids")
         for name, tensor in tensors.items():
             small = storage == "int8" and tensor.ndim == 4
-            part = Int8Latents.of(tensor) if small else tensor
-            if isinstance(part, Int8Latents) and name == "latents":
-                squares += (part[:] - tensor.float()).double().square().sum((0, 2, 3))
+            values = Int8Latents.of(tensor) if small else tensor
+            if isinstance(values, Int8Latents) and name == "latents":
+                squares += (values[:] - tensor.float()).double().square().sum((0, 2, 3))
                 numbers += tensor[:, 0].numel()
             if name not in split:
-                split[name] = room(part, blocks.count, device)
-            split[name][rows] = part.to(device)  # pyright: ignore[reportArgumentType]
+                split[name] = empty_like(values, blocks.count, device)
+            split[name][rows] = values.to(device)  # pyright: ignore[reportArgumentType]
     if not split:
         return LatentTensors(torch.zeros(0, *blocks.shape), torch.zeros(0, dtype=torch.long)), None, squares
-    known_as = None if torch.equal(ids, torch.arange(blocks.count)) else ids
-    return LatentTensors(**split), known_as, (squares / max(1, numbers)).sqrt()  # pyright: ignore[reportArgumentType]
+    replaced = None if torch.equal(ids, torch.arange(blocks.count)) else ids
+    return LatentTensors(**split), replaced, (squares / max(1, numbers)).sqrt()  # pyright: ignore[reportArgumentType]
 
 
-def room(like: Tensor | Int8Latents, count: int, device: torch.device) -> Tensor | Int8Latents:
-    """Room for `count` samples such as these."""
+def empty_like(like: Tensor | Int8Latents, count: int, device: torch.device) -> Tensor | Int8Latents:
+    """Uninitialised memory for `count` samples such as these."""
     if isinstance(like, Int8Latents):
         values, scale = (torch.empty(count, *t.shape[1:], dtype=t.dtype, device=device) for t in vars(like).values())
         return Int8Latents(values, scale)

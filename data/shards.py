@@ -1,7 +1,7 @@
-"""Shards: WebDataset tars whose members are blocks of samples, each block one safetensors file.
+"""Writes shards: WebDataset tars whose members are blocks of samples, each block one safetensors file.
 
 A block holds `latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`, `mirrored`, `mirrored_std`.
-Blocks, because reading one member a sample costs 26 times as much; `mtime=0`, so that equal content is equal bytes.
+Reading a member per sample instead of blocks takes 26 times as long. `mtime=0` makes equal content equal bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SUFFIX = "safetensors"
 
 
 class ShardWriter:
-    """Writes one shard under a temporary name; `close()` syncs it to disk and gives it its name.
+    """Writes one shard to a temporary name; `close()` syncs it to disk and renames it.
 
-    Left without `close()` (an exception, a kill) it leaves no file that a reader would take for a shard.
+    Without `close()` (an exception, a kill) no file is there that a reader would take for a shard.
     """
 
     def __init__(self, file: Path, split: str, block_size: int) -> None:
@@ -43,11 +43,11 @@ class ShardWriter:
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Appends samples: tensors of one length n along their first axis, on the CPU."""
         self.pending.append(dict(tensors))
-        while sum(len(part["labels"]) for part in self.pending) >= self.block_size:
+        while sum(len(added["labels"]) for added in self.pending) >= self.block_size:
             self.write_block(self.block_size)
 
     def write_block(self, size: int) -> None:
-        joined = {name: torch.cat([part[name] for part in self.pending]) for name in self.pending[0]}
+        joined = {name: torch.cat([added[name] for added in self.pending]) for name in self.pending[0]}
         block = {name: tensor[:size].contiguous() for name, tensor in joined.items()}
         rest = {name: tensor[size:] for name, tensor in joined.items()}
         payload = save(block)
@@ -56,7 +56,7 @@ class ShardWriter:
         self.pending = [rest] if len(rest["labels"]) else []
 
     def discard(self) -> None:
-        """Leaves nothing behind."""
+        """Deletes the unfinished file."""
         for open_ in (self.tar, self.stream):
             with contextlib.suppress(OSError):  # a full disk raises once more
                 open_.close()

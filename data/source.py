@@ -1,7 +1,7 @@
-"""Where a latent set lies: a folder, a web server, or any store that fsspec opens. Files are read in parts, by offset.
+"""Reads the files of a latent set by offset, from a folder, a web server, or any store that fsspec opens.
 
-What fails for a moment (a timeout, a broken connection, status 408, 429 or 5xx) is tried again after 0.2, 0.4, 0.8 …
-seconds. What is raised in the end is an OSError whose text says why.
+A remote source tries again after 0.2, 0.4, 0.8 … seconds if a read may succeed later (a timeout, a broken connection,
+status 408, 429 or 5xx). In the end it raises an OSError whose text says why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIRST_PAUSE = 0.2
 
 
 class Source(Protocol):
-    """Files of one latent set. A source may be handed to worker processes: it opens nothing before the first read."""
+    """The files of one latent set. A source opens nothing before the first read, so worker processes can inherit it."""
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         """`size` bytes at `offset` of file `name`, or all of it; fewer if the file ends there.
@@ -33,15 +33,15 @@ class Source(Protocol):
         ...
 
     def forget(self, name: str) -> bool:
-        """Drops a local copy of `name`, if there is one that can be fetched again."""
+        """Drops the local copy of `name`; True if the source can fetch it again."""
         ...
 
 
 def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.0, retries: int = 5) -> Source:
-    """The source at `path`: a folder, or a URL; ValueError for a URL that runs commands or chains others.
+    """Opens the source at `path`, a folder or a URL; ValueError for a URL that runs commands or chains others.
 
-    `timeout` is in seconds, for each connection and each pause in what the server sends. With `cache`, whole shards are
-    kept in that folder, and read from there from then on.
+    `timeout` is in seconds, for each connection and each pause of the server. With `cache`, the source fetches whole
+    shards into that folder and reads them there.
     """
     text = str(path)
     scheme = text.partition("://")[0] if "://" in text else ""
@@ -73,7 +73,7 @@ class LocalSource:
 
 
 class RemoteSource:
-    """What remote sources share: trying again."""
+    """Tries a read again after a transient error; a subclass adds `read_once`."""
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
         self.url, self.timeout, self.retries = url, timeout, retries
@@ -100,7 +100,7 @@ class RemoteSource:
 
 
 class TransientError(OSError):
-    """May be gone in a moment."""
+    """An error after which another attempt may succeed."""
 
 
 class HttpSource(RemoteSource):
@@ -115,7 +115,7 @@ class HttpSource(RemoteSource):
         return self.__dict__ | {"client": None}
 
     def connection(self) -> Any:
-        """One client a process: connections do not survive a fork."""
+        """One client per process, because connections do not survive a fork."""
         import httpx
 
         if self.client is None or self.owner != os.getpid():
@@ -148,7 +148,7 @@ class HttpSource(RemoteSource):
 
 
 class FsspecSource(RemoteSource):
-    """s3://, gs://, hf:// and whatever else fsspec has an implementation for; timeouts are the store's own."""
+    """s3://, gs://, hf:// and whatever else fsspec has an implementation for; the store sets its own timeouts."""
 
     def filesystem(self) -> Any:
         """The store and the folder in it."""
@@ -173,16 +173,16 @@ class FsspecSource(RemoteSource):
 
 
 class CachedSource:
-    """Copies of whole shards in `folder`/<hash of the URL>; anything else is read through.
+    """Keeps copies of whole shards in `folder`/<hash of the URL>; reads other files from `source` each time.
 
-    Several threads and processes may use one cache: each fetches under a name of its own and renames.
+    Threads and processes may share a cache: each fetches to a temporary name of its own and renames.
     """
 
     def __init__(self, source: RemoteSource, folder: Path, url: str) -> None:
         self.source, self.folder = source, folder / hashlib.sha256(url.encode()).hexdigest()[:16]
         self.fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self.seen: dict[str, int] = {}
-        """Inode of each copy as it was last read."""
+        """Inode of each copy at the last read."""
 
     def __str__(self) -> str:
         return str(self.source)
@@ -206,7 +206,7 @@ class CachedSource:
                     stream.seek(offset)
                     return stream.read(-1 if size is None else size)
             except FileNotFoundError:
-                continue  # another process found it damaged in between and dropped it
+                continue  # another process found the copy damaged and dropped it
 
     def fetch(self, name: str) -> None:
         content = self.source.read(name)
@@ -226,7 +226,7 @@ class CachedSource:
             ) from error
 
     def forget(self, name: str) -> bool:
-        """Only the copy that was read here is dropped; another process may have fetched a better one since."""
+        """Drops only the copy that this process read; another process may have fetched a better one since."""
         file = self.folder / name
         try:
             if file.stat().st_ino == self.seen.get(name):
@@ -237,7 +237,7 @@ class CachedSource:
 
 
 def unreadable(what: str, error: OSError) -> str:
-    """What a failed read means: that `what` is not there, or why it cannot be read."""
+    """One sentence for a failed read: `what` is missing, or the reason why it cannot be read."""
     if not isinstance(error, FileNotFoundError):
         return f"{what} cannot be read: {error}"
     reason = f" ({error})" if "server" in str(error) else ""

@@ -1,4 +1,4 @@
-"""Latents streamed from WebDataset tars, local or remote, in an order that depends on seed and position only."""
+"""The loader of latents streamed from WebDataset tars, local or remote; data/streams.py has the order of samples."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from torch.utils.data import DataLoader
 
 from accel.technique import first_line
 from data.blocks import BlockReader, OnCorrupt, Skips
-from data.feeder import Feeder
-from data.held_out import held_out_batches
-from data.in_memory import LatentTensors, sampled
-from data.latent_set import open_set
-from data.loader import Batch
-from data.streams import Part, Share, StreamDataset, StreamOrder, columns_of, from_rows
+from data.loader import BaseLoader, Batch, LatentTensors, LoaderArgs, sampled
+from data.manifest import open_set
+from data.read_ahead import Feeder, held_out_batches
+from data.streams import RankPositions, StreamDataset, StreamOrder, WorkerBatch, from_bytes
 
 
-class StreamedLatents:
-    """The latent set at `path`, a folder or a URL, read block by block; see data/streams.py for the order.
+class StreamedLatents(BaseLoader):
+    """Streams the latent set at `path`, a folder or a URL, block by block.
 
-    `streams` ranges of the set are read side by side, each shuffled inside a `window` of samples. `num_workers`
-    processes read ahead, `prefetch_factor` batches each; 0 reads in a thread of this process. `timeout`, `retries` and
-    `cache` are for URLs (data/source.py). `normalisation`, `encoder`, `latent_scale`: see ResidentLatents.
+    A batch takes its samples from `streams` ranges of the set, each shuffled inside a `window` of samples.
+    `num_workers` processes read ahead, `prefetch_factor` batches each; with 0 a thread of this process reads.
+    `timeout`, `retries` and `cache` are for URLs (data/source.py). `normalisation`, `encoder`, `latent_scale`: see
+    ResidentLatents.
     """
 
     def __init__(
@@ -57,95 +56,85 @@ class StreamedLatents:
         source, manifest, spec = open_set(
             "webdataset", path, normalisation, encoder, latent_scale, cache=cache, timeout=timeout, retries=retries
         )
-        # Another order of samples is another data set: a run is not resumed on it.
-        self.spec = replace(spec, fingerprint=f"{spec.fingerprint}-{streams}-{window}")
-        self.blocks = BlockReader(source, manifest, "train", on_corrupt)
-        self.held_out_blocks = BlockReader(source, manifest, "held_out", on_corrupt)
+        # Another order of samples is another data set: no run resumes on it.
+        spec = replace(spec, fingerprint=f"{spec.fingerprint}-{streams}-{window}")
+        super().__init__(spec, LoaderArgs(batch_size, seed, device, rank, world_size))
+        self.blocks, self.held_out_blocks = (
+            BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
+        )
         counts = [place.block.samples for place in self.blocks.places]
         self.order = StreamOrder(self.blocks.blocks_of_shard, counts, seed, streams, window)
-        self.share = Share(world_size * batch_size, batch_size, rank, world_size, streams)
-        self.seed, self.device, self.batch_size = seed, device, batch_size
+        self.of_rank = RankPositions(batch_size, rank, world_size, streams)
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self.pin_memory = pin_memory and device.type == "cuda"
-        self.normalise = self.spec.normaliser(device)
         self.skips = Skips()
-        self.samples_seen = 0
         self.feeder: Feeder | None = None
         if rank == 0:
-            how = "whole streams" if self.share.own_lanes() is not None or world_size == 1 else "parts of streams"
+            how = "whole streams" if self.of_rank.own_streams() is not None or world_size == 1 else "parts of streams"
             print(
                 f"data: {self.spec.count} samples in {len(counts)} blocks from {source}, {streams} streams, windows of "
                 f"{window}; each of {world_size} × {max(1, num_workers)} readers has {how}",
                 flush=True,
             )
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
+    def batch_at(self, start: int) -> Batch:
         if self.feeder is None:
-            batches = Assembly(self.dataset(), self.num_workers, self.prefetch_factor, self.pin_memory)
+            dataset = StreamDataset(self.order, self.blocks, self.of_rank, self.samples_seen)
+            batches = DeviceBatches(dataset, self.num_workers, self.prefetch_factor, self.pin_memory)
             self.feeder = Feeder(partial(batches.on, self.device, self.skips), self.device)
         tensors = self.feeder.get()
-        self.samples_seen += self.share.batch
         ids, labels, position = (tensors.pop(name) for name in ("ids", "labels", "position"))
         raw = sampled(LatentTensors(labels=labels, **tensors), self.seed, position)
         return Batch(self.normalise(raw), labels, ids, position)
 
-    def dataset(self) -> StreamDataset:
-        return StreamDataset(self.order, self.blocks, self.share, self.samples_seen)
-
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         return held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise, self.skips)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if self.feeder is not None:
             self.feeder.stop()
             self.feeder = None
-        self.samples_seen = state["samples_seen"]
+        super().load_state_dict(state)
 
 
-def as_it_is(part: Any) -> Any:
-    return part
+def unchanged(item: Any) -> Any:
+    return item
 
 
-class Assembly:
-    """Batches on the device from the parts that the workers make."""
+class DeviceBatches:
+    """Joins what the workers read into batches on the device."""
 
     def __init__(self, dataset: StreamDataset, workers: int, prefetch: int, pin_memory: bool) -> None:
-        self.workers = workers
-        self.columns = columns_of(dataset.blocks.read(0))
-        self.parts = DataLoader(
+        self.workers = max(1, workers)
+        self.like = {name: tensor[:1].clone() for name, tensor in dataset.blocks.read(0).items()}
+        self.loader = DataLoader(
             dataset,
             batch_size=None,
             num_workers=workers,
-            collate_fn=as_it_is,
+            collate_fn=unchanged,
             pin_memory=pin_memory,
             prefetch_factor=prefetch if workers else None,
-            generator=torch.Generator(),  # or it draws from the run's
+            generator=torch.Generator(),  # the default would draw from the run's generator
         )
 
     def on(self, device: torch.device, skips: Skips) -> Iterator[dict[str, Tensor]]:
-        """Tensors of a batch, in the order of positions; ValueError with the reason if the workers fail."""
-        parts = iter(self.parts)
+        """Yields the tensors of each batch in the order of positions; ValueError with the reason if a worker fails."""
+        items = iter(self.loader)
         while True:
-            batch = [self.next_part(parts) for _ in range(max(1, self.workers))]
-            for part in batch:
-                skips.say(part.reports)
-            filled = [part for part in batch if part.samples]
-            position, order = torch.cat([part.position() for part in filled]).sort()
-            moved = [part._replace(buffer=part.buffer.to(device, non_blocking=True)).rows() for part in filled]
+            found = [self.next_of(items) for _ in range(self.workers)]
+            for item in found:
+                skips.say(item.reports)
+            filled = [item for item in found if item.samples]
+            position, order = torch.cat([item.position() for item in filled]).sort()
+            moved = [item._replace(buffer=item.buffer.to(device, non_blocking=True)).rows() for item in filled]
             rows = moved[0] if len(moved) == 1 else torch.cat(moved)
-            tensors = from_rows(rows, self.columns, order.to(device, non_blocking=True))
+            tensors = from_bytes(rows, self.like, order.to(device, non_blocking=True))
             yield tensors | {"position": position.to(device, non_blocking=True)}
 
-    def next_part(self, parts: Iterator[Part]) -> Part:
+    def next_of(self, items: Iterator[WorkerBatch]) -> WorkerBatch:
         try:
-            part = next(parts)
-        except (RuntimeError, OSError, EOFError) as error:  # the latter two: killed while it sent a batch
+            item = next(items)
+        except (RuntimeError, OSError, EOFError) as error:  # the latter two: a kill while the worker sent a batch
             reason = first_line(error)
             if isinstance(error, RuntimeError) and not reason.startswith(("DataLoader worker", "Pin memory thread")):
                 raise
@@ -153,6 +142,6 @@ class Assembly:
                 f"a reader of data=webdataset died ({reason}); start the same command again to resume, with a "
                 f"smaller data.window or data.num_workers if memory ran out."
             ) from error
-        if part.failure is not None:
-            raise ValueError(part.failure)
-        return part
+        if item.failure is not None:
+            raise ValueError(item.failure)
+        return item

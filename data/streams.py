@@ -1,12 +1,13 @@
-"""The order of a streamed latent set, and reading it: many streams side by side, each shuffled inside a window.
+"""The order of a streamed latent set, and the readers that follow it. Four nouns describe both:
 
-The training split has N samples in blocks. In epoch e its shards, and the blocks of each, are permuted; that sequence
-of samples is cut into S equal ranges, and each range is shuffled inside windows of W samples. Position p of the epoch
-is sample p div S of range p mod S, so a batch takes the next samples of every range. All this is a pure function of
-(seed, epoch, position): a stream continues from the number of samples seen, at any batch size and world size.
+- *block*: a safetensors member of a shard, read whole. Each epoch permutes the shards, and the blocks of each shard.
+- *stream*: one of S equal ranges of the epoch's samples in that order. The readers read all S side by side.
+- *window*: up to W consecutive samples of a stream, shuffled together.
+- *batch*: the next sample of every stream in turn. Position p of the epoch has sample p div S of stream p mod S.
 
-A *lane* is every S-th position of the endless stream, g = lane, lane + S, …: in each epoch it walks through one range.
-Ranks and worker processes own whole lanes.
+All this is a pure function of (seed, epoch, position), so a run continues from the number of samples that it has seen,
+at any batch size and world size. Outside `StreamOrder` a stream does not end: stream s has the positions s, s + S, …
+of all epochs. Ranks and worker processes read whole streams where the numbers divide.
 """
 
 from __future__ import annotations
@@ -23,27 +24,26 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.blocks import BlockReader
-from data.order import seeded
-from data.readers import Readers
+from data.loader import seeded
+from data.read_ahead import Readers
 
 READERS = 8
 """Threads of a worker; they wait for the disk or the network most of the time."""
 
 
-class Spot(NamedTuple):
-    """A window of the stream, and a place in it."""
+class Window(NamedTuple):
+    """`size` samples from the `start`-th of the epoch on."""
 
     epoch: int
-    range: int
-    window: int
-    offset: int
-    """Of the sample in its window."""
+    stream: int
+    number: int
+    """In its stream."""
+    start: int
     size: int
-    """Samples in the window."""
 
 
 class StreamOrder:
-    """Which sample stands at a position. `blocks_of_shard` and `counts` describe the set."""
+    """Maps positions to windows and windows to blocks. `blocks_of_shard` and `counts` (samples) describe the set."""
 
     def __init__(self, blocks_of_shard: list[int], counts: list[int], seed: int, streams: int, window: int) -> None:
         for key, value in (("streams", streams), ("window", window)):
@@ -73,35 +73,26 @@ class StreamOrder:
             self.cache = {e: found for e, found in self.cache.items() if e >= epoch - 1} | {epoch: known}
         return known
 
-    def extent(self, range_: int) -> tuple[int, int]:
-        """First sample and number of samples of a range."""
-        size, longer = divmod(self.count, self.streams)
-        return range_ * size + min(range_, longer), size + (range_ < longer)
+    def locate(self, position: int) -> tuple[Window, int]:
+        """The window of a position, counted over all epochs, and the offset in it.
 
-    def spot(self, position: int) -> Spot:
-        """Where the sample at a position of the endless stream stands.
-
-        The first window of a range is shorter, by another amount in each range, so that windows do not end together:
+        The first window of a stream is shorter, by another amount in each stream. So windows do not end together, and
         reading is spread evenly over the batches.
         """
         epoch, p = divmod(position, self.count)
-        offset, range_ = divmod(p, self.streams)
-        ahead = range_ * self.window // self.streams
-        window, inside = divmod(offset + ahead, self.window)
-        start, end = self.bounds(range_, window)
-        return Spot(epoch, range_, window, inside - (ahead if window == 0 else 0), end - start)
+        offset, stream = divmod(p, self.streams)
+        shorter = stream * self.window // self.streams
+        number = (offset + shorter) // self.window
+        size, longer = divmod(self.count, self.streams)
+        first = stream * size + min(stream, longer)
+        start = max(0, number * self.window - shorter)
+        end = min((number + 1) * self.window - shorter, size + (stream < longer))
+        return Window(epoch, stream, number, first + start, end - start), offset - start
 
-    def bounds(self, range_: int, window: int) -> tuple[int, int]:
-        """First and last sample (exclusive) of a window, counted from the start of its range."""
-        ahead = range_ * self.window // self.streams
-        start = max(0, window * self.window - ahead)
-        return start, min((window + 1) * self.window - ahead, self.extent(range_)[1])
-
-    def pieces(self, spot: Spot) -> Iterator[tuple[int, int, int]]:
-        """(block, first row, rows) that make up a window, in order."""
-        order, starts = self.blocks(spot.epoch)
-        first = self.extent(spot.range)[0]
-        start, end = (first + bound for bound in self.bounds(spot.range, spot.window))
+    def blocks_of(self, window: Window) -> Iterator[tuple[int, int, int]]:
+        """(block, first row, rows) of the samples of a window, before they are shuffled."""
+        order, starts = self.blocks(window.epoch)
+        start, end = window.start, window.start + window.size
         at = bisect_right(starts, start) - 1
         while start < end:
             block, row = order[at], start - starts[at]
@@ -109,125 +100,115 @@ class StreamOrder:
             yield block, row, rows
             start, at = start + rows, at + 1
 
-    def permutation(self, spot: Spot) -> Tensor:
-        return torch.randperm(spot.size, generator=seeded(self.seed, spot.epoch, spot.range, spot.window))
+    def permutation(self, window: Window) -> Tensor:
+        return torch.randperm(window.size, generator=seeded(self.seed, window.epoch, window.stream, window.number))
 
 
-class Share(NamedTuple):
-    """What one rank takes of each global micro-batch of `batch` samples, `share` of them."""
+class RankPositions(NamedTuple):
+    """Decides which positions of each global batch a rank reads: `batch_size` of them."""
 
-    batch: int
-    share: int
+    batch_size: int
     rank: int
-    ranks: int
+    world_size: int
     streams: int
 
-    def own_lanes(self) -> range | None:
-        """Its lanes, where each batch has as many samples of each; else a rank takes a stretch of each batch."""
-        if self.batch % self.streams == 0 and self.streams % self.ranks == 0:
-            each = self.streams // self.ranks
+    @property
+    def global_batch(self) -> int:
+        return self.world_size * self.batch_size
+
+    def own_streams(self) -> range | None:
+        """The rank's streams where each global batch has as many samples of each stream; else None."""
+        if self.global_batch % self.streams == 0 and self.streams % self.world_size == 0:
+            each = self.streams // self.world_size
             return range(self.rank * each, (self.rank + 1) * each)
         return None
 
-    def positions(self, start: int, lane: int) -> range:
-        """Its positions of one lane in the batch that starts at `start`."""
-        own = self.own_lanes()
-        if own is None:
-            start += self.rank * self.share
-        end = start + (self.batch if own is not None else self.share)
-        first = start + (lane - start) % self.streams
-        return range(first, end, self.streams) if own is None or lane in own else range(0)
+    def positions(self, start: int, stream: int) -> range:
+        """The rank's positions in `stream`, of the global batch from position `start` on.
+
+        A rank without streams of its own reads `batch_size` consecutive positions.
+        """
+        own = self.own_streams()
+        start, size = (
+            (start + self.rank * self.batch_size, self.batch_size) if own is None else (start, self.global_batch)
+        )
+        first = start + (stream - start) % self.streams
+        return range(first, start + size, self.streams) if own is None or stream in own else range(0)
 
 
-class Column(NamedTuple):
-    """Where a tensor's values lie in a row of bytes, one row a sample."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-def columns_of(tensors: dict[str, Tensor]) -> list[Column]:
-    columns, start = [], 0
-    for name in sorted(tensors):  # a safetensors file has no order
-        tensor = tensors[name]
-        end = start + tensor[0].numel() * tensor.element_size()
-        columns.append(Column(name, tensor.dtype, tuple(tensor.shape[1:]), start, end))
-        start = end
-    return columns
-
-
-def as_rows(tensors: dict[str, Tensor]) -> UInt8[Tensor, "n bytes"]:
-    """All tensors of some samples in one: one slice, one copy and one file descriptor instead of many."""
-    flat = [tensors[name].contiguous().flatten().view(torch.uint8) for name in sorted(tensors)]
+def to_bytes(tensors: dict[str, Tensor]) -> UInt8[Tensor, "n bytes"]:
+    """Joins all tensors of some samples, a row a sample: one slice, one copy and one file descriptor, not many."""
+    names = sorted(tensors)  # a safetensors file has no order
+    flat = [tensors[name].contiguous().flatten().view(torch.uint8) for name in names]
     return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
 
 
-def from_rows(rows: UInt8[Tensor, "n bytes"], columns: list[Column], order: Int[Tensor, "n"]) -> dict[str, Tensor]:
-    """The inverse of `as_rows`, on any device, with the rows in another order."""
-    rows = rows.index_select(0, order)
+def from_bytes(rows: UInt8[Tensor, "n bytes"], like: dict[str, Tensor], order: Int[Tensor, "n"]) -> dict[str, Tensor]:
+    """Inverts `to_bytes`, on any device, with the rows in another order; dtypes and shapes are those of `like`."""
+    names = sorted(like)
+    sizes = [like[name][0].numel() * like[name].element_size() for name in names]
+    values = rows.index_select(0, order).split(sizes, dim=1)
     return {
-        c.name: rows[:, c.start : c.end].contiguous().flatten().view(c.dtype).view(len(rows), *c.shape) for c in columns
+        name: bytes_.contiguous().flatten().view(like[name].dtype).view(len(rows), *like[name].shape[1:])
+        for name, bytes_ in zip(names, values, strict=True)
     }
 
 
-class Lane:
-    """Reads one lane in order. While a window is used, the next one is read in `readers`."""
+class StreamReader:
+    """Reads one stream in order. While batches use up a window, `readers` read the next one."""
 
     def __init__(self, order: StreamOrder, blocks: BlockReader, readers: Readers) -> None:
         self.order, self.blocks, self.readers = order, blocks, readers
-        self.windows: dict[tuple[int, int, int], Future[Tensor]] = {}
-        self.latest: tuple[int, Tensor] | None = None
-        self.rest, self.at = torch.empty(0), -1
-        """What is left of the window in use, and the position of its first row."""
+        self.windows: dict[Window, Future[Tensor]] = {}
+        self.last_block: tuple[int, Tensor] | None = None
+        self.unused, self.position = torch.empty(0), -1
+        """The rows of the current window that no batch has had yet, and the position of the first."""
 
     def begin(self, positions: range) -> None:
-        """Reading of the window that `positions` begin in has begun when this returns."""
-        if positions and (positions.start != self.at or not len(self.rest)):
-            self.submit(self.order.spot(positions.start))
+        """Starts to read the window at the first of `positions`, and does not wait for it."""
+        if positions and (positions.start != self.position or not len(self.unused)):
+            self.submit(self.order.locate(positions.start)[0])
 
-    def submit(self, spot: Spot) -> Future[Tensor]:
-        if spot[:3] not in self.windows:
-            self.windows[spot[:3]] = self.readers.submit(self.read, spot)
-        return self.windows[spot[:3]]
+    def submit(self, window: Window) -> Future[Tensor]:
+        if window not in self.windows:
+            self.windows[window] = self.readers.submit(self.read, window)
+        return self.windows[window]
 
     def take(self, positions: range) -> list[Tensor]:
-        """The rows of the samples at `positions` of the lane, in pieces."""
-        parts, at, left = [], positions.start, len(positions)
+        """The rows of the samples at `positions`, a tensor for each window."""
+        taken, at, left = [], positions.start, len(positions)
         while left:
-            if at != self.at or not len(self.rest):
-                self.rest = self.window(at)
-            part = self.rest[:left]
-            parts.append(part)
-            self.rest = self.rest[left:]
-            at, left = at + len(part) * self.order.streams, left - len(part)
-            self.at = at
-        return parts
+            if at != self.position or not len(self.unused):
+                self.unused = self.rows_from(at)
+            rows = self.unused[:left]
+            taken.append(rows)
+            self.unused = self.unused[left:]
+            at, left = at + len(rows) * self.order.streams, left - len(rows)
+            self.position = at
+        return taken
 
-    def window(self, position: int) -> Tensor:
-        """The rows of its window from that position on; then reading the window after it begins."""
-        spot = self.order.spot(position)
-        rows = self.submit(spot).result()[spot.offset :]
-        after = self.order.spot(position + len(rows) * self.order.streams)
-        self.windows = {key: future for key, future in self.windows.items() if key == after[:3]}
+    def rows_from(self, position: int) -> Tensor:
+        """Waits for the window of a position, starts to read the one after it, and returns the rows from there on."""
+        window, offset = self.order.locate(position)
+        rows = self.submit(window).result()[offset:]
+        after, _ = self.order.locate(position + len(rows) * self.order.streams)
+        self.windows = {w: future for w, future in self.windows.items() if w == after}
         self.submit(after)
         return rows
 
-    def read(self, spot: Spot) -> Tensor:
-        """The rows of a window, shuffled. The block at its end is kept: the next window begins in it."""
-        parts = []
-        for block, row, rows in self.order.pieces(spot):
-            kept = self.latest
-            content = kept[1] if kept is not None and kept[0] == block else as_rows(self.blocks.read(block))
-            self.latest = block, content
-            parts.append(content[row : row + rows])
-        return torch.cat(parts).index_select(0, self.order.permutation(spot))
+    def read(self, window: Window) -> Tensor:
+        """The rows of a window, shuffled. The reader keeps the last block, because the next window begins in it."""
+        found = []
+        for block, row, rows in self.order.blocks_of(window):
+            kept = self.last_block
+            content = kept[1] if kept is not None and kept[0] == block else to_bytes(self.blocks.read(block))
+            self.last_block = block, content
+            found.append(content[row : row + rows])
+        return torch.cat(found).index_select(0, self.order.permutation(window))
 
 
-class Part(NamedTuple):
-    """What a worker adds to a batch of n samples: their positions (8 n bytes), then their rows; or why it cannot."""
+class WorkerBatch(NamedTuple):
+    """A worker's n samples of a batch: their positions (8 n bytes), then their rows; or the reason of its failure."""
 
     buffer: UInt8[Tensor, "bytes"]
     samples: int
@@ -242,45 +223,44 @@ class Part(NamedTuple):
 
 
 class StreamDataset(IterableDataset):
-    """Endless parts of batches: worker w of W yields its lanes' samples of each batch in turn.
+    """Yields a worker's samples of each batch, without end: of the rank's streams worker w of W reads every W-th.
 
-    A failure is an item too: an exception would arrive as a page of traceback.
+    It yields a failure too, because an exception would arrive in the parent process as a page of traceback.
     """
 
-    def __init__(self, order: StreamOrder, blocks: BlockReader, share: Share, start: int) -> None:
-        self.order, self.blocks, self.share, self.start = order, blocks, share, start
+    def __init__(self, order: StreamOrder, blocks: BlockReader, of_rank: RankPositions, start: int) -> None:
+        self.order, self.blocks, self.of_rank, self.start = order, blocks, of_rank, start
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[WorkerBatch]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        own = self.share.own_lanes()
+        own = self.of_rank.own_streams()
         numbers = (range(self.order.streams) if own is None else own)[worker::workers]
         readers = Readers(READERS, "reader")
-        lanes = {number: Lane(self.order, self.blocks, readers) for number in numbers}
+        streams = {number: StreamReader(self.order, self.blocks, readers) for number in numbers}
         start = self.start
         try:
             while True:
                 try:
-                    yield self.part(lanes, start)
+                    yield self.batch(streams, start)
                 except ValueError as error:
-                    yield Part(torch.empty(0), 0, [], str(error))
+                    yield WorkerBatch(torch.empty(0), 0, [], str(error))
                     return
-                start += self.share.batch
+                start += self.of_rank.global_batch
         finally:
             readers.close()
 
-    def part(self, lanes: dict[int, Lane], start: int) -> Part:
-        places = {number: self.share.positions(start, number) for number in lanes}
-        for number, lane in lanes.items():
-            lane.begin(places[number])
-        position = [place for of_lane in places.values() for place in of_lane]
-        taken = [rows for number, lane in lanes.items() for rows in lane.take(places[number])]
+    def batch(self, streams: dict[int, StreamReader], start: int) -> WorkerBatch:
+        wanted = {number: self.of_rank.positions(start, number) for number in streams}
+        for number, stream in streams.items():
+            stream.begin(wanted[number])
+        position = [p for positions in wanted.values() for p in positions]
+        taken = [rows for number, stream in streams.items() for rows in stream.take(wanted[number])]
+        reports = self.blocks.take_reports()
         if not taken:
-            return Part(torch.empty(0, dtype=torch.uint8), 0, self.blocks.take_reports())
-        size = taken[0].shape[1]
-        part = Part(
-            torch.empty(len(position) * (8 + size), dtype=torch.uint8), len(position), self.blocks.take_reports()
-        )
-        part.position().copy_(torch.tensor(position))
-        torch.cat(taken, out=part.rows())
-        return part
+            return WorkerBatch(torch.empty(0, dtype=torch.uint8), 0, reports)
+        size = len(position) * (8 + taken[0].shape[1])
+        batch = WorkerBatch(torch.empty(size, dtype=torch.uint8), len(position), reports)
+        batch.position().copy_(torch.tensor(position))
+        torch.cat(taken, out=batch.rows())
+        return batch

@@ -1,16 +1,15 @@
-"""Noise of any size, for timing and for tests of shapes. There is nothing to learn in it but its classes' means."""
+"""Noise of any size, for timing and for tests of shapes. A model learns nothing from it."""
 
 from __future__ import annotations
 
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
-from data.in_memory import InMemoryLatents, LatentTensors
-from data.loader import LatentSpec
+from data.loader import InMemoryLatents, LatentSpec, LatentTensors, LoaderArgs
 
 
 class SyntheticLatents(InMemoryLatents):
-    """`count` standard normal latents (bf16) with labels 0, 1, …, num_classes - 1, 0, …; a tenth more is held out."""
+    """`count` standard normal latents (bf16) and a tenth more to hold out; labels 0, 1, …, num_classes - 1, 0, …"""
 
     def __init__(
         self,
@@ -34,8 +33,8 @@ class SyntheticLatents(InMemoryLatents):
         position = torch.arange(total, device=device)
         latents = torch.cat(
             [
-                counter_normal(seed, Purpose.SYNTHETIC, part, (channels, height, width)).bfloat16()
-                for part in position.split(256)
+                counter_normal(seed, Purpose.SYNTHETIC, some, (channels, height, width)).bfloat16()
+                for some in position.split(256)
             ]
         )
         labels = position % num_classes
@@ -55,9 +54,5 @@ class SyntheticLatents(InMemoryLatents):
             spec,
             LatentTensors(latents[:count], labels[:count]),
             LatentTensors(latents[count:], labels[count:]),
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            rank=rank,
-            world_size=world_size,
+            LoaderArgs(batch_size, seed, device, rank, world_size),
         )

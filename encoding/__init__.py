@@ -1,1 +1,1 @@
-"""Images, and latents of other tools, into latent sets: what happens once per data set, before any training."""
+"""Turns images, and latents of other tools, into latent sets: once per data set, before any training."""

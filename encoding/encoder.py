@@ -1,4 +1,4 @@
-"""Images through an encoder into shards: what precompute_latents.py spends its time on."""
+"""Encodes images into shards: the work of precompute_latents.py."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 class EncodeStep:
-    """What the stack wraps: `forward` is the encoder's forward pass."""
+    """The encoder's forward pass, in a form that the acceleration stack can wrap."""
 
     def __init__(self, encoder: Autoencoder) -> None:
         self.forward: Callable[..., Any] = encoder.encode
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Posterior mean and std (or None) of images in [-1, 1]."""
+        """Encodes images in [-1, 1] to the posterior's mean and std (or None)."""
         return self.forward(images)
 
 
 def to_input(pixels: Tensor, device: torch.device) -> Tensor:
-    """8-bit images in [-1, 1]."""
+    """Scales 8-bit images to [-1, 1]."""
     return pixels.to(device).float() / 127.5 - 1.0
 
 
 def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
-    """The first decodable images in [-1, 1]: a batch of them, and what PSNR needs; ValueError if there is none."""
+    """The first decodable images in [-1, 1], enough for a batch and for PSNR; ValueError if there is none."""
     dataset = DecodedImages(images.entries, cfg.resolution)
     pixels = []
     for i in range(len(dataset)):
@@ -65,7 +65,7 @@ def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device)
 
 
 def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig) -> float:
-    """dB of reconstructing `images`; ValueError below `min_psnr`: a wrong scale, range or file shows here.
+    """PSNR in dB of the reconstructed `images`; ValueError below `min_psnr`: a wrong scale, range or file shows here.
 
     ValueError too if the encoder does not divide the resolution.
     """
@@ -84,8 +84,8 @@ def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg
     return quality
 
 
-class Encoder:
-    """Encodes the shards of a plan that are not finished yet: of several ranks each its own, every n-th."""
+class ShardEncoder:
+    """Encodes the unfinished shards of a plan; of n ranks each takes every n-th shard."""
 
     def __init__(
         self, step: EncodeStep, cfg: PrecomputeConfig, out: Path, device: torch.device, ranks: Ranks = SINGLE
@@ -93,10 +93,10 @@ class Encoder:
         self.step, self.cfg, self.out, self.device, self.ranks = step, cfg, out, device, ranks
         self.dtype = DTYPES[cfg.dtype.value]
         self.seconds: dict[str, float] = {"decode": 0.0, "encode": 0.0, "write": 0.0}
-        """Where the time went; decoding counts while the encoder waits for it."""
+        """Time of each step; decoding counts only while the encoder waits for it."""
 
     def run(self, plan: Plan) -> None:
-        """Leaves every shard of this rank with its sidecar. Decoding runs in worker processes, ahead of the encoder."""
+        """Writes each shard of this rank, and its sidecar. Worker processes decode ahead of the encoder."""
         own = plan.shards[self.ranks.rank :: self.ranks.world_size]
         if any((self.out / f"{name}.json").is_file() for name, _, _ in own):
             print("checking the hashes of what is finished", flush=True)
@@ -159,22 +159,20 @@ class Encoder:
         self.seconds[part] += time.perf_counter() - began
 
     def decoded(self, todo: list[tuple[str, str, list[tuple[int, ImageEntry]]]]) -> Iterator[tuple[list[int], Decoded]]:
-        """Batches (numbers of the images in the shuffled list, what became of them), none across a shard's end."""
-        entries = [pair for _, _, part in todo for pair in part]
-        chunks, start = [], 0
-        for _, _, part in todo:
-            end = start + len(part)
-            chunks += [
-                list(range(i, min(i + self.cfg.batch_size, end))) for i in range(start, end, self.cfg.batch_size)
-            ]
+        """Yields batches (numbers of the images in the shuffled list, decoded images), none across a shard's end."""
+        entries = [pair for _, _, of_shard in todo for pair in of_shard]
+        batches, start = [], 0
+        for _, _, of_shard in todo:
+            end = start + len(of_shard)
+            batches += [range(i, min(i + self.cfg.batch_size, end)) for i in range(start, end, self.cfg.batch_size)]
             start = end
         dataset = DecodedImages([entry for _, entry in entries], self.cfg.resolution)
-        loader = DataLoader(dataset, batch_sampler=chunks, num_workers=self.cfg.num_workers, collate_fn=collate)
-        for chunk, decoded in zip(chunks, loader, strict=True):
-            yield [entries[i][0] for i in chunk], decoded
+        loader = DataLoader(dataset, batch_sampler=batches, num_workers=self.cfg.num_workers, collate_fn=collate)
+        for batch, decoded in zip(batches, loader, strict=True):
+            yield [entries[i][0] for i in batch], decoded
 
     def encode(self, numbers: list[int], decoded: Decoded) -> dict[str, Tensor]:
-        """The tensors of one batch, as they are stored."""
+        """Encodes one batch to the tensors that a block holds."""
         images = to_input(decoded.pixels, self.device)
         tensors = self.latents(images, numbers, decoded.entries, "latents", "std")
         if self.cfg.flips:
@@ -200,10 +198,10 @@ class Encoder:
         return tensors
 
 
-def estimate(encoder: Encoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
-    """What the job takes, from decoding and encoding its first images: images, bytes, minutes."""
+def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
+    """Estimates images, bytes and minutes of the job from its first batches, as a text."""
     cfg = encoder.cfg
-    entries = [pair for _, _, part in plan.shards for pair in part][: batches * cfg.batch_size]
+    entries = [pair for _, _, of_shard in plan.shards for pair in of_shard][: batches * cfg.batch_size]
     dataset = DecodedImages([entry for _, entry in entries], cfg.resolution)
     began = time.perf_counter()
     items = [dataset[i] for i in range(len(dataset))]

@@ -1,6 +1,6 @@
-"""Latents that other tools wrote, read as they are: tensors in files, files per sample, WebDataset tars per sample.
+"""Reads latents that other tools wrote: tensors in files, files per sample, WebDataset tars with samples as members.
 
-Nothing is unpickled: `.npy` without objects, `.pt` with `weights_only=True`, safetensors, and `.cls` or `.json` labels.
+It unpickles nothing: `.npy` without objects, `.pt` with `weights_only=True`, safetensors, and `.cls` or `.json` labels.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from accel.technique import first_line
 
 CHUNK = 256
 MIRRORED = ("mirrored", "latents_flip", "flip")
-"""Names under which the latents of mirrored images are kept; the second is LightningDiT's."""
+"""Names of the latents of mirrored images; the second is LightningDiT's."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Latents of another tool: how many, and chunks of `latents` (n, C, H, W), `labels` (n,), maybe `mirrored`."""
+    """Latents of another tool: their number, and chunks of `latents` (n, C, H, W), `labels` (n,), maybe `mirrored`."""
 
     what: str
     count: int
@@ -33,7 +33,7 @@ class Foreign:
 
 
 def open_foreign(source: str, labels: str | None, latents_key: str, labels_key: str) -> Foreign:
-    """What `source` is; ValueError if it is nothing known, or has no labels."""
+    """Recognises the format of `source`; ValueError if it is none of the known ones, or has no labels."""
     path = Path(source).expanduser()
     if not path.exists():
         raise ValueError(f"source={source} does not exist; give a file or a folder of latents.")
@@ -64,14 +64,14 @@ def array(content: bytes) -> Tensor:
 
 
 def mapped(path: Path) -> Any:
-    """The content of a file of tensors, left on the disk where that is possible."""
+    """Opens a file of tensors, memory-mapped where its format allows that."""
     import numpy as np
 
     try:
         if path.suffix == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever a damaged file, or one with objects in it, makes them raise
+    except Exception as error:  # numpy and torch raise many kinds for damaged files and for objects
         raise ValueError(
             f"{path} cannot be read ({first_line(error)}); save plain tensors, for nothing is unpickled."
         ) from error
@@ -110,7 +110,7 @@ def of_tensors(path: Path, labels: str | None, latents_key: str, labels_key: str
 
 
 def of_safetensors(files: list[Path], labels: str | None, latents_key: str, labels_key: str) -> Foreign:
-    """LightningDiT's files, and any others with latents and labels in them."""
+    """Reads LightningDiT's files, and others with latents and labels in them."""
     from safetensors import safe_open
 
     if labels is not None:
@@ -136,7 +136,7 @@ def of_safetensors(files: list[Path], labels: str | None, latents_key: str, labe
 
 
 def of_feature_folders(path: Path, features: list[Path]) -> Foreign:
-    """fast-DiT's: `<name>_features/<i>.npy` of shape (1, C, H, W), `<name>_labels/<i>.npy`."""
+    """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W), `<name>_labels/<i>.npy`."""
     pairs = []
     for folder in features:
         others = folder.with_name(f"{folder.name.removesuffix('_features')}_labels")
@@ -153,7 +153,7 @@ def of_feature_folders(path: Path, features: list[Path]) -> Foreign:
 
 
 def of_listed_files(path: Path) -> Foreign:
-    """EDM2's and REPA's: .npy files and `dataset.json` with {"labels": [[file, label], …]}."""
+    """Reads EDM2's and REPA's files: .npy files and `dataset.json` with {"labels": [[file, label], …]}."""
     listed = json.loads((path / "dataset.json").read_text()).get("labels")
     if not listed:
         raise ValueError(f"{path / 'dataset.json'} lists no labels; latents without classes cannot be imported.")
@@ -169,7 +169,7 @@ def of_listed_files(path: Path) -> Foreign:
 
 
 def of_tars(tars: list[Path], latents_key: str) -> Foreign:
-    """WebDataset tars with a sample a key: `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or `<key>.json`."""
+    """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or `<key>.json`."""
 
     def samples() -> Iterator[tuple[Tensor, int]]:
         from safetensors.torch import load
@@ -190,7 +190,7 @@ def of_tars(tars: list[Path], latents_key: str) -> Foreign:
 
 
 def keyed(file: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Samples of a tar: neighbouring members of one key, up to the first dot of the name."""
+    """Yields (key, members) of each sample: neighbouring members with one name up to its first dot."""
     current, parts = "", {}
     with tarfile.open(file) as tar:
         for member in tar:
@@ -219,7 +219,7 @@ def label_of(parts: dict[str, bytes], what: str) -> int:
 
 
 def squeezed(latents: Tensor, file: Path) -> Tensor:
-    """(C, H, W); ValueError for another shape than that or (1, C, H, W)."""
+    """Removes a leading 1: (C, H, W); ValueError for a shape other than that or (1, C, H, W)."""
     found = latents[0] if latents.ndim == 4 and len(latents) == 1 else latents
     if found.ndim != 3:
         raise ValueError(f"{file} holds an array of shape {tuple(latents.shape)}; it must be (C, H, W).")

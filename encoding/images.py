@@ -1,4 +1,4 @@
-"""Images on disk: finding them, decoding them, cropping them.
+"""Finds images on disk, decodes and crops them.
 
 Letters: S side of the square output in pixels.
 """
@@ -26,7 +26,7 @@ RESIZE = "box-halving, bicubic, center crop"
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """One image: a whole file, or `size` bytes at `offset` of a tar; of a folder of `datasets`, row `offset`."""
+    """One image: a whole file, `size` bytes at `offset` of a tar, or row `offset` of a folder of `datasets`."""
 
     key: str
     label: int
@@ -43,14 +43,14 @@ class ImageList:
     class_names: list[str]
 
     def sha256(self) -> str:
-        """Hash of names, labels and sizes, in order."""
+        """Hashes names, labels and sizes, in order."""
         lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def list_images(source: str | Path) -> ImageList:
-    """Lists a folder with one subfolder a class, WebDataset tars (a folder or one), both sorted by name, or a folder
-    that Hugging Face `datasets` saved.
+    """Lists the images of a folder with a subfolder per class, of WebDataset tars (a folder of them or one), both by
+    name, or of a folder that Hugging Face `datasets` saved.
 
     ValueError if there is no such source, no image in it, or one without a label.
     """
@@ -72,7 +72,7 @@ def list_images(source: str | Path) -> ImageList:
 
 
 def list_class_folder(path: Path) -> ImageList:
-    """Every folder that holds images is a class; hidden ones are not looked into."""
+    """Lists a folder with a subfolder per class; ignores hidden subfolders and those without images."""
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     found = {f.name: sorted(p for p in f.rglob("*") if p.suffix.lower() in EXTENSIONS) for f in folders}
     classes = [name for name, files in found.items() if files]
@@ -85,7 +85,7 @@ def list_class_folder(path: Path) -> ImageList:
 
 
 def list_tars(tars: list[Path]) -> ImageList:
-    """Images of WebDataset tars: members of one key up to the first dot; the label is the integer in `<key>.cls`."""
+    """Lists the images of WebDataset tars: a key is a name up to its first dot, a label the integer in `<key>.cls`."""
     entries, labels_seen = [], set()
     for file in tars:
         with tarfile.open(file, "r:") as tar:  # uncompressed, because images are read by their offset
@@ -121,7 +121,7 @@ def list_tars(tars: list[Path]) -> ImageList:
 
 
 def list_rows(path: Path) -> ImageList:
-    """The rows of a folder made by `Dataset.save_to_disk`: its column of images and its column of class labels."""
+    """Lists the rows of a folder made by `Dataset.save_to_disk`, with one column of images and one of class labels."""
     splits = sorted(folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file())
     if splits:
         raise ValueError(f"source={path} holds the splits {', '.join(splits)}; name one: source={path / splits[0]}.")
@@ -138,7 +138,7 @@ def list_rows(path: Path) -> ImageList:
 
 @functools.cache
 def opened_dataset(path: str) -> tuple[Any, str, str]:
-    """A folder of `datasets` with images left encoded, and the names of its image and label columns."""
+    """Opens a folder of `datasets`, its images left encoded; returns also the names of its image and label columns."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
@@ -155,7 +155,7 @@ def opened_dataset(path: str) -> tuple[Any, str, str]:
 
 
 def read_image(entry: ImageEntry) -> bytes:
-    """The encoded image."""
+    """Reads the encoded image."""
     if entry.size == 0 and Path(entry.file).is_dir():
         dataset, images, _ = opened_dataset(entry.file)
         found = dataset[entry.offset][images]
@@ -166,7 +166,7 @@ def read_image(entry: ImageEntry) -> bytes:
 
 
 def read_again(entry: ImageEntry, attempts: int = 4) -> bytes:
-    """The encoded image, after a moment once more if it cannot be read: the network may be back. OSError in the end."""
+    """Reads the encoded image, with pauses between attempts, for the network may come back. OSError in the end."""
     for attempt in range(attempts):
         try:
             return read_image(entry)
@@ -183,7 +183,7 @@ def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
     """Decodes, turns upright by EXIF, resizes the shorter side to `side` and crops the centre.
 
     Halving by box filter while the image is twice too large, then bicubic: the crop of ADM
-    (Dhariwal & Nichol 2021), which the latents of DiT and its successors were made with.
+    (Dhariwal & Nichol 2021), which DiT and its successors made their latents with.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -203,8 +203,10 @@ def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
 
 
 class DecodedImages(Dataset):
-    """Items `(entry, pixels)`; `(entry, the reason)` for an image that cannot be decoded, `(entry, the OSError)` for
-    one that cannot be read."""
+    """Decodes images to items `(entry, pixels)`.
+
+    An item is `(entry, the reason)` if Pillow cannot decode the image, `(entry, the OSError)` if no attempt read it.
+    """
 
     def __init__(self, entries: list[ImageEntry], side: int) -> None:
         self.entries, self.side = entries, side
@@ -220,26 +222,26 @@ class DecodedImages(Dataset):
             return entry, error
         try:
             return entry, decode_image(content, self.side)
-        except Exception as error:  # whatever a damaged file makes Pillow raise; the caller lists it
+        except Exception as error:  # Pillow raises many kinds for damaged files; the caller lists them
             return entry, f"{type(error).__name__}: {error}"
 
 
 class Decoded(NamedTuple):
-    """One batch as a worker hands it over: one tensor, because each would cost a file descriptor of its own."""
+    """A worker's batch. It has one tensor for all images, because each tensor costs a file descriptor."""
 
     pixels: Tensor
     """8 bits, (n, 3, S, S)."""
     entries: list[ImageEntry]
     places: list[int]
-    """Where in the batch these n images stood."""
+    """Index of each of these n images in the batch."""
     reasons: list[str]
-    """Of the others: name, and why it cannot be decoded."""
+    """Name of each other image, and the reason why Pillow cannot decode it."""
     unread: str | None
-    """Name of the first that could not be read at all, and why."""
+    """Name of the first image that no attempt could read, and the reason."""
 
 
 def collate(items: list[tuple[ImageEntry, Any]]) -> Decoded:
-    """Items of `DecodedImages` as one batch."""
+    """Joins items of `DecodedImages` to one batch."""
     good = [(i, entry, pixels) for i, (entry, pixels) in enumerate(items) if isinstance(pixels, Tensor)]
     reasons = [f"{entry.key}: {reason}" for entry, reason in items if isinstance(reason, str)]
     pixels = torch.stack([pixels for _, _, pixels in good]) if good else torch.empty(0, dtype=torch.uint8)

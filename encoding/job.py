@@ -1,7 +1,7 @@
-"""Encoding a list of images into shards, so that the same command can be stopped anywhere and continues.
+"""The plan, the folder and the manifest of an encoding job, so that the same command continues a stopped one.
 
 The content of a shard is a function of (image list, job, shard number). Each finished shard has a sidecar
-`<shard>.json` with its description and sums; what has a valid sidecar is not encoded again.
+`<shard>.json` with its description and sums; the job does not encode a shard with a valid sidecar again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,9 +26,19 @@ from training.process import lock
 JOB = "job.json"
 
 
+class Measured(NamedTuple):
+    """Measurements of the encoder on the first images."""
+
+    shape: tuple[int, ...]
+    """Of a latent: (C, H, W)."""
+    psnr_db: float
+    precision: str
+    """From the ledger."""
+
+
 @dataclass
 class Plan:
-    """Which images go into which shard: shuffled by seed, the held-out ones first."""
+    """The images of each shard: shuffled by seed, the held-out ones first."""
 
     shards: list[tuple[str, str, list[tuple[int, ImageEntry]]]]
     """(file name, split, [(index in the shuffled list, image)])"""
@@ -56,7 +66,7 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 def job_description(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
-    """All that determines the content of the shards; `precision` is the one that the ledger shows."""
+    """The settings that determine the content of the shards; `precision` is from the ledger."""
     keys = ("resolution", "flips", "held_out", "limit", "seed", "batch_size", "shard_size", "block_size")
     return {
         **{key: getattr(cfg, key) for key in keys},
@@ -69,7 +79,7 @@ def job_description(
 
 
 def claim(out: Path, job: dict[str, Any]) -> None:
-    """Makes `out` this job's folder; ValueError if it belongs to another job."""
+    """Writes `job` to the folder `out`; ValueError if the folder belongs to another job."""
     file = out / JOB
     if file.is_file():
         earlier = json.loads(file.read_text())
@@ -82,19 +92,21 @@ def claim(out: Path, job: dict[str, Any]) -> None:
 
 
 def locked(out: Path) -> lock.Held:
-    """The folder `out`, made and held until the result is closed; ValueError if another process holds it, or if it is
-    somebody else's."""
+    """Makes the folder `out` and locks it until the caller closes the result.
+
+    ValueError if another process holds it, or if it has files that are not ours.
+    """
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; choose a folder.")
     out.mkdir(parents=True, exist_ok=True)
     found = {file.name for file in out.iterdir()}
-    if JOB not in found and found - {lock.NAME, f"{JOB}.tmp"}:  # those two: killed while claiming
+    if JOB not in found and found - {lock.NAME, f"{JOB}.tmp"}:  # a killed `claim` leaves those two
         raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
     return lock.held(out, f"out={out}: another process is encoding into it; wait for it, or stop it first.")
 
 
 def finished(out: Path, name: str) -> dict[str, Any] | None:
-    """The sidecar of a shard that is complete and undamaged."""
+    """The sidecar of a shard, if the shard is complete and undamaged; else None."""
     sidecar, file = out / f"{name}.json", out / name
     if not (sidecar.is_file() and file.is_file()):
         return None
@@ -108,9 +120,7 @@ def write_manifest(
     images: ImageList,
     cfg: PrecomputeConfig,
     autoencoder: Autoencoder,
-    shape: tuple[int, ...],
-    psnr_db: float,
-    precision: str,
+    measured: Measured,
 ) -> Manifest:
     """Merges the sidecars of all shards into `manifest.json`."""
     sidecars = [json.loads((out / f"{name}.json").read_text()) for name, _, _ in plan.shards]
@@ -124,9 +134,9 @@ def write_manifest(
     if autoencoder.revision is not None:
         encoder |= {"revision": autoencoder.revision}
     manifest = Manifest(
-        channels=shape[0],
-        height=shape[1],
-        width=shape[2],
+        channels=measured.shape[0],
+        height=measured.shape[1],
+        width=measured.shape[2],
         class_names=images.class_names,
         kind=cfg.kind.value,
         dtype=cfg.dtype.value,
@@ -141,8 +151,8 @@ def write_manifest(
         input_range=[-1.0, 1.0],
         resize=RESIZE,
         resolution=cfg.resolution,
-        psnr_db=psnr_db,
-        precision=precision,
+        psnr_db=measured.psnr_db,
+        precision=measured.precision,
         count=counts["train"],
         held_out=counts["held_out"],
         skipped=[line for s in sidecars for line in s["skipped"]],

@@ -1,4 +1,4 @@
-"""Statistics of a latent set, summed shard by shard in fp64."""
+"""Mean and std per channel of a latent set, summed shard by shard in fp64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ChannelSums:
-    """Per channel, in fp64: count, sum and sum of squares of what training will see (posterior variance included)."""
+    """Sums values and squares per channel in fp64, as training sees them (the posterior's variance included)."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,12 +1,12 @@
-"""Turns latents that another tool wrote into shards and a manifest of ours.
+"""Converts latents that another tool wrote to our shards and manifest.
 
     python -m scripts.import_latents source=latents.npy labels=labels.npy out=latents/mine encoder=sd scale=0.18215
     python -m scripts.import_latents source=vavae_f16d32 out=latents/mine encoder=models/vavae scale=1
     python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 moments=mean_std
 
-`source` is a .npy, .pt or .safetensors file, a folder of safetensors, WebDataset tars with a sample a key, a folder of
-.npy files with dataset.json, or one with *_features and *_labels. What cannot be seen in the latents is never guessed:
-which encoder made them, and what they were multiplied by (`scale`; 1 for latents as the encoder gives them).
+`source` is a .npy, .pt or .safetensors file, a folder of safetensors, WebDataset tars with a key per sample, a folder
+of .npy files with dataset.json, or one with *_features and *_labels. The latents do not show which encoder made them,
+nor their `scale` (1 for latents as the encoder gives them), and the script guesses neither.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from models.autoencoders import Autoencoder
 
 MOST_SHARDS = 256
-"""They are all open at once, so that the samples are spread over them at random."""
+"""All of them are open at once, because samples go to them at random."""
 
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """What to import, and what it is."""
+    """The latents to import, and the facts about them."""
 
     source: str | None = None
     out: str | None = None
@@ -56,7 +56,7 @@ class ImportConfig:
     shard_size: int = 2048
     block_size: int = 256
     check_scale: bool = True
-    """Refuse a scale with which the latents are not as large as the encoder's are."""
+    """Refuse a scale if the std of the raw latents is not about that of the encoder's."""
     device: str = "auto"
 
 
@@ -135,7 +135,7 @@ def encoder_node(name: str) -> dict[str, Any]:
 
 
 def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A chunk as blocks hold it: latents as the encoder gives them, in fp32."""
+    """Converts a chunk to the tensors of a block: latents as the encoder gives them, in fp32."""
     assert cfg.scale is not None
     found = {"labels": chunk["labels"].reshape(-1).long()}
     for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
@@ -154,7 +154,7 @@ def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
-    """Whether the encoder can have made these latents; ValueError if not."""
+    """ValueError if the encoder cannot have made these latents."""
     import torch
 
     from accel.technique import first_line
@@ -243,7 +243,7 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
 
 
 def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-    """In the dtype of the shards; ValueError for a value that it cannot hold, or a label below 0."""
+    """Converts latents to the dtype of the shards; ValueError if that overflows, or for a label below 0."""
     import torch
 
     if int(tensors["labels"].min()) < 0:
@@ -263,7 +263,7 @@ def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[st
 
 @contextlib.contextmanager
 def writers(out: Path, shards: int, held_out: bool, block_size: int) -> Iterator[dict[int, Any]]:
-    """A writer for each shard, by number, held out first; none leaves anything behind if one fails."""
+    """Opens a writer for each shard by number, the held-out one first; deletes all their files if one fails."""
     from data.shards import ShardWriter
 
     files = {0: ShardWriter(out / "held_out-00000.tar", "held_out", block_size)} if held_out else {}

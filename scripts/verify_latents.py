@@ -1,11 +1,11 @@
-"""Checks a latent set: every hash, count, label and value, the statistics; and shows what it decodes to.
+"""Checks every hash, count, label and value of a latent set, and its statistics; decodes some samples to a picture.
 
     python -m scripts.verify_latents path=latents/photos
     python -m scripts.verify_latents path=latents/photos source=photos count=16 out=check.png
     python -m scripts.verify_latents path=https://example.org/latents count=0
 
-Says every problem that it finds and ends with an error if there is one. With `count` it decodes so many training
-samples to a PNG grid; with `source`, the images that they were made of stand beside them.
+It prints every problem and ends with an error if there is one. It decodes `count` training samples to a PNG grid; with
+`source`, their images stand beside them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """What to check."""
+    """The latent set to check."""
 
     path: str | None = None
     """Folder or URL with manifest.json."""
     source: str | None = None
-    """The images, to be shown beside what is decoded."""
+    """The images, which the grid shows beside the decoded latents."""
     count: int = 8
     """Samples to decode; 0 for none."""
     encoder: str | None = None
-    """Where the autoencoder lies now, if its folder was moved since the latents were made."""
+    """Folder of the autoencoder, if somebody moved it after precompute."""
     out: str = "latents_check.png"
     device: str = "auto"
 
 
 def verify(cfg: VerifyConfig) -> list[str]:
-    """Prints what was checked and returns the problems."""
+    """Checks the set, prints a summary and returns the problems."""
     from data.manifest import read_manifest
     from data.source import open_source
 
@@ -67,7 +67,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
 
 
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
-    """Every block of a split: hash, counts, finite values, labels; then the statistics of what is left."""
+    """Checks hash, counts, values and labels of every block of a split; then, if all are good, the statistics."""
     from data.blocks import BlockReader, DamagedBlockError
     from encoding.statistics import ChannelSums, channel_statistics
 
@@ -95,7 +95,7 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
 
 
 def check_files(source: Source, manifest: Manifest) -> list[str]:
-    """Whole files of a local set: size, hash, and that there are no others."""
+    """Checks size and hash of the files of a local set, and that there are no others."""
     from data.shards import file_sha256
     from data.source import LocalSource
 
@@ -107,7 +107,7 @@ def check_files(source: Source, manifest: Manifest) -> list[str]:
         if file.is_file() and (file.stat().st_size != shard.bytes or file_sha256(file) != shard.sha256):
             problems.append(f"{file}: size or sha256 differs from the manifest's")
     for file in sorted(source.folder.glob("*.tar")) + sorted(source.folder.glob("*.tmp")):
-        empty = file.suffix == ".tar" and counted(file) == 0  # a shard whose images could all not be decoded
+        empty = file.suffix == ".tar" and counted(file) == 0  # Pillow could decode none of the shard's images
         if file.name not in named and not empty:
             problems.append(f"{file} is not in the manifest")
     return problems
@@ -120,12 +120,12 @@ def counted(file: Path) -> int | None:
 
 
 def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
-    """Writes the grid and says what is in it."""
+    """Writes the grid and describes it in a sentence."""
     import numpy as np
     import torch
 
     from data.blocks import BlockReader
-    from data.latent_set import spec_of
+    from data.manifest import spec_of
     from models.images import psnr, to_uint8, write_grid
     from training.environment import pick_device
     from training.pretrained import build_autoencoder
@@ -147,15 +147,15 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
 def first_latents(blocks: BlockReader, count: int) -> Any:
     import torch
 
-    parts, number = [], 0
-    while sum(map(len, parts)) < min(count, blocks.count):
-        parts.append(blocks.read(number)["latents"])
+    found, number = [], 0
+    while sum(map(len, found)) < min(count, blocks.count):
+        found.append(blocks.read(number)["latents"])
         number += 1
-    return torch.cat(parts)[:count]
+    return torch.cat(found)[:count]
 
 
 def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: int) -> Any:
-    """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` is not what was encoded."""
+    """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` has other images."""
     import torch
 
     from encoding.encoder import to_input
@@ -170,7 +170,7 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     keys = ("seed", "limit", "held_out", "shard_size")
     plan = plan_shards(images, PrecomputeConfig(**{key: job[key] for key in keys}))
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
-    entries = [entry for _, split, part in plan.shards if split == "train" for _, entry in part]
+    entries = [entry for _, split, of_shard in plan.shards if split == "train" for _, entry in of_shard]
     used = [entry for entry in entries if entry.key not in skipped][:count]
     pixels = torch.stack([decode_image(read_image(entry), manifest.resolution) for entry in used])
     return to_input(pixels, torch.device("cpu"))

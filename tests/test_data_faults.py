@@ -26,7 +26,7 @@ from data.streamed import StreamedLatents
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 from tests.test_loaders import assert_same, joined
 
-KINDS = ["resident", "window", "webdataset", "webdataset, 2 workers"]
+KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
 
 
 def load(kind: str, path: str | Path, **changes: object):
@@ -35,7 +35,7 @@ def load(kind: str, path: str | Path, **changes: object):
         return StreamedLatents(
             path=str(path), streams=4, window=8, num_workers=2 if "workers" in kind else 0, **settings
         )
-    room = 16 * 240 / 2**30 if kind == "window" else None
+    room = 16 * 240 / 2**30 if kind == "chunks" else None
     return ResidentLatents(path=str(path), device_memory_gib=room, **settings)
 
 

@@ -14,7 +14,7 @@ from tests.helpers import CPU, random_samples, save_latent_set
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-WAYS = ["resident", "int8", "window", "webdataset", "webdataset, 2 workers"]
+WAYS = ["resident", "int8", "chunks", "webdataset", "webdataset, 2 workers"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def make(way: str, folder: Path, device: torch.device) -> LatentLoader:
         return StreamedLatents(**shared, streams=16, window=12, num_workers=2 if "workers" in way else 0)
     if way == "int8":
         return ResidentLatents(**shared, storage="int8")
-    return ResidentLatents(**shared, device_memory_gib=2 * 100 * 240 / 2**30 if way == "window" else 1.0)
+    return ResidentLatents(**shared, device_memory_gib=2 * 100 * 240 / 2**30 if way == "chunks" else 1.0)
 
 
 def same(on_gpu: Batch, on_cpu: Batch) -> None:

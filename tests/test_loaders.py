@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from data.digits import DigitLatents
-from data.in_memory import InMemoryLatents, LatentTensors, sampled
-from data.loader import Batch, LatentLoader, LatentSpec
-from data.order import EpochOrder
+from data.loader import (
+    Batch,
+    EpochOrder,
+    InMemoryLatents,
+    LatentLoader,
+    LatentSpec,
+    LatentTensors,
+    LoaderArgs,
+    sampled,
+)
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from data.synthetic import SyntheticLatents
@@ -32,7 +39,7 @@ def latent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-LOADERS = ["digits", "synthetic", "resident", "int8", "window", "webdataset", "webdataset, 2 workers"]
+LOADERS = ["digits", "synthetic", "resident", "int8", "chunks", "webdataset", "webdataset, 2 workers"]
 
 
 @pytest.fixture(params=LOADERS)
@@ -50,7 +57,7 @@ def make(request: pytest.FixtureRequest, latent_folder: Path) -> Make:
             return StreamedLatents(path=str(latent_folder), streams=6, window=4, num_workers=workers, **settings)
         if request.param == "int8":
             return ResidentLatents(path=str(latent_folder), storage="int8", **settings)
-        room = 30 * 240 / 2**30 if request.param == "window" else None  # for two windows of about 15 samples
+        room = 30 * 240 / 2**30 if request.param == "chunks" else None  # for two chunks of about 15 samples
         return ResidentLatents(path=str(latent_folder), device_memory_gib=room, **settings)
 
     return start
@@ -225,7 +232,7 @@ def in_memory(seed: int = 0, **tensors: Tensor) -> InMemoryLatents:
     spec = LatentSpec(
         channels, height, width, 1, len(split.labels), ["one"], mean=[0.0] * channels, std=[1.0] * channels
     )
-    return InMemoryLatents(spec, split, split, batch_size=8, seed=seed, device=CPU)
+    return InMemoryLatents(spec, split, split, LoaderArgs(batch_size=8, seed=seed, device=CPU))
 
 
 def gather(loader: InMemoryLatents, ids: Tensor, position: Tensor) -> Tensor:

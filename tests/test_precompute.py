@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from accel.compile_blocks import CompileBlocks
-from data.in_memory import InMemoryLatents
+from data.loader import InMemoryLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from encoding.images import DecodedImages, collate, decode_image, list_images

@@ -17,10 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data import images
 from data.manifest import read_manifest
 from data.shards import ShardWriter
-from encoding.encoder import Encoder
+from encoding import images
+from encoding.encoder import ShardEncoder
 from encoding.job import Plan
 from tests.helpers import TINY_JOB, Job
 from tests.test_precompute import all_of, contents, load_set, matches
@@ -157,14 +157,14 @@ def test_two_jobs_do_not_write_into_one_folder(vae: Path, photos: Path, tmp_path
 
 def test_a_job_holds_its_folder_while_it_encodes(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said = []
-    run = Encoder.run
+    run = ShardEncoder.run
 
-    def with_another(self: Encoder, plan: Plan) -> None:
+    def with_another(self: ShardEncoder, plan: Plan) -> None:
         command = [sys.executable, "-c", HOLD, str(self.out)]
         said.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr)
         run(self, plan)
 
-    monkeypatch.setattr(Encoder, "run", with_another)
+    monkeypatch.setattr(ShardEncoder, "run", with_another)
     job()
     assert "another process is encoding into it" in said[0]
 

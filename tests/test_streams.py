@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.in_memory import LatentTensors, sampled
+from data.chunked import ChunkedLatents, ChunkOrder
+from data.loader import LatentTensors, sampled
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
-from data.streams import Share, StreamOrder
-from data.window import GroupOrder, WindowedLatents
+from data.streams import RankPositions, StreamOrder
 from tests.helpers import CPU, random_samples, save_latent_set
 from tests.test_loaders import assert_same, by_position, joined
 
@@ -28,10 +28,10 @@ def random_set(draw: random.Random) -> tuple[list[int], list[int]]:
 
 def sample_at(order: StreamOrder, position: int) -> tuple[int, int]:
     """(block, row) of the sample at a position, from the definition alone."""
-    spot = order.spot(position)
-    rows = [(block, row + i) for block, row, rows in order.pieces(spot) for i in range(rows)]
-    assert len(rows) == spot.size
-    return rows[int(order.permutation(spot)[spot.offset])]
+    window, offset = order.locate(position)
+    rows = [(block, row + i) for block, row, rows in order.blocks_of(window) for i in range(rows)]
+    assert len(rows) == window.size
+    return rows[int(order.permutation(window)[offset])]
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -51,53 +51,51 @@ def test_every_sample_comes_once_in_each_epoch(seed: int):
 def test_windows_end_at_different_times():
     """Or all streams would read at once."""
     order = StreamOrder([40], [64] * 40, seed=0, streams=8, window=32)
-    ends = Counter(order.spot(p).offset for p in range(8))
-    rows = [next(n for n in range(99) if order.spot(s + 8 * (n + 1)).window > 0) for s in range(8)]
+    ends = Counter(order.locate(p)[1] for p in range(8))
+    rows = [next(n for n in range(99) if order.locate(s + 8 * (n + 1))[0].number > 0) for s in range(8)]
     assert len(set(rows)) == 8
     assert ends == {0: 8}
 
 
 def test_shuffling_reaches_as_far_as_streams_and_windows_do():
     order = StreamOrder([10] * 10, [8] * 100, seed=0, streams=16, window=16)
-    first = {order.spot(p).range for p in range(16)}
+    first = {order.locate(p)[0].stream for p in range(16)}
     assert first == set(range(16))  # a batch of 16 has one of each stream
-    assert not torch.equal(order.permutation(order.spot(0)), torch.arange(16))
+    assert not torch.equal(order.permutation(order.locate(0)[0]), torch.arange(16))
 
 
 @pytest.mark.parametrize("batch", [6, 12, 24, 30])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_every_batch_without_gap_or_overlap(batch: int, ranks: int):
     for start in (0, batch, 7 * batch):
-        shares = [Share(batch, batch // ranks, rank, ranks, streams=12) for rank in range(ranks)]
-        taken = [[p for lane in range(12) for p in share.positions(start, lane)] for share in shares]
+        each = [RankPositions(batch // ranks, rank, ranks, streams=12) for rank in range(ranks)]
+        taken = [[p for stream in range(12) for p in of_rank.positions(start, stream)] for of_rank in each]
         assert [len(t) for t in taken] == [batch // ranks] * ranks
         assert sorted(p for t in taken for p in t) == list(range(start, start + batch))
 
 
 def test_ranks_own_whole_streams_where_the_numbers_divide():
-    lanes = [Share(24, 12, rank, 2, streams=12).own_lanes() for rank in range(2)]
-    assert lanes == [range(6), range(6, 12)]
-    # In smaller batches a stretch of each comes to the same: rank 0 never needs a lane of rank 1.
-    used = [
-        {lane for start in range(0, 60, 6) for lane in range(12) if Share(6, 3, rank, 2, 12).positions(start, lane)}
-        for rank in range(2)
-    ]
+    streams = [RankPositions(12, rank, 2, streams=12).own_streams() for rank in range(2)]
+    assert streams == [range(6), range(6, 12)]
+    # In smaller batches consecutive positions come to the same: rank 0 never needs a stream of rank 1.
+    smaller = [RankPositions(3, rank, 2, streams=12) for rank in range(2)]
+    used = [{s for start in range(0, 60, 6) for s in range(12) if rank.positions(start, s)} for rank in smaller]
     assert used[0] & used[1] == set()
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_groups_of_a_window_have_every_sample_once(seed: int):
+def test_the_chunks_of_an_epoch_have_every_sample_once(seed: int):
     draw = random.Random(seed)
     _, counts = random_set(draw)
-    order = GroupOrder(counts, seed, window=max(counts) + draw.randint(0, 20))
+    order = ChunkOrder(counts, seed, chunk_size=max(counts) + draw.randint(0, 20))
     for epoch in range(2):
-        groups = order.groups(epoch)
-        assert sorted(block for group in groups for block in group.blocks) == list(range(len(counts)))
-        assert all(group.size == sum(counts[b] for b in group.blocks) <= order.window for group in groups)
+        chunks = order.chunks(epoch)
+        assert sorted(block for chunk in chunks for block in chunk.blocks) == list(range(len(counts)))
+        assert all(chunk.size == sum(counts[b] for b in chunk.blocks) <= order.chunk_size for chunk in chunks)
         for p in range(order.count):
-            group, offset = order.at(epoch * order.count + p)
-            assert group.first + offset == p
-            assert 0 <= offset < group.size
+            chunk, offset = order.locate(epoch * order.count + p)
+            assert chunk.first + offset == p
+            assert 0 <= offset < chunk.size
 
 
 SIZES = (29, 16, 3, 41, 12)
@@ -166,15 +164,15 @@ def test_streamed_samples_are_those_of_the_set(folder: Path):
     assert torch.equal(batch.ids.sort().values, torch.arange(101))
 
 
-def windowed(folder: Path, window: int = 15, **changes: object) -> ResidentLatents:
-    room = 2 * window * 240 / 2**30  # two windows of samples of 240 bytes
+def chunked(folder: Path, chunk_size: int = 15, **changes: object) -> ResidentLatents:
+    room = 2 * chunk_size * 240 / 2**30  # two chunks of samples of 240 bytes
     settings = {"batch_size": 10, "seed": 0, "device": CPU, "device_memory_gib": room} | changes
     return ResidentLatents(path=str(folder), **settings)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_does_not_fit_comes_by_windows_and_says_why(folder: Path, capsys: pytest.CaptureFixture[str]):
-    loader = windowed(folder)
-    assert isinstance(loader.loader, WindowedLatents)
+def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(folder: Path, capsys: pytest.CaptureFixture[str]):
+    loader = chunked(folder)
+    assert isinstance(loader.loader, ChunkedLatents)
     said = capsys.readouterr().out
     assert "a window of" in said
     assert "are allowed (as given)" in said
@@ -182,18 +180,18 @@ def test_what_does_not_fit_comes_by_windows_and_says_why(folder: Path, capsys: p
     assert "all of it on the device" in capsys.readouterr().out
 
 
-def test_a_window_resumes_exactly_at_every_cut_and_keeps_its_size(folder: Path):
-    whole = list(islice(windowed(folder), 21))
-    state = windowed(folder).state_dict()
+def test_chunks_resume_exactly_at_every_cut_and_keep_their_size(folder: Path):
+    whole = list(islice(chunked(folder), 21))
+    state = chunked(folder).state_dict()
     for cut in range(21):
-        loader = windowed(folder, window=40 if cut % 2 else 15)
+        loader = chunked(folder, chunk_size=40 if cut % 2 else 15)
         loader.load_state_dict(state | {"samples_seen": 10 * cut})
         assert_same(next(loader), whole[cut])
 
 
-def test_a_window_too_small_for_a_block_is_refused(folder: Path):
+def test_a_chunk_too_small_for_a_block_is_refused(folder: Path):
     with pytest.raises(ValueError, match=r"a window of 2 samples holds not even one block of 4; raise data.device"):
-        windowed(folder, window=2)
+        chunked(folder, chunk_size=2)
 
 
 def test_a_run_is_not_resumed_in_the_other_mode(folder: Path):

@@ -238,7 +238,7 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     from PIL import Image
 
     from accel.precision import Precision
-    from encoding.encoder import Encoder, EncodeStep
+    from encoding.encoder import EncodeStep, ShardEncoder
     from encoding.images import list_images
     from encoding.job import plan_shards
     from models.autoencoders import DiffusersAutoencoder
@@ -259,7 +259,7 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     step = EncodeStep(autoencoder)
     if device.type == "cuda":
         step = Precision("bf16", device).on_step(step)
-    encoder = Encoder(step, cfg, out, device)
+    encoder = ShardEncoder(step, cfg, out, device)
     began = time.perf_counter()
     encoder.run(plan_shards(list_images(folder / "images"), cfg))
     seconds = time.perf_counter() - began

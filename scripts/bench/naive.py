@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.in_memory import InMemoryLatents
-from data.loader import Batch
-from data.order import EpochOrder
+from data.loader import Batch, EpochOrder, InMemoryLatents
 from scripts.bench.timing import MemoryPeak
 from training.assemble import build_loader, build_stack
 from training.config.build import build
