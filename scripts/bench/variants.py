@@ -103,12 +103,7 @@ def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
     """Builds a workload and trains `steps` steps; the loss is the mean of their second half."""
     workload = Workload("variant", overrides)
     workload.prepare()
-    outputs = []
-    for _ in range(steps):
-        batches = [next(workload.loader) for _ in range(workload.cfg.accumulation_steps)]
-        workload.step.schedule(workload.state.samples)
-        outputs.append(workload.step(batches))
-        workload.state.advance(workload.batch_size)
+    outputs = [workload.training.take_step() for _ in range(steps)]
     figures: dict[str, Any] = {
         "final_loss": torch.stack([output.loss for output in outputs[steps // 2 :]]).mean().item(),
         "skipped": sum(int(output.skipped) for output in outputs),
