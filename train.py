@@ -42,7 +42,7 @@ def train(composed: Composed) -> dict[str, Any]:
     run.show_rehearsal()
     logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. What we train, on what, and what makes it fast; one step, observed, shows what is really on.
+    # 2. What we train, on what, and what makes it fast; one observed step shows which of it is really on.
     training = assemble(cfg, run.device, ranks)
     state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every else None

@@ -1,4 +1,4 @@
-"""What one real step shows: the ops that ran, their dtypes, graphs, and what the last blocks kept for backward."""
+"""Evidence from one real step: the ops that ran, their dtypes, graphs, and the bytes that blocks kept for backward."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def probed(blocks: nn.ModuleList, notes: list[BlockEvidence], count: int = 2) ->
 
 
 def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    """What the profiler can see on this machine: the host, and the GPU where there is one."""
+    """The activities that the profiler can record on this machine: the host, and the GPU where there is one."""
     device = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     return [torch.profiler.ProfilerActivity.CPU, *device]
 
@@ -123,7 +123,7 @@ def profiled_events(run: Callable[[], object]) -> list[Any]:
 
 
 def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden: bool = False) -> Evidence:
-    """Calls `run` once under the profiler, with the last blocks probed if there are any, and returns what was seen.
+    """Calls `run` once under the profiler, with the last blocks probed if there are any, and returns the evidence.
 
     `hidden` blocks, inside a model compiled as a whole, are probed in one more step that runs uncompiled. Compile
     before: graphs are counted since dynamo's counters were last cleared.

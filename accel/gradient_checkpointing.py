@@ -22,7 +22,7 @@ from accel.technique import Model, Observation, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
-"""What "selective" keeps the results of: these products, ops whose names start so, and the scan."""
+""""selective" keeps the results of these products, of ops whose names start so, and of the scan."""
 SCAN = "fastlatent::ssd"
 
 

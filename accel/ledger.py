@@ -1,4 +1,4 @@
-"""The ledger: for each technique what was requested, what is active, and the evidence."""
+"""The ledger: a row for each technique, with its requested value, the active one, and the evidence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("technique", "requested", "active", "evidence")
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One technique: what the configuration asked for, what one step showed, and by what evidence."""
+    """One technique: the value that the configuration requests, the one that a step showed, and the evidence."""
 
     key: str
     requested: bool | str

@@ -85,7 +85,7 @@ class DataParallel(Technique):
             }
             if self.option["cpu_offload"]:
                 how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
-            # Of the gate, which a block returns as a view, and which nobody writes to.
+            # It warns of the gate, which a block returns as a view; nothing writes to that.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             for part in (*blocks_of(model), model):
                 fully_shard(part, **how)
@@ -192,8 +192,8 @@ def cut(tensor: Any, like: Any) -> Any:
     return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
-def beside(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
-    """A scalar that may meet `tensors` in one operation."""
+def replicated_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
+    """A scalar as a replicated DTensor on the mesh of sharded `tensors`, so that one operation takes both."""
     like = tensors[0]
     if not isinstance(like, DTensor):
         return scalar

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.attention_backend import AttentionBackend
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
 from accel.cudnn_benchmark import CudnnBenchmark
 from accel.empty_cache_at_eval import EmptyCacheAtEval
@@ -38,7 +38,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     FusedConv,
     AttentionBackend,
     CheckpointBlocks,
-    CompileBlocks,
+    Compile,
     DataParallel,
     FusedAdamW,
     Precision,
@@ -98,7 +98,7 @@ class AccelerationStack:
             )
 
     def value(self, key: str) -> bool | str:
-        """The value of a technique after what cannot be had was switched off."""
+        """The value of a technique; its off value where the machine cannot have it."""
         return next(technique.value for technique in self.techniques if technique.key == key)
 
     def on_process(self) -> None:
@@ -127,17 +127,17 @@ class AccelerationStack:
             yield
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Technique -> what it remembers, of those that do."""
+        """State dicts of stateful techniques, by key."""
         states = {technique.key: technique.state_dict() for technique in self.techniques}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """In place. A technique that was off when the state was saved keeps what it has."""
+        """Loads in place. A technique that was off when the state was saved keeps its own."""
         for technique in self.techniques:
             technique.load_state_dict(states.get(technique.key, {}))
 
     def run_until_it_works(self, run: Callable[[], object]) -> None:
-        """Calls `run` once; a failure that a technique recognises as its own doing is undone, and `run` called again.
+        """Calls `run` until it works; a technique that recognises a failure as its own doing undoes itself in between.
 
         Under `on_unavailable="error"` the failure is raised instead. Of several processes all undo what one has to:
         it would run other code than they do.

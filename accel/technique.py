@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Observation(NamedTuple):
-    """What a technique found to be really on, and how it knows."""
+    """The value that a technique found to be really on, and its evidence."""
 
     active: bool | str
     evidence: str
 
 
 class Step(Protocol):
-    """What a technique may wrap: `forward` is the denoiser's forward pass, or the encoder's where latents are made."""
+    """A step that techniques may wrap; `forward` is the denoiser's forward pass, or the encoder's in precompute."""
 
     forward: Callable[..., Any]
 
@@ -46,7 +46,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its type where it says nothing."""
+    """The first line of an error's message, or its type where the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -101,7 +101,7 @@ class Technique(ABC):
         return {}
 
     def on_step(self, step: AnyStep) -> AnyStep:
-        """Wraps `step.forward` or `step.update`, or gives the step what it needs."""
+        """Wraps `step.forward` or `step.update`, or hands the step an object that it needs."""
         return step
 
     def around_evaluation(self) -> AbstractContextManager[object]:
@@ -113,7 +113,7 @@ class Technique(ABC):
         return False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What it has to remember over a restart."""
+        """Tensors that a resumed run needs; empty for most."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to remember
@@ -129,4 +129,4 @@ class Technique(ABC):
 
     @abstractmethod
     def observe(self, evidence: Evidence) -> Observation:
-        """Reads from one profiled step what is really on."""
+        """Reads from one profiled step which value is really on."""

@@ -1,4 +1,4 @@
-"""What a denoiser is told about time and class. Letters: B samples, D width, F frequencies."""
+"""Embeddings of time and class. Letters: B samples, D width, F frequencies."""
 
 from __future__ import annotations
 

@@ -8,5 +8,4 @@ from enum import Enum
 class Solver(str, Enum):
     """First order with one call of the model a step, or second order with two."""
 
-    euler = "euler"
-    heun = "heun"
+    euler, heun = "euler", "heun"

@@ -64,7 +64,7 @@ def machine(device: Any) -> dict[str, Any]:
     """Hardware and drivers as PyTorch sees them."""
     import torch
 
-    from accel.compile_blocks import cxx_compiler
+    from accel.compilation import cxx_compiler
 
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from tests.conftest import TINY_RUN
 from train import train
 from training.config.compose import compose, one_sentence
 from training.process.exit import exiting
 from training.step import TrainStep
 
-CompileBlocks.backend = "aot_eager"
+Compile.backend = "aot_eager"
 
 
 def faulty(kind: str, step: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel.attention_backend import AttentionBackend
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from accel.fused_adamw import FusedAdamW
 from accel.precision import Precision
 from accel.stack import TECHNIQUES, AccelerationStack
@@ -31,7 +31,7 @@ EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=named)
 
 @pytest.fixture(autouse=True)
 def quick_compiler(monkeypatch):
-    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "aot_eager")
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, mo
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch):
-    monkeypatch.setattr(CompileBlocks, "backend", "inductor")
+    monkeypatch.setattr(Compile, "backend", "inductor")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "C++ compiler" in CompileBlocks(True, CPU).unavailable()
+    assert "C++ compiler" in Compile(True, CPU).unavailable()
 
 
 def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
@@ -184,7 +184,7 @@ def broken_backend(graph, inputs):
 
 
 def test_a_compiler_failure_falls_back_loudly_or_stops(monkeypatch):
-    monkeypatch.setattr(CompileBlocks, "backend", staticmethod(broken_backend))
+    monkeypatch.setattr(Compile, "backend", staticmethod(broken_backend))
     model, step, stack, loader = assemble(compile=True)
     with pytest.warns(UserWarning, match="nothing runs compiled"):
         ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
@@ -209,7 +209,7 @@ def test_a_mistake_of_the_user_is_no_compiler_failure():
 def test_inductor_compiles_a_block_into_one_graph_with_equal_results():
     """The one case with the real compiler; the others use aot_eager."""
     torch._dynamo.reset()
-    CompileBlocks.backend = "inductor"
+    Compile.backend = "inductor"
     plain, fast = one_step(), one_step(compile=True)
     torch.testing.assert_close(fast[0], plain[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(fast[1], plain[1], rtol=1e-4, atol=0.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
@@ -33,7 +33,7 @@ QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
 
 @pytest.fixture(autouse=True)
 def quick_compiler(monkeypatch):
-    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "aot_eager")
     yield
     torch._dynamo.config.recompile_limit = 8
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from tests.conftest import TINY_MODEL
 from tests.helpers import pairwise, random_samples, save_latent_set
 from training.config.compose import CONF
@@ -27,7 +27,7 @@ DATA = {
 
 @pytest.fixture(autouse=True)
 def quick_compiler(monkeypatch):
-    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "aot_eager")
 
 
 @pytest.fixture(autouse=True)

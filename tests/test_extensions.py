@@ -137,6 +137,6 @@ def test_a_weights_file_that_names_a_foreign_package_runs_nothing(myproj, tmp_pa
     monkeypatch.setattr(extensions, "admitted", set())
     import torch
 
-    with pytest.raises(ValueError, match="Do not trust this file"):
+    with pytest.raises(ValueError, match="do not trust this file"):
         load_pretrained(next((tmp_path / "run").rglob("ema.safetensors")), torch.device("cpu"))
     assert "myproj.mixer" not in sys.modules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
 from accel.evidence import Evidence, observe_step
 from accel.fused_adamw import FusedAdamW
@@ -20,7 +20,7 @@ from tests.harness import CPU, EAGER, VARIANTS, assemble, cannot_be_had, key_of,
 
 @pytest.fixture(autouse=True)
 def quick_compiler_and_any_precision(monkeypatch):
-    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "aot_eager")
     monkeypatch.setattr(Precision, "unavailable", lambda self: None)
 
 
@@ -65,7 +65,7 @@ def test_checkpointing_is_seen_in_what_the_blocks_keep(family, scope, policy):
 
 SABOTAGE = {
     "gradient_checkpointing": (CheckpointBlocks, "on_model", lambda self, model: model),
-    "compile": (CompileBlocks, "on_model", lambda self, model: model),
+    "compile": (Compile, "on_model", lambda self, model: model),
     "fused_adamw": (FusedAdamW, "optimizer_kwargs", lambda self: {}),
     "precision": (Precision, "on_step", lambda self, step: step),
     "residual_in_fp32": (

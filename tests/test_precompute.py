@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from data.loader import InMemoryLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
@@ -499,7 +499,7 @@ def test_photos_through_taef2(assets: Path, tmp_path: Path):
 
 
 def test_the_ledger_sees_a_compiled_encoder(job: Job, capsys, monkeypatch):
-    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "aot_eager")
     job("runtime.compile=true", "runtime.on_unavailable=error")
     assert re.search(r"compile +on +on ", capsys.readouterr().out)
 

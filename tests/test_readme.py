@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accel.compile_blocks import CompileBlocks
+from accel.compilation import Compile
 from precompute_latents import precompute
 from scripts.bench.__main__ import main as bench
 from scripts.doctor import main as doctor
@@ -75,7 +75,7 @@ def module(name: str, words: list[str]) -> None:
 
 def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(CompileBlocks, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "aot_eager")
     save_images(tmp_path / "photos", classes=("apple", "pear"), per_class=12)
     encoder = save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
     ran = 0

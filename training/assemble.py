@@ -121,7 +121,7 @@ class Training:
 def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> Training:
     """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a configuration.
 
-    ValueError, in one sentence, for whatever of it cannot be built.
+    ValueError, in one sentence, for a part that cannot be built.
     """
     # What we train, and on what.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
@@ -149,7 +149,7 @@ def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> T
 
 
 def identity(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:
-    """What a checkpoint says about its run.
+    """Describes a run for its checkpoints.
 
     `model`, `data`, `objective` and `optimizer` must be equal on resume; a change in `settings` is allowed, and said.
     """
@@ -172,7 +172,7 @@ def plain(node: Any) -> Any:
 
 
 def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, identity: dict[str, Any]) -> str:
-    """Continues the run, or starts it from `resume` or `init_from`; says in a sentence what it did.
+    """Continues the run, or starts it from `resume` or `init_from`; returns a sentence on that.
 
     A checkpoint that `resume` names is where a new run starts; the same command again continues that run from its own
     newest checkpoint. An older checkpoint of the same run is a ValueError: later ones would be lost or win.

@@ -25,7 +25,7 @@ class EMA:
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = [p for _, p in model.named_parameters()]
         self.averages = [p.detach().float().clone() for p in self.parameters]
-        """Sharded like the parameters. What is done to them is done element by element, so on each process's part."""
+        """Sharded like the parameters: the arithmetic is elementwise, so each process updates its own part."""
 
     def weight(self, samples: int, batch_size: int) -> float:
         """w for the step that ends at `samples` samples."""

@@ -1,4 +1,4 @@
-"""What a run runs on: device, versions, hardware, and the state of the code."""
+"""Describes the machine: device, versions, hardware, and the state of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run measures about itself. Nothing here waits for the device except `report`, at log steps."""
+"""Meters a run: losses, rates, memory. Only `report`, at log steps, waits for the device."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ KEY = "fastlatent"
 
 
 def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """What the header of `kind`, "model" or "ema", says."""
+    """Metadata for the header of the weights file `kind`, "model" or "ema"."""
     told = {name: described[name] for name in ("model", "spec", "step")}
     return {KEY: json.dumps({"weights": kind, **told})}
 
@@ -48,8 +48,8 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     if outside := [name for name in targets(node) if not is_part_of_model(name)]:
         package = str(outside[0]).partition(".")[0]
         raise ValueError(
-            f"{file} names {outside[0]} as part of its model, which is none of ours. Do not trust this file; if that "
-            f"code is your own, add extensions=[{package}] to the command."
+            f"{file} names {outside[0]} as part of its model, which is none of ours; do not trust this file. If "
+            f"that code is your own, add extensions=[{package}] to the command."
         )
     model = build_model(node, spec, device)
     try:
@@ -64,7 +64,7 @@ def is_part_of_model(target: Any) -> bool:
 
 
 def targets(node: Any) -> Iterator[Any]:
-    """All that a tree names as classes."""
+    """Every `_target_` in a configuration tree."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from [value] if key == "_target_" else targets(value)

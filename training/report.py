@@ -1,4 +1,4 @@
-"""What a run says: a line at each log step, a table at the end."""
+"""Formats metrics for the terminal: a line at each log step, a table at the end."""
 
 from __future__ import annotations
 

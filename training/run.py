@@ -1,4 +1,4 @@
-"""A run: its device, its folder, and what it writes there."""
+"""A run: its device, its folder, and the files in it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Run:
     def summarise(
         self, state: TrainState, ledger: Ledger, warm_up_seconds: float, saved: Checkpoints
     ) -> dict[str, Any]:
-        """Writes and returns the summary: the latest value of each metric, what was made, and how long it took."""
+        """Writes and returns the summary: the latest value of each metric, the files, and the times."""
         file = self.folder / "metrics.jsonl"
         latest: dict[str, Any] = {}
         for line in file.read_text().splitlines() if file.is_file() else []:

@@ -1,4 +1,4 @@
-"""All that changes while a run goes on, in one object."""
+"""The state of a run: everything that a step changes, in one object and one list."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TrainState:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Whatever happens inside leaves no trace. The copy lies in host memory, to leave the device's to the step."""
+        """Restores the state at the end of the block, from a copy in host memory: the device's is left to the step."""
         before = copied(self.state_dict())
         try:
             yield

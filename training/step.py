@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel.fused_adamw import is_fused
 from accel.loss_scaler import LossScaler
-from accel.parallel import beside, local, whole
+from accel.parallel import local, replicated_like, whole
 from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA
@@ -155,8 +155,8 @@ class TrainStep:
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):
-            self.optimizer.grad_scale = beside(divisor, grads)  # pyright: ignore[reportAttributeAccessIssue]
-            self.optimizer.found_inf = beside((~taken).float(), grads)  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.grad_scale = replicated_like(divisor, grads)  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.found_inf = replicated_like((~taken).float(), grads)  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         elif bool(taken):
             torch._foreach_div_([local(g) for g in grads], divisor)

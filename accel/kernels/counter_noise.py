@@ -26,7 +26,7 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw is for: one position has independent numbers for each. The values are part of a run's identity."""
+    """The purpose of a draw: one position has independent numbers for each. The values are part of a run's identity."""
 
     NOISE = 0
     TIME = 1

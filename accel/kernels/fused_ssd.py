@@ -48,7 +48,7 @@ def plain_reference(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out:
 def backward_reference(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, d(steps), d(sums), dS (S, 2, T, T), dD; dS_ij of C_i·B_j, each direction zero where the other rules."""
+    """dx, d(steps), d(sums), dS (S, 2, T, T), dD; dS_ij of C_i·B_j, zero outside each direction's mask."""
     decay, scores, step, lower = definition.masks(x, steps, sums, B_in, C_out)
     rows, columns = upcast(dy).transpose(1, 2), upcast(x).transpose(1, 2)  # (S, K, T, P)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows

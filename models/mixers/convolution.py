@@ -1,4 +1,4 @@
-"""Convolution as the only mixing of tokens: what the others are compared with.
+"""Convolution as the only mixing of tokens: the baseline of the other mixers.
 
 DiCo (Ai et al. 2025, https://arxiv.org/abs/2505.11196) reports that it does most of the work at 256 tokens.
 Letters: B samples, L tokens, D width, E inner width.

@@ -1,1 +1,1 @@
-"""Checkpoints: what a file holds, how a save is made whole, how a good one is found again."""
+"""Checkpoints: saved whole or not at all, verified before they are loaded."""

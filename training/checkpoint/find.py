@@ -1,4 +1,4 @@
-"""Finding checkpoints on the disk, and trusting them only after their hashes were compared."""
+"""Finds checkpoints on the disk, and compares their hashes before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BROKEN = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first. What a kill in mid-write leaves has another name."""
+    """The complete checkpoints in `folder`, oldest first. A half-written one has another name."""
     return sorted((p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()), key=step_of)
 
 
@@ -22,7 +22,7 @@ def step_of(folder: Path) -> int:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if every file has the size and hash that its manifest says."""
+    """The damage of a checkpoint, in words; None if every file has the size and hash that its manifest says."""
     try:
         for name, expected in json.loads((folder / "manifest.json").read_text())["files"].items():
             file = folder / Path(name).name
@@ -38,7 +38,7 @@ def damage(folder: Path) -> str | None:
 
 
 def goes_on(folder: Path) -> str:
-    """What the same command would do after a failure, for messages."""
+    """For messages after a failure: from where the same command goes on."""
     found = complete(folder)
     return f"the same command goes on from {found[-1].name}" if found else "nothing was saved yet"
 

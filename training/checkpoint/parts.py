@@ -56,7 +56,7 @@ class HostCopies:
     """Host memory that tensors are copied to, kept from one save to the next; page-locked beside a GPU.
 
     The copies are queued on the current stream, after the step that made the values and before the next one, so
-    nothing waits for them but who calls `ready`.
+    only a caller of `ready` waits for them.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class HostCopies:
             self.copied.record()
 
     def ready(self) -> None:
-        """Returns once all copies are complete; in any thread, which begins on the first device whatever ours is."""
+        """Waits until all copies are complete. Any thread may call it; a new thread starts on the first device."""
         if self.copied is not None:
             torch.cuda.set_device(self.device)
             self.copied.synchronize()

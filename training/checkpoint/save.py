@@ -35,13 +35,13 @@ from training.process.ranks import SINGLE, Ranks
 
 FORMAT = 2
 LONGEST_SAVE = timedelta(hours=6)
-"""What one process waits for another's files. One that has died is noticed at once."""
+"""So long one process waits for another's files. The death of one is noticed at once."""
 MARGIN = 1.1
 """Of the size of a checkpoint, what must be free before it is begun."""
 
 
 class Savable(Protocol):
-    """What a checkpoint is made of; `TrainState` is one."""
+    """A state that can be saved; `TrainState` is one."""
 
     step: int
 
@@ -91,7 +91,7 @@ class Checkpoints:
         """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
 
         `identity` describes the run (see `training.assemble`) and goes into `state.json`. All processes call it.
-        ValueError if it, or the one before it, cannot be written; what was complete stays.
+        ValueError if it, or the one before it, cannot be written; complete ones stay.
         """
         began = time.perf_counter()
         self.finish()
@@ -245,7 +245,7 @@ class Checkpoints:
             print(f"warning: {self.folder}: older checkpoints are not removed ({error}).", flush=True)
 
     def load_latest(self, state: Savable, identity: dict[str, Any]) -> tuple[Path, str] | None:
-        """Loads the newest checkpoint that verifies; returns its folder and what has changed since. None without any.
+        """Loads the newest checkpoint that verifies; returns folder and settings changed since, None without any.
 
         One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried. ValueError
         if there were some and none verifies: starting over is for the user to decide.
@@ -254,7 +254,7 @@ class Checkpoints:
         return None if folder is None else (folder, load_verified(folder, state, identity, self.ranks))
 
     def newest_verified(self) -> Path | None:
-        """Also clears away what a kill has left of a save or a removal; so only who holds the run's lock calls it."""
+        """The newest checkpoint that verifies. Clears half-done saves and removals away: the caller holds the lock."""
         for half in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.removed")):
             shutil.rmtree(half, ignore_errors=True)
         found = complete(self.folder)
@@ -293,7 +293,7 @@ def remove(folder: Path) -> None:
 
 
 def load(folder: Path, state: Savable, identity: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads a checkpoint and returns what has changed since; ValueError if it is damaged or belongs to another run."""
+    """Loads a checkpoint, returns the settings changed since; ValueError if it is damaged or belongs to another run."""
     return load_verified(verified(folder), state, identity, ranks)
 
 

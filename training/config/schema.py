@@ -14,35 +14,23 @@ from models.solver import Solver
 
 
 class Device(str, Enum):
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
+    auto, cuda, cpu = "auto", "cuda", "cpu"
 
 
 class PrecisionName(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+    fp32, bf16, fp16 = "fp32", "bf16", "fp16"
 
 
 class AttentionName(str, Enum):
-    auto = "auto"
-    flash = "flash"
-    cudnn = "cudnn"
-    efficient = "efficient"
-    math = "math"
-    flex = "flex"
+    auto, flash, cudnn, efficient, math, flex = "auto", "flash", "cudnn", "efficient", "math", "flex"
 
 
 class CheckpointPolicyName(str, Enum):
-    blocks = "blocks"
-    every_2 = "every_2"
-    selective = "selective"
+    blocks, every_2, selective = "blocks", "every_2", "selective"
 
 
 class CompileScope(str, Enum):
-    blocks = "blocks"
-    model = "model"
+    blocks, model = "blocks", "model"
 
 
 CompileMode = Enum(  # a call, because two of torch's names are no identifiers
@@ -56,37 +44,27 @@ CompileMode = Enum(  # a call, because two of torch's names are no identifiers
 
 
 class OnUnavailable(str, Enum):
-    degrade = "degrade"
-    error = "error"
+    degrade, error = "degrade", "error"
 
 
 class ScheduleKind(str, Enum):
-    constant = "constant"
-    cosine = "cosine"
+    constant, cosine = "constant", "cosine"
 
 
 class LatentKind(str, Enum):
-    mean_std = "mean_std"
-    sample = "sample"
+    mean_std, sample = "mean_std", "sample"
 
 
 class LatentDtype(str, Enum):
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
+    float16, bfloat16, float32 = "float16", "bfloat16", "float32"
 
 
 class ParallelMode(str, Enum):
-    auto = "auto"
-    none = "none"
-    ddp = "ddp"
-    fsdp = "fsdp"
-    hsdp = "hsdp"
+    auto, none, ddp, fsdp, hsdp = "auto", "none", "ddp", "fsdp", "hsdp"
 
 
 class ReduceDtype(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
+    fp32, bf16 = "fp32", "bf16"
 
 
 @dataclass(frozen=True)
@@ -245,7 +223,7 @@ class TrainConfig:
     accumulation_steps: int = 1  # micro-batches that a batch is cut into
     max_grad_norm: float = 1.0  # 0: no clipping
     deterministic: bool = False  # true: bit-for-bit resume
-    log_every: int = 50  # steps; 0: never. What is due also happens at the end
+    log_every: int = 50  # steps; 0: never. Each of these also happens at the end
     eval_every: int = 400
     sample_every: int = 800
     save_every: int = 400

@@ -9,7 +9,7 @@ SECRET = re.compile(
     r"(^|[._-])(api_?key|key|token|secret|password|passwd|credentials?|authorization|signature|sig)($|[._-])",
     re.IGNORECASE,
 )
-"""Names whose values are never written down, in keys and in the queries of addresses."""
+"""Names of secrets, in keys and in the queries of addresses: we never write their values down."""
 IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 WORD = re.compile(r"((?:^|[?&\s])([\w.-]+)=)[^&\s]+")
 ENTRY = re.compile(r"([{,\[]\s*([\w.-]+):\s?)[^,{}\[\]]+")
@@ -25,7 +25,7 @@ def redacted(node: Any) -> Any:
 
 
 def scrubbed(text: str) -> str:
-    """The same text without what is named like a secret in it: in addresses, in mappings, in words."""
+    """The same text, its values under names of secrets redacted: in addresses, in mappings, in words."""
 
     def named(found: re.Match[str]) -> str:
         return f"{found[1]}<redacted>" if SECRET.search(found[2]) else found[0]

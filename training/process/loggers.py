@@ -9,42 +9,33 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from training.config.secrets import redact_words
 
 FINISH_SECONDS = 60.0
-"""For W&B to upload what is left at the end of a run."""
+"""W&B has so long to upload the rest at the end of a run."""
 finish_timed_out = False
 """Whether W&B did not finish in that time: at exit it would make the process wait for it again."""
 
 
-class Logger(Protocol):
-    """Started once with the run's configuration and ledger, then fed; may raise, see `SafeLogger`."""
-
-    def start(self, folder: Path, config: Mapping[str, Any]) -> None: ...
-    def log(self, metrics: Mapping[str, Any], samples: int) -> None: ...
-    def image(self, name: str, file: Path, samples: int) -> None: ...
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
-
-
 class NoLogger:
-    """Logs nothing."""
+    """Logs nothing; the loggers below do. Any of their methods may raise: a run calls them through `SafeLogger`."""
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        pass
+        """Called once, with the run's configuration and ledger."""
 
     def log(self, metrics: Mapping[str, Any], samples: int) -> None:
-        pass
+        """Logs one line of metrics after `samples` samples."""
 
     def image(self, name: str, file: Path, samples: int) -> None:
-        pass
+        """Logs an image file after `samples` samples."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        pass
+        """Called at the end of a run, with an empty summary if it was stopped or failed."""
 
 
-class WandbLogger:
+class WandbLogger(NoLogger):
     """Weights & Biases; samples seen are the axis, so a resumed run shows its rewind instead of losing points."""
 
     def __init__(
@@ -77,7 +68,7 @@ class WandbLogger:
 
         try:
             self.run = begin(self.mode)
-        except Exception as error:  # no key, no network: whatever it is, an offline run keeps the data
+        except Exception as error:  # no key, no network, …: an offline run keeps the data
             warnings.warn(f"W&B cannot be reached ({first_line(error)}); logging offline into {folder}.", stacklevel=2)
             wandb.teardown()  # its service still holds the id
             self.run = begin("offline")
@@ -93,7 +84,7 @@ class WandbLogger:
         self.run.log({name: wandb.Image(str(file)), "samples": samples})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """TimeoutError if what is left cannot be uploaded in `FINISH_SECONDS`."""
+        """Uploads the rest; TimeoutError if that takes longer than `FINISH_SECONDS`."""
         global finish_timed_out
         if self.run is None:
             return
@@ -129,7 +120,7 @@ def scrubbed_argv() -> Iterator[None]:
         sys.argv = before
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(NoLogger):
     """TensorBoard event files in `<run folder>/tensorboard`."""
 
     def __init__(self) -> None:
@@ -160,8 +151,8 @@ class TensorBoardLogger:
 class SafeLogger:
     """A logger that is switched off, with one warning, at its first exception."""
 
-    def __init__(self, logger: Logger, silent: bool = False) -> None:
-        self.logger: Logger = NoLogger() if silent else logger
+    def __init__(self, logger: NoLogger, silent: bool = False) -> None:
+        self.logger = NoLogger() if silent else logger
 
     def __enter__(self) -> SafeLogger:
         return self

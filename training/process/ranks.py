@@ -52,7 +52,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to talk to."""
+        """Whether there is no other process to communicate with."""
         return self.world_size == 1 or not dist.is_initialized()
 
     def say(self, text: str) -> None:
@@ -111,8 +111,10 @@ class Ranks:
             ) from error
 
     def agreed(self, choose: Callable[[], Result]) -> Result:
-        """What the first process chooses, on all of them; a ValueError there is one everywhere, and any other exception
-        ends the others too."""
+        """Calls `choose` in the first process and returns its result in all of them.
+
+        A ValueError there is raised everywhere, and any other exception ends the others too.
+        """
         if self.alone:
             return choose()
         chosen: list[Any] = [None, None, None]

@@ -20,7 +20,7 @@ EXIT_CODE = 75
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop. Inside `with` the signals no longer end the process.
+    """True once a signal has asked the run to stop. Inside `with` the signals no longer end the process.
 
     `also` is asked too: a save that failed in the background. Of several processes one asked is enough. The question
     travels while the next step runs, so it costs no time; the answer is one step old.
@@ -32,12 +32,12 @@ class StopRequest:
         self.pending: tuple[Any, torch.Tensor] | None = None
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # elsewhere signals are somebody else's business
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
             self.before = {name: signal.signal(getattr(signal, name), self.note) for name in SIGNALS}
         return self
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.name == "SIGINT" and number == signal.SIGINT:  # somebody who does not want to wait
+        if self.name == "SIGINT" and number == signal.SIGINT:  # the second Ctrl-C: do not wait
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
 

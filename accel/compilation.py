@@ -20,7 +20,7 @@ from accel.evidence import Evidence
 from accel.technique import Model, Observation, Technique, blocks_of, first_line
 
 
-class CompileBlocks(Technique):
+class Compile(Technique):
     key = "compile"
     options = ("compile_scope", "compile_mode")
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
