@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from training.config.build import build, resolve_target
 from training.config.compose import CONF, FOREIGN, ROOT, compose
-from training.config.schema import PrecomputeConfig, TrainConfig
+from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
 
 
@@ -57,6 +58,19 @@ def test_train_alone_means_fast_on_digits():
     composed = compose()
     assert (composed.choices["runtime"], composed.choices["data"]) == ("fast", "digits")
     assert isinstance(composed.cfg, TrainConfig)
+
+
+def test_a_default_stands_once():
+    """What the dataclasses say is what composes; the primary files and `runtime=eager` hold no value of their own."""
+    groups = {"runtime", "model", "data", "objective", "optim", "logger", "encoder"}
+    job = compose(["source=x", "out=y"], "precompute_latents").cfg
+    for cfg, default in ((compose().cfg, TrainConfig()), (job, PrecomputeConfig(source="x", out="y"))):
+        assert {k: v for k, v in vars(cfg).items() if k not in groups} == {
+            k: v for k, v in vars(default).items() if k not in groups
+        }
+    assert compose(["runtime=eager"]).cfg.runtime == RuntimeConfig()
+    for file in (CONF / "train.yaml", CONF / "precompute_latents.yaml", CONF / "runtime" / "eager.yaml"):
+        assert set(OmegaConf.load(file)) <= {"defaults", "hydra"}
 
 
 def test_an_experiment_overrides_the_runtime_and_the_command_line_overrides_both():
