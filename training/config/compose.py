@@ -31,43 +31,27 @@ from training.config.secrets import redact_words, redacted, scrubbed
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-FOREIGN = {
-    "training.loader": "data=resident (or digits, synthetic): the data group chooses the loader",
-    "data.use_latent": "data=resident data.path=<folder>: latents are made once by precompute_latents.py",
-    "gradient_accumulation_steps": "accumulation_steps=<n>",
-    "grad_accum_steps": "accumulation_steps=<n>",
-    "training.gradient_accumulation_steps": "accumulation_steps=<n>",
-    "use_amp": "runtime.precision=bf16",
-    "amp": "runtime.precision=bf16",
-    "mixed_precision": "runtime.precision=bf16",
-    "precision": "runtime.precision=bf16",
-    "training.mixed_precision": "runtime.precision=bf16",
-    "compile": "runtime.compile=true",
-    "use_compile": "runtime.compile=true",
-    "torch_compile": "runtime.compile=true",
-    "gradient_checkpointing": "runtime.gradient_checkpointing=true",
-    "use_checkpoint": "runtime.gradient_checkpointing=true",
-    "allow_tf32": "runtime.tf32=true",
-    "tf32": "runtime.tf32=true",
-    "device": "runtime.device=cuda",
-    "epochs": "total_samples=<epochs times samples in the set>",
-    "num_epochs": "total_samples=<epochs times samples in the set>",
-    "steps": "total_samples=<steps times batch_size>",
-    "max_steps": "total_samples=<steps times batch_size>",
-    "max_train_steps": "total_samples=<steps times batch_size>",
-    "lr": "optim.lr=<rate>",
-    "learning_rate": "optim.lr=<rate>",
-    "weight_decay": "optim.weight_decay=<rate>",
-    "global_batch_size": "batch_size=<n> (it is the global one)",
-    "train_batch_size": "batch_size=<n> (it is the global one)",
-    "ema_decay": "ema.half_life_samples=<n>",
-    "ckpt_every": "save_every=<steps>",
-    "output_dir": "run_dir=<folder>",
-    "results_dir": "run_dir=<folder>",
-    "use_wandb": "logger=wandb",
-    "report_to": "logger=wandb",
+SPELLINGS = {
+    "data=resident (or digits, synthetic): the data group chooses the loader": "training.loader",
+    "data=resident data.path=<folder>: latents are made once by precompute_latents.py": "data.use_latent",
+    "accumulation_steps=<n>": "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps",
+    "runtime.precision=bf16": "use_amp amp mixed_precision precision training.mixed_precision",
+    "runtime.compile=true": "compile use_compile torch_compile",
+    "runtime.gradient_checkpointing=true": "gradient_checkpointing use_checkpoint",
+    "runtime.tf32=true": "allow_tf32 tf32",
+    "runtime.device=cuda": "device",
+    "total_samples=<epochs times samples in the set>": "epochs num_epochs",
+    "total_samples=<steps times batch_size>": "steps max_steps max_train_steps",
+    "optim.lr=<rate>": "lr learning_rate",
+    "optim.weight_decay=<rate>": "weight_decay",
+    "batch_size=<n> (it is the global one)": "global_batch_size train_batch_size",
+    "ema.half_life_samples=<n>": "ema_decay",
+    "save_every=<steps>": "ckpt_every",
+    "run_dir=<folder>": "output_dir results_dir",
+    "logger=wandb": "use_wandb report_to",
 }
-"""Keys that people know from guides and other trainers -> our spelling."""
+"""Our spelling -> keys that people know for it from guides and other trainers."""
+FOREIGN = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
 
 
 def unlocked(kind: type) -> DictConfig:
