@@ -27,6 +27,7 @@ REFUSALS = ("No available kernel", "No viable backend")
 
 class AttentionBackend(Technique):
     key = "attention"
+    summary = "`auto`, or one backend: `flash`, `cudnn`, `efficient`, `math`, `flex`"
     examples = tuple({"attention": name} for name in (*OPS, "flex"))
     off = AUTO
     loss_rtol = 2e-2

@@ -22,6 +22,7 @@ from accel.technique import Model, Observation, Technique, blocks_of, first_line
 
 class Compile(Technique):
     key = "compile"
+    summary = "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`"
     options = ("compile_scope", "compile_mode")
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32

@@ -25,6 +25,7 @@ GraphedUpdate = Callable[[Sequence[Any]], Any]
 
 class CudaGraph(Technique):
     key = "cuda_graph"
+    summary = "the whole step as one launch"
     examples = ({"cuda_graph": True, "fused_adamw": True},)
     loss_rtol = 1e-5
 

@@ -13,6 +13,7 @@ from accel.technique import Observation, Technique
 
 class CudnnBenchmark(Technique):
     key = "cudnn_benchmark"
+    summary = "tries cuDNN's algorithms once per shape"
     loss_rtol = 1e-5
     nondeterministic = True
 

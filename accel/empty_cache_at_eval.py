@@ -23,6 +23,7 @@ def emptied_cache() -> Iterator[None]:
 
 class EmptyCacheAtEval(Technique):
     key = "empty_cache_at_eval"
+    summary = "gives unused memory back around evaluation only"
     loss_rtol = 0.0
 
     def unavailable(self) -> str | None:

@@ -15,6 +15,7 @@ from accel.technique import Observation, Technique
 
 class FusedAdamW(Technique):
     key = "fused_adamw"
+    summary = "fused update; clipping and skipping decided on the device"
     loss_rtol = 1e-5
 
     def unavailable(self) -> str | None:

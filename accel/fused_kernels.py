@@ -48,6 +48,7 @@ class FusedAddNorm(FusedKernel):
     """add + gate + norm + modulate in one pass over the residual stream."""
 
     key = "fused_add_norm"
+    summary = "Triton: add, gate, norm and modulate in one pass"
     op = "add_norm"
 
 
@@ -55,6 +56,7 @@ class FusedScan(FusedKernel):
     """Both directions of the state-space scan in one kernel."""
 
     key = "fused_scan"
+    summary = "Triton: both directions of the scan in one kernel"
     op = "ssd"
 
 
@@ -62,4 +64,5 @@ class FusedConv(FusedKernel):
     """The local convolution and its activation in one kernel."""
 
     key = "fused_conv"
+    summary = "Triton: local convolution and activation"
     op = "local_mix"

@@ -28,6 +28,7 @@ SCAN = "fastlatent::ssd"
 
 class CheckpointBlocks(Technique):
     key = "gradient_checkpointing"
+    summary = "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`"
     options = ("checkpoint_policy",)
     examples = tuple(
         {"gradient_checkpointing": True, "checkpoint_policy": policy} for policy in ("blocks", "every_2", "selective")

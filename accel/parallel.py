@@ -35,6 +35,7 @@ REDUCTIONS = {"ddp": "all_?reduce", "fsdp": "reduce_?scatter", "hsdp": "reduce_?
 
 class DataParallel(Technique):
     key = "parallel"
+    summary = "`runtime.parallel.mode`: `ddp`, `fsdp`, `hsdp`, for several processes"
     examples = tuple({"parallel": mode} for mode in REDUCTIONS)
     options = (
         *("shard_degree", "reshard_after_forward", "reduce_dtype"),

@@ -24,6 +24,7 @@ NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
 
 class Precision(Technique):
     key = "precision"
+    summary = "`bf16`, `fp16`: products in 16 bits, everything else fp32"
     examples = tuple({"precision": name} for name in DTYPES)
     off = "fp32"
     loss_rtol = 2e-2

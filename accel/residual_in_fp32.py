@@ -12,6 +12,7 @@ from accel.technique import Model, Observation, Technique, blocks_of
 
 class ResidualInFp32(Technique):
     key = "residual_in_fp32"
+    summary = "the residual stream stays fp32 between 16-bit blocks"
     loss_rtol = 1e-2  # only the 16-bit stream without it moves the loss; with fp32 compute both are equal
 
     def on_model(self, model: Model) -> Model:

@@ -60,6 +60,8 @@ class Technique(ABC):
 
     key: ClassVar[str]
     """The runtime key it answers to."""
+    summary: ClassVar[str]
+    """What it does, for the README's table."""
     options: ClassVar[tuple[str, ...]] = ()
     """Further runtime keys, which say how."""
     off: ClassVar[bool | str] = False

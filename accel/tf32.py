@@ -14,6 +14,7 @@ from accel.technique import Observation, Technique
 
 class Tf32(Technique):
     key = "tf32"
+    summary = "fp32 products and convolutions on tensor cores"
     loss_rtol = 1e-3
 
     def unavailable(self) -> str | None:

@@ -378,7 +378,6 @@ def test_two_runs_are_compared(run, tmp_path, capsys):
 def test_the_readmes_table_is_the_generators():
     text = (ROOT / "README.md").read_text()
     assert readme.rewritten(text, readme.newest_results()) == text
-    assert set(readme.WHAT) == {kind.key for kind in TECHNIQUES}
 
 
 def test_the_readmes_figures_come_from_results():

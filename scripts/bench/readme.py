@@ -17,22 +17,6 @@ from scripts.bench.report import put_between
 from training.config.compose import ROOT
 
 START, END = "<!-- techniques: made by `python -m scripts.bench readme` -->\n", "<!-- end of techniques -->"
-WHAT = {
-    "tf32": "fp32 products and convolutions on tensor cores",
-    "cudnn_benchmark": "tries cuDNN's algorithms once per shape",
-    "residual_in_fp32": "the residual stream stays fp32 between 16-bit blocks",
-    "fused_add_norm": "Triton: add, gate, norm and modulate in one pass",
-    "fused_scan": "Triton: both directions of the scan in one kernel",
-    "fused_conv": "Triton: local convolution and activation",
-    "attention": "`auto`, or one backend: `flash`, `cudnn`, `efficient`, `math`, `flex`",
-    "gradient_checkpointing": "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`",
-    "compile": "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`",
-    "parallel": "`runtime.parallel.mode`: `ddp`, `fsdp`, `hsdp`, for several processes",
-    "fused_adamw": "fused update; clipping and skipping decided on the device",
-    "precision": "`bf16`, `fp16`: products in 16 bits, everything else fp32",
-    "empty_cache_at_eval": "gives unused memory back around evaluation only",
-    "cuda_graph": "the whole step as one launch",
-}
 
 
 def newest_results() -> list[dict[str, Any]]:
@@ -59,7 +43,7 @@ def cell(results: list[dict[str, Any]], key: str) -> str:
 def section(results: list[dict[str, Any]]) -> str:
     """The table, with the source of its figures below."""
     lines = ["| key | what it does | alone, over `eager`, on a GPU |", "|---|---|---|"]
-    lines += [f"| `{kind.key}` | {WHAT[kind.key]} | {cell(results, kind.key)} |" for kind in TECHNIQUES]
+    lines += [f"| `{kind.key}` | {kind.summary} | {cell(results, kind.key)} |" for kind in TECHNIQUES]
     if results:
         newest = results[0]
         e = newest["environment"]
