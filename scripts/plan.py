@@ -14,11 +14,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import ceil, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from training.config.compose import compose, from_words, one_sentence
+from scripts.bench.settings import own_and_others
+from training.config.compose import compose, one_sentence
 
 if TYPE_CHECKING:
     from models.denoiser import Denoiser
@@ -277,9 +278,7 @@ def main(words: list[str]) -> None:
         return
     if words[0] != "scale":
         raise ValueError(f"plan {words[0]}: there is no such command; choose scale.")
-    own = {f.name for f in fields(ScaleConfig)}
-    mine = [word for word in words[1:] if word.partition("=")[0] in own or "=" not in word]
-    print(scale(from_words(ScaleConfig, mine, __doc__ or ""), [word for word in words[1:] if word not in mine]))
+    print(scale(*own_and_others(ScaleConfig, words[1:], __doc__ or "")))
 
 
 if __name__ == "__main__":
