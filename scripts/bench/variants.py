@@ -33,7 +33,7 @@ from accel.stack import TECHNIQUES
 from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, device_of, parse
 from scripts.bench.timing import Spread, times_as_fast
-from scripts.bench.workload import Workload, attempt, time_steps
+from scripts.bench.workload import Workload, attempt, second_half, time_steps
 from scripts.capabilities import override
 from training.config.compose import CONF, compose
 from training.evaluate import evaluate
@@ -105,7 +105,7 @@ def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
     workload.prepare()
     outputs = [workload.training.take_step() for _ in range(steps)]
     figures: dict[str, Any] = {
-        "final_loss": torch.stack([output.loss for output in outputs[steps // 2 :]]).mean().item(),
+        "final_loss": second_half([output.loss for output in outputs]),
         "skipped": sum(int(output.skipped) for output in outputs),
         "backed_off": sum(int(output.backed_off) for output in outputs),
     }
@@ -126,20 +126,15 @@ def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_o
     pair = {"own": workload} if itself else {"base": other, "own": workload}
     times = time_steps(pair, cfg.steps, cfg.repeats)
     own, base = times["own"], times.get("base", times["own"])
-    spread = Spread.of(own)
     return {
         **Spread.of(base).as_json("baseline_step_ms"),
-        **spread.as_json("step_ms"),
+        **workload.figures(own),
         "speed": times_as_fast(base, own),
-        "samples_per_s": 1e3 * workload.batch_size / spread.median,
-        "mfu": workload.mfu(spread.median / 1e3),
         "parameters": sum(p.numel() for p in workload.model.parameters()),
         "tokens": workload.model.tokens,
-        "memory_reserved_peak": workload.memory_peak,
         "baseline_memory_reserved_peak": other.memory_peak,
         **made.figures,
         "loss_deviation": made.figures["final_loss"] / baseline.figures["final_loss"] - 1.0,
-        "not_on": workload.missing(),
         "baseline_not_on": other.missing(),
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},
