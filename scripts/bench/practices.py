@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,8 +161,7 @@ def changing_shapes(bench: Bench, one: tuple[str, bool], other: tuple[str, bool]
                 workload.loader.batch_size = size  # pyright: ignore[reportAttributeAccessIssue]
                 workload.one_step()
 
-    taken = interleaved({"one": lambda: run(*one), "other": lambda: run(*other)}, 1, bench.device)
-    return Pair(*([1e3 * s for s in values] for values in taken.values()))
+    return Pair(*([1e3 * seconds(partial(run, *way), bench.device)] for way in (one, other)))
 
 
 def strided_call(device: torch.device, wrong: bool) -> Callable[[], None]:
