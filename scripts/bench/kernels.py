@@ -27,7 +27,7 @@ from scripts.bench.report import Bar, bar_chart, entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, interleaved, rates, times_as_fast
 from scripts.bench.workload import attempt
-from training.environment import describe_environment, pick_device
+from training.environment import pick_device
 
 SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}
 SHAPES["b256"] = (256, 256, 768, 64, 64)
@@ -174,5 +174,4 @@ def main(words: list[str]) -> None:
         if e["name"].endswith(BOTH) and e.get("times_eager") is not None
     ]
     if bars:
-        title = f"forward and backward, times as fast as eager; {describe_environment(device)['hardware']}"
-        print(bar_chart(file.with_suffix(".png"), title, bars))
+        bar_chart(file, "forward and backward, times as fast as eager", device, bars)

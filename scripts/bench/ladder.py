@@ -22,7 +22,6 @@ from scripts.bench.report import Bar, bar_chart, entries_table, publish
 from scripts.bench.settings import BenchConfig, device_of, parse
 from scripts.bench.timing import fresh_compiler, times_as_fast
 from scripts.bench.workload import Runnable, Workload, attempt, time_steps
-from training.environment import describe_environment
 
 RUNG_0 = "0 newcomer, items in memory"
 TECHNIQUES = (
@@ -130,5 +129,4 @@ def main(words: list[str]) -> None:
         pale = e["confirmed"] is False
         note = f"{e['samples_per_s']:.0f}  x{e['times_rung_0']:.2f}{'  not on' if pale else ''}"
         bars.append(Bar(e["name"], e["samples_per_s"], note, pale))
-    hardware = describe_environment(device)["hardware"]
-    print(bar_chart(file.with_suffix(".png"), f"samples/s, and times rung 0; {hardware}", bars))
+    bar_chart(file, "samples/s, and times rung 0", device, bars)

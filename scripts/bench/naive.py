@@ -89,7 +89,6 @@ class NaiveLoop(Runnable):
             in_files = isinstance(storage, Path)
             self.items = ItemsInFiles(latents, labels, storage) if in_files else TensorDataset(latents, labels)
         memory = MemoryPeak(self.device)
-        memory.start()
         torch.manual_seed(cfg.seed)
         self.model = build_model(cfg.model, spec, self.device)
         self.objective = build(cfg.objective, "objective")

@@ -65,14 +65,11 @@ def flipped_pair(scan: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def ssd_by_mamba(module: Any) -> Callable[..., Any]:
-    def scan(
-        x: Tensor, dt: Tensor, dt_bias: Tensor, A: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor | None
-    ) -> Tensor:
-        return module.mamba_chunk_scan_combined(
+    return flipped_pair(
+        lambda x, dt, dt_bias, A, B_in, C_out, D: module.mamba_chunk_scan_combined(
             x, dt, A, B_in.unsqueeze(2), C_out.unsqueeze(2), 256, D=D, dt_bias=dt_bias, dt_softplus=True
         )
-
-    return flipped_pair(scan)
+    )
 
 
 def ssd_by_simple_gla(module: Any) -> Callable[..., Any]:

@@ -48,17 +48,11 @@ class Bench(NamedTuple):
     def workload(self, *words: str) -> Workload:
         return Workload(" ".join(words), [*self.overrides, *words])
 
-    def in_turn(
-        self,
-        one: Callable[[], object],
-        other: Callable[[], object],
-        count: int,
-        prepare: Callable[[str], object] = lambda name: None,
-    ) -> Pair:
+    def in_turn(self, one: Callable[[], object], other: Callable[[], object], count: int, **how: Any) -> Pair:
         """Milliseconds of one of the `count` equal pieces that a run consists of; both runs are warmed up first."""
         one()
         other()
-        taken = interleaved({"one": one, "other": other}, self.cfg.repeats, self.device, prepare)
+        taken = interleaved({"one": one, "other": other}, self.cfg.repeats, self.device, **how)
         return Pair(*([1e3 * s / count for s in values] for values in taken.values()))
 
 
@@ -101,7 +95,7 @@ def resident_over_dataloader(bench: Bench) -> Pair:
         for _ in range(20):
             next(batches)
 
-    return bench.in_turn(lambda: read(naive.batches), lambda: read(loader), 20, lambda name: naive.prepare())
+    return bench.in_turn(lambda: read(naive.batches), lambda: read(loader), 20, prepare=lambda name: naive.prepare())
 
 
 def product_rates(bench: Bench) -> Pair:

@@ -136,28 +136,21 @@ def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], c
     """
 
     def propose(*words: str) -> list[str]:
-        return [word for word in words if word in left or not word.startswith("runtime.")]
+        return [f"runtime.{word}" for word in words if f"runtime.{word}" in left]
 
     if data_ms > 0.1 * step_ms:
         reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
         return Verdict("data-bound", reason, ["data=resident", "data.num_workers (streamed data)"])
     if cuda and done.busy < 0.8 * step_ms:
         reason = f"the GPU works for {done.busy:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
-        keys = propose("runtime.cuda_graph=true", "runtime.compile=true", "a larger batch_size")
-        return Verdict("launch-bound", reason, keys)
+        return Verdict("launch-bound", reason, [*propose("cuda_graph=true", "compile=true"), "a larger batch_size"])
     share = done.products / done.busy if done.busy else 0.0
     reason = f"{share:.0%} of the busy time goes into products"
     if share >= 0.5:
-        keys = propose("runtime.precision=bf16", "runtime.tf32=true")
+        keys = propose("precision=bf16", "tf32=true")
         return Verdict("compute-bound", reason, keys or ["a smaller model, or a faster device"])
-    keys = propose(
-        "runtime.fused_add_norm=true",
-        "runtime.fused_scan=true",
-        "runtime.fused_conv=true",
-        "runtime.compile=true",
-        "runtime.fused_adamw=true",
-        "runtime.precision=bf16",
-    )
+    fused = ("fused_add_norm=true", "fused_scan=true", "fused_conv=true", "compile=true", "fused_adamw=true")
+    keys = propose(*fused, "precision=bf16")
     return Verdict("bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"])
 
 

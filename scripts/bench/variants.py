@@ -44,6 +44,8 @@ BASELINES = {"residual_in_fp32": ["runtime.precision=bf16", "runtime.residual_in
 """Technique -> how its baseline differs from eager, where the residual is fp32 already and no block has 16 bits."""
 ATTENTION = "dit"
 PRECISIONS = ("fp32", "bf16", "fp16")
+Trained = tuple[Workload, dict[str, Any]]
+"""A workload after the steps that its losses are measured in, and the figures of these."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,6 @@ class Variant(NamedTuple):
     """Why it cannot be had on this machine; then it is listed and not measured."""
     labels: dict[str, Any]
     """What else its entry says of it."""
-
-
-class Trained(NamedTuple):
-    """A workload after the steps that its losses are measured in."""
-
-    workload: Workload
-    figures: dict[str, Any]
 
 
 def compare(variants: Iterable[Variant], cfg: BenchConfig, held_out: bool = False) -> Iterator[dict[str, Any]]:
@@ -111,7 +106,7 @@ def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
     }
     if held_out:
         figures["eval_loss"] = evaluate(workload.training).get("eval_loss")
-    return Trained(workload, figures)
+    return workload, figures
 
 
 def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_out: bool) -> dict[str, Any]:
@@ -122,7 +117,7 @@ def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_o
     made = baseline if itself else attempt(lambda: trained(variant.overrides, cfg.loss_steps, held_out))
     if isinstance(made, str):
         return {"reason": made}
-    workload, other = made.workload, baseline.workload
+    (workload, figures), (other, others) = made, baseline
     pair = {"own": workload} if itself else {"base": other, "own": workload}
     times = time_steps(pair, cfg.steps, cfg.repeats)
     own, base = times["own"], times.get("base", times["own"])
@@ -133,8 +128,8 @@ def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_o
         "parameters": sum(p.numel() for p in workload.model.parameters()),
         "tokens": workload.model.tokens,
         "baseline_memory_reserved_peak": other.memory_peak,
-        **made.figures,
-        "loss_deviation": made.figures["final_loss"] / baseline.figures["final_loss"] - 1.0,
+        **figures,
+        "loss_deviation": figures["final_loss"] / others["final_loss"] - 1.0,
         "baseline_not_on": other.missing(),
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},

@@ -81,7 +81,6 @@ class Workload(Runnable):
         self.device = pick_device(cfg.runtime.device.value)
         self.batch_size = cfg.batch_size
         memory = MemoryPeak(self.device)
-        memory.start()
         torch.manual_seed(cfg.seed)
         self.training = assemble(cfg, self.device)
         self.loader, self.model, self.stack = self.training.loader, self.training.model, self.training.stack
