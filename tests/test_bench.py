@@ -122,8 +122,8 @@ DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"
 @pytest.mark.parametrize("overrides", [TINY, DIGITS], ids=["synthetic", "digits"])
 def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp_path):
     """Same weights, samples, noise, rates: what differs is how, not what."""
-    naive = NaiveLoop("naive", overrides, storage=tmp_path / "items" if storage == "npy" else storage)
-    ours = Workload("ours", [*overrides, "runtime=eager"])
+    naive = NaiveLoop(overrides, storage=tmp_path / "items" if storage == "npy" else storage)
+    ours = Workload([*overrides, "runtime=eager"])
     assert math.isclose(naive.final_loss(6), ours.final_loss(6), rel_tol=1e-5)
     assert naive.final_loss(2) != ours.final_loss(3)
     for a, b in zip(naive.model.parameters(), ours.model.parameters(), strict=True):
@@ -131,7 +131,7 @@ def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp
 
 
 def test_the_newcomers_order_is_the_streams():
-    ours = Workload("ours", [*TINY, "runtime=eager"])
+    ours = Workload([*TINY, "runtime=eager"])
     ids = [i for _ in range(3) for i in next(ours.loader).ids.tolist()]
     order = stream_order(ours.loader.spec.count, ours.cfg.seed)
     assert ids == [next(order) for _ in ids]

@@ -49,9 +49,9 @@ class LadderConfig(BenchConfig):
 def rungs(overrides: list[str], num_workers: int, folder: Path) -> dict[str, Callable[[], Runnable]]:
     """What builds each rung, from rung 0 upwards."""
 
-    def ours(name: str, words: list[str]) -> Workload:
+    def ours(words: list[str]) -> Workload:
         with fresh_compiler():  # so that each rung's warm-up is that of a first start
-            return Workload(name, words)
+            return Workload(words)
 
     newcomers: dict[str, dict[str, Any]] = {
         "0 newcomer, a file per sample": {"storage": folder},
@@ -60,12 +60,12 @@ def rungs(overrides: list[str], num_workers: int, folder: Path) -> dict[str, Cal
         "+ no loss.item() each step": {"storage": "resident", "item_every_step": False},
     }
     found: dict[str, Callable[[], Runnable]] = {
-        name: partial(NaiveLoop, name, overrides, num_workers=num_workers, **how) for name, how in newcomers.items()
+        name: partial(NaiveLoop, overrides, num_workers=num_workers, **how) for name, how in newcomers.items()
     }
     words = [*overrides, "runtime=eager"]
     for name, added in (("+ this framework, eager", []), *TECHNIQUES):
         words = [*words, *added]
-        found[name] = partial(ours, name, words)
+        found[name] = partial(ours, words)
     return found
 
 

@@ -64,7 +64,6 @@ class NaiveLoop(Runnable):
 
     def __init__(
         self,
-        name: str,
         overrides: list[str],
         *,
         storage: Path | Literal["memory", "resident"],
@@ -72,7 +71,7 @@ class NaiveLoop(Runnable):
         num_workers: int = 0,
     ) -> None:
         cfg = compose([*overrides, "runtime=eager"]).cfg
-        self.name, self.cfg, self.batch_size, self.item_every_step = name, cfg, cfg.batch_size, item_every_step
+        self.cfg, self.batch_size, self.item_every_step = cfg, cfg.batch_size, item_every_step
         self.device = pick_device(cfg.runtime.device.value)
         self.stack = build_stack(cfg, self.device)
         self.stack.on_process()

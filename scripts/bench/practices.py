@@ -46,7 +46,7 @@ class Bench(NamedTuple):
     device: torch.device
 
     def workload(self, *words: str) -> Workload:
-        return Workload(" ".join(words), [*self.overrides, *words])
+        return Workload([*self.overrides, *words])
 
     def in_turn(self, one: Callable[[], object], other: Callable[[], object], count: int, **how: Any) -> Pair:
         """Milliseconds of one of the `count` equal pieces that a run consists of; both runs are warmed up first."""
@@ -88,7 +88,7 @@ def step_and(extra_for: Callable[[Workload], Callable[[torch.Tensor], object]]) 
 def resident_over_dataloader(bench: Bench) -> Pair:
     """A batch from the newcomer's DataLoader of samples in memory, and by indexing on the device."""
     workers = 4 if bench.device.type == "cuda" else 0
-    naive = NaiveLoop("items", bench.overrides, storage="memory", num_workers=workers)
+    naive = NaiveLoop(bench.overrides, storage="memory", num_workers=workers)
     loader = bench.workload("runtime=eager").loader
 
     def read(batches: Iterator[object]) -> None:

@@ -43,7 +43,7 @@ def one_round(
 
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "saves", words, __doc__ or "")
-    workload = Workload("step", overrides)
+    workload = Workload(overrides)
     described = identity(workload.composed, workload.loader.spec, workload.ledger)
     parent = Path(tempfile.mkdtemp(prefix="saves-", dir="."))
     try:

@@ -156,7 +156,7 @@ def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], c
 
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "step", words, __doc__ or "")
-    workload = Workload("step", overrides)
+    workload = Workload(overrides)
     print(workload.ledger.table(), flush=True)
     step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
     spread = Spread.of(step_ms)

@@ -96,7 +96,7 @@ def compare(variants: Iterable[Variant], cfg: BenchConfig, held_out: bool = Fals
 
 def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
     """Builds a workload and trains `steps` steps; the loss is the mean of their second half."""
-    workload = Workload("variant", overrides)
+    workload = Workload(overrides)
     workload.prepare()
     outputs = [workload.training.take_step() for _ in range(steps)]
     figures: dict[str, Any] = {
@@ -117,7 +117,7 @@ def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_o
     made = baseline if itself else attempt(lambda: trained(variant.overrides, cfg.loss_steps, held_out))
     if isinstance(made, str):
         return {"reason": made}
-    (workload, figures), (other, others) = made, baseline
+    (workload, figures), (other, other_figures) = made, baseline
     pair = {"own": workload} if itself else {"base": other, "own": workload}
     times = time_steps(pair, cfg.steps, cfg.repeats)
     own, base = times["own"], times.get("base", times["own"])
@@ -129,7 +129,7 @@ def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_o
         "tokens": workload.model.tokens,
         "baseline_memory_reserved_peak": other.memory_peak,
         **figures,
-        "loss_deviation": figures["final_loss"] / others["final_loss"] - 1.0,
+        "loss_deviation": figures["final_loss"] / other_figures["final_loss"] - 1.0,
         "baseline_not_on": other.missing(),
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},

@@ -21,7 +21,6 @@ from training.environment import pick_device
 class Runnable:
     """What the benchmarks time and compare: a training loop that takes one step at a time."""
 
-    name: str
     device: torch.device
     batch_size: int
     stack: AccelerationStack
@@ -74,10 +73,10 @@ class Workload(Runnable):
     `warm_up_seconds` are those of a first start where it is built inside `fresh_compiler()`.
     """
 
-    def __init__(self, name: str, overrides: list[str]) -> None:
+    def __init__(self, overrides: list[str]) -> None:
         composed = compose([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
         cfg = composed.cfg
-        self.name, self.composed, self.cfg = name, composed, cfg
+        self.composed, self.cfg = composed, cfg
         self.device = pick_device(cfg.runtime.device.value)
         self.batch_size = cfg.batch_size
         memory = MemoryPeak(self.device)
