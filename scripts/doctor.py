@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -42,13 +41,7 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "machine": machine(device),
         "versions": environment["versions"],
         "techniques": [
-            {
-                "key": c.word.partition("=")[0],
-                "word": c.word,
-                "value": c.value,
-                "available": c.reason is None,
-                "reason": c.reason,
-            }
+            c._asdict() | {"key": c.word.partition("=")[0], "word": c.word, "available": c.reason is None}
             for c in capabilities(device)
         ],
         "planned": planned(device),
@@ -108,14 +101,10 @@ def planned(device: Any) -> list[dict[str, Any]]:
     """What this version does not have, and whether the hardware would."""
     import torch
 
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    wanted: list[tuple[str, Callable[[tuple[int, int]], bool], str]] = [
-        ("FP8 matrix products", lambda c: c >= (8, 9), "compute capability 8.9 or newer"),
-        ("FlashAttention-3", lambda c: c[0] == 9, "compute capability 9.0 (Hopper)"),
-    ]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return [
-        {"name": name, "hardware": capability is not None and test(capability), "needs": needs}
-        for name, test, needs in wanted
+        {"name": "FP8 matrix products", "hardware": capability >= (8, 9), "needs": "compute capability 8.9 or newer"},
+        {"name": "FlashAttention-3", "hardware": capability[0] == 9, "needs": "compute capability 9.0 (Hopper)"},
     ]
 
 

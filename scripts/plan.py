@@ -12,13 +12,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import ceil, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from training.config.compose import compose, from_words, one_sentence
+from scripts.bench.settings import own_and_others
+from training.config.compose import compose, one_sentence
 
 if TYPE_CHECKING:
     from models.denoiser import Denoiser
@@ -176,44 +175,32 @@ def saved_bytes(model: Denoiser, batch: Any) -> int:
     return sum(seen.values())
 
 
-@contextmanager
-def pretended(gpus: int) -> Iterator[None]:
-    """A process group of `gpus` processes of which only this one is there; nothing is really sent."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def collectives(depth: int, gpus: int) -> Counter[str]:
     """The collectives of one step with fsdp: a model of this depth, tiny, sharded over pretended GPUs."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
+    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from models.denoiser import Denoiser
     from models.mixers.convolution import Convolution
 
     image: dict[str, int] = {"channels": 1, "height": 4, "width": 4, "num_classes": 2}
     model = Denoiser(**image, depth=depth, dim=32, head_dim=16, patch_size=2, mixer=Convolution)
-    with pretended(gpus), CommDebugMode() as seen, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of FSDP2 on the block's views, which nobody writes to
-        mesh = init_device_mesh("cpu", (gpus,))
-        for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh)
-        model(torch.zeros(1, 1, 4, 4), torch.zeros(1), torch.zeros(1, dtype=torch.long)).sum().backward()
-        counts = {str(op): n for op, n in seen.get_comm_counts().items()}
-    return Counter(
-        {
-            what: sum(n for op, n in counts.items() if part in op)
-            for what, part in (("all_gather", "gather"), ("reduce_scatter", "scatter"), ("all_reduce", "allreduce"))
-        }
-    )
+    dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())  # nothing is really sent
+    try:
+        with CommDebugMode() as seen, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of FSDP2 on the block's views, which nobody writes to
+            mesh = dist.init_device_mesh("cpu", (gpus,))
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh)
+            model(torch.zeros(1, 1, 4, 4), torch.zeros(1), torch.zeros(1, dtype=torch.long)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    kinds = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "allreduce"}
+    counts = seen.get_comm_counts().items()
+    return Counter({kind: sum(n for op, n in counts if part in str(op)) for kind, part in kinds.items()})
 
 
 def scale(cfg: ScaleConfig, words: list[str]) -> str:
@@ -222,12 +209,10 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     if cfg.hardware not in HARDWARE:
         raise ValueError(f"hardware={cfg.hardware} is not known; choose one of {', '.join(HARDWARE)}.")
     if not cfg.gpus or min(cfg.gpus) < 1 or cfg.batch_per_gpu < 1 or not 0.0 < cfg.mfu <= 1.0:
-        raise ValueError(
-            f"gpus={cfg.gpus} and batch_per_gpu={cfg.batch_per_gpu} must be at least 1, mfu={cfg.mfu} above 0 and at "
-            f"most 1."
-        )
-    hw, model = HARDWARE[cfg.hardware], described(words)
-    counts = collectives(model.depth, max(2, max(cfg.gpus)))
+        least = f"gpus={cfg.gpus} and batch_per_gpu={cfg.batch_per_gpu} must be at least 1"
+        raise ValueError(f"{least}, mfu={cfg.mfu} above 0 and at most 1.")
+    hw, model, counted_at = HARDWARE[cfg.hardware], described(words), max(2, *cfg.gpus)
+    counts = collectives(model.depth, counted_at)
     found = [
         forecast(way, gpus, model, cfg, hw, counts)
         for way in ("ddp", "fsdp", "hsdp")
@@ -235,25 +220,15 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
         if way != "hsdp" or (gpus > GPUS_A_MACHINE and gpus % GPUS_A_MACHINE == 0)
     ]
     rows: list[tuple[object, ...]] = [("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")]
-    for f in found:
-        rate = cfg.batch_per_gpu * f.gpus / f.seconds
-        fits = "" if f.memory < 0.9 * hw.memory else "does not fit"
-        rows.append(
-            (
-                f.way,
-                f.gpus,
-                f"{1e3 * f.seconds:.1f}",
-                f"{rate:.0f}",
-                f"{f.efficiency:.0%}",
-                f"{f.memory / 2**30:.1f}",
-                fits,
-            )
-        )
+    for way, gpus, seconds, memory, efficiency in found:
+        rate = cfg.batch_per_gpu * gpus / seconds
+        shown = f"{1e3 * seconds:.1f}", f"{rate:.0f}", f"{efficiency:.0%}", f"{memory / 2**30:.1f}"
+        rows.append((way, gpus, *shown, "" if memory < 0.9 * hw.memory else "does not fit"))
     lines = [
         f"{model.parameters / 1e6:.0f} M parameters, {model.flops / 1e9:.0f} GFLOP and "
         f"{model.activations / 2**20:.0f} MiB of activations a sample and step (no checkpointing)",
         f"assumed: {cfg.hardware}, MFU {cfg.mfu:.0%} on one GPU, {cfg.batch_per_gpu} samples a GPU, "
-        f"{GPUS_A_MACHINE} GPUs a machine; counted at {max(2, max(cfg.gpus))} GPUs with fsdp: {dict(counts)}",
+        f"{GPUS_A_MACHINE} GPUs a machine; counted at {counted_at} GPUs with fsdp: {dict(counts)}",
         "",
         table(rows),
         "",
@@ -277,9 +252,7 @@ def main(words: list[str]) -> None:
         return
     if words[0] != "scale":
         raise ValueError(f"plan {words[0]}: there is no such command; choose scale.")
-    own = {f.name for f in fields(ScaleConfig)}
-    mine = [word for word in words[1:] if word.partition("=")[0] in own or "=" not in word]
-    print(scale(from_words(ScaleConfig, mine, __doc__ or ""), [word for word in words[1:] if word not in mine]))
+    print(scale(*own_and_others(ScaleConfig, words[1:], __doc__ or "")))
 
 
 if __name__ == "__main__":

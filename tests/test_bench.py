@@ -18,7 +18,7 @@ from accel.stack import TECHNIQUES
 from scripts.bench import compare, ladder, peers, practices, readme, step, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
-from scripts.bench.naive import NaiveLoop, StreamOrder
+from scripts.bench.naive import NaiveLoop, stream_order
 from scripts.bench.report import entries_table, table
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
@@ -122,8 +122,8 @@ DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"
 @pytest.mark.parametrize("overrides", [TINY, DIGITS], ids=["synthetic", "digits"])
 def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp_path):
     """Same weights, samples, noise, rates: what differs is how, not what."""
-    naive = NaiveLoop("naive", overrides, storage=storage, folder=tmp_path / "items")
-    ours = Workload("ours", [*overrides, "runtime=eager"])
+    naive = NaiveLoop(overrides, storage=tmp_path / "items" if storage == "npy" else storage)
+    ours = Workload([*overrides, "runtime=eager"])
     assert math.isclose(naive.final_loss(6), ours.final_loss(6), rel_tol=1e-5)
     assert naive.final_loss(2) != ours.final_loss(3)
     for a, b in zip(naive.model.parameters(), ours.model.parameters(), strict=True):
@@ -131,9 +131,9 @@ def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp
 
 
 def test_the_newcomers_order_is_the_streams():
-    ours = Workload("ours", [*TINY, "runtime=eager"])
+    ours = Workload([*TINY, "runtime=eager"])
     ids = [i for _ in range(3) for i in next(ours.loader).ids.tolist()]
-    order = iter(StreamOrder(ours.loader.spec.count, ours.cfg.seed))
+    order = stream_order(ours.loader.spec.count, ours.cfg.seed)
     assert ids == [next(order) for _ in ids]
 
 

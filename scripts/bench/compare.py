@@ -33,20 +33,14 @@ def read_run(folder: str) -> dict[str, dict[str, Any]]:
     except FileNotFoundError as error:
         name = Path(str(error.filename)).name
         raise ValueError(f"{folder} is no finished run: it has no {name}; name two run folders.") from None
-    ledger = {
-        key: f"{row['requested']} → {row['active']}" for key, row in summary["ledger"].items()
-    }  # the evidence holds counts that differ for good reasons
+    ledger = summary["ledger"].items()
     return {
         "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
-        "ledger": ledger,
+        # Without the evidence, which holds counts that differ for good reasons.
+        "ledger": {key: f"{row['requested']} → {row['active']}" for key, row in ledger},
         "versions": environment["versions"] | {"hardware": environment["hardware"], "git": environment["git"]},
         "result": {name: summary.get(name) for name in FIGURES},
     }
-
-
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Key and both values, where they differ."""
-    return [(key, a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)]
 
 
 def number(value: Any) -> str:
@@ -63,13 +57,14 @@ def comparison(a: str, b: str) -> str:
     first, second = read_run(a), read_run(b)
     parts = []
     for section in first:
-        rows = differences(first[section], second[section])
-        if not rows:
-            parts.append(f"{section}: the same")
-            continue
-        head: tuple[object, ...] = (section, a, b, "B / A" if section == "result" else "")
-        cells = [(k, number(x), number(y), ratio(x, y) if section == "result" else "") for k, x, y in rows]
-        parts.append(table([head, *cells]))
+        one, other, result = first[section], second[section], section == "result"
+        rows = [
+            (key, number(one.get(key)), number(other.get(key)), ratio(one.get(key), other.get(key)) if result else "")
+            for key in one | other
+            if one.get(key) != other.get(key)
+        ]
+        head = (section, a, b, "B / A" if result else "")
+        parts.append(table([head, *rows]) if rows else f"{section}: the same")
     return "\n\n".join(parts)
 
 

@@ -18,19 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.manifest import Manifest
 from data.resident import ResidentLatents
-from data.shards import ShardWriter
 from data.streamed import StreamedLatents
-from encoding.statistics import ChannelSums, channel_statistics
 from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread, synchronise
+from scripts.bench.timing import Spread, seconds
 from scripts.bench.workload import attempt
 from training.environment import pick_device
 
@@ -84,56 +82,33 @@ class LatentFiles:
                     os.close(descriptor)
 
 
-def write_files(folder: Path, count: int, batch_size: int, side: int, shard_size: int = 2048) -> LatentFiles:
-    """Random latents in each form."""
+def write_files(folder: Path, count: int, batch_size: int, side: int) -> LatentFiles:
+    """Random latents in each form; ours are imported from the array."""
     import numpy as np
 
     os.environ.setdefault("WDS_SECURE", "1")
     from webdataset.writer import TarWriter
 
-    files = LatentFiles(folder, count, batch_size, (4, side, side))
+    from encoding.foreign import open_foreign
+    from models.autoencoders import PixelAutoencoder
+    from scripts.import_latents import ImportConfig, write
+
+    files, labels = LatentFiles(folder, count, batch_size, (4, side, side)), folder / "labels.npy"
     files.ours.mkdir(parents=True)
     (folder / "tars").mkdir()
+    draw = np.random.default_rng(0)
     array = np.lib.format.open_memmap(files.array, mode="w+", dtype=np.float16, shape=(count, *files.shape))
-    generator, sums, shards = torch.Generator().manual_seed(0), ChannelSums(), []
-    for number, start in enumerate(range(0, count, shard_size)):
-        latents = torch.randn(min(shard_size, count - start), *files.shape, generator=generator).half()
-        labels = torch.arange(start, start + len(latents)) % 1000
-        array[start : start + len(latents)] = latents.numpy()
-        writer = ShardWriter(files.ours / f"train-{number:05d}.tar", "train", block_size=256)
-        writer.add({"latents": latents, "labels": labels})
-        sums.add({"latents": latents})
-        shards.append(writer.close())
-        with (folder / "tars" / f"{number:05d}.tar").open("wb") as stream, TarWriter(stream, mtime=0) as tar:
-            for i in range(len(latents)):
-                tar.write({"__key__": f"{start + i:08d}", "npy": latents[i].numpy(), "cls": int(labels[i])})
+    np.save(labels, np.arange(count) % 1000)
+    for start in range(0, count, 2048):
+        with (folder / "tars" / f"{start:08d}.tar").open("wb") as stream, TarWriter(stream, mtime=0) as tar:
+            for i in range(start, min(start + 2048, count)):
+                array[i] = draw.standard_normal(files.shape, dtype=np.float32)
+                tar.write({"__key__": f"{i:08d}", "npy": array[i], "cls": i % 1000})
     array.flush()
-    mean, std = channel_statistics([{"shard": {"split": "train"}, "sums": sums.as_dict()}])
-    described: dict[str, Any] = {
-        "channels": 4,
-        "height": side,
-        "width": side,
-        "class_names": [str(i) for i in range(1000)],
-        "kind": "sample",
-        "dtype": "float16",
-        "flips": False,
-        "mean": mean,
-        "std": std,
-        "encoder": {"_target_": "models.autoencoders.PixelAutoencoder"},
-        "count": count,
-        "held_out": 0,
-        "skipped": [],
-        "source": "random numbers",
-        "seed": 0,
-        "versions": {},
-        "shards": shards,
-        "input_range": [-1.0, 1.0],
-    }
-    for name in ("encoder_class", "encoder_sha256", "scaling_factor", "shift_factor", "resolution", "psnr_db"):
-        described[name] = None
-    for name in ("resize", "precision", "source_sha256"):
-        described[name] = "none"
-    Manifest(**described).write(files.ours)
+    cfg = ImportConfig(str(files.array), labels=str(labels), scale=1.0, held_out=0.0)
+    foreign = open_foreign(str(files.array), str(labels), cfg.latents_key, cfg.labels_key)
+    encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
+    write(cfg, foreign, PixelAutoencoder(), encoder, files.ours).write(files.ours)
     return files
 
 
@@ -167,14 +142,8 @@ def random_access(files: LatentFiles, device: torch.device) -> Iterator[Any]:
 
 
 def ways(files: LatentFiles, device: torch.device) -> dict[str, Callable[[], Iterator[Any]]]:
-    shared: dict[str, Any] = {
-        "path": str(files.ours),
-        "batch_size": files.batch_size,
-        "seed": 0,
-        "device": device,
-    }
-    sample = 2 * files.shape[0] * files.shape[1] * files.shape[2] + 16
-    window = max(256, files.count // 8) * 2 * sample / 2**30
+    shared: dict[str, Any] = {"path": str(files.ours), "batch_size": files.batch_size, "seed": 0, "device": device}
+    window = max(256, files.count // 8) * 2 * (2 * prod(files.shape) + 16) / 2**30
     return {
         "resident": partial(ResidentLatents, **shared, device_memory_gib=1e3),
         "resident, int8": partial(ResidentLatents, **shared, device_memory_gib=1e3, storage="int8"),
@@ -196,16 +165,13 @@ def measure(name: str, make: Callable[[], Iterator[Any]], files: LatentFiles, cf
     began = time.perf_counter()
     loader = make()
 
-    def take(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
+    def epoch() -> None:
+        for _ in range(batches):
             next(loader)
-        synchronise(device)
-        return time.perf_counter() - start
 
-    take(batches)
+    seconds(epoch, device)
     cold = files.batch_size * batches / (time.perf_counter() - began)
-    warm = Spread.of([files.batch_size * batches / take(batches) for _ in range(cfg.repeats)])
+    warm = Spread.of([files.batch_size * batches / seconds(epoch, device) for _ in range(cfg.repeats)])
     waited, busy = 0.0, cfg.step_ms / 1e3
     for _ in range(cfg.steps):
         start = time.perf_counter()
@@ -262,9 +228,9 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     encoder = ShardEncoder(step, cfg, out, device)
     began = time.perf_counter()
     encoder.run(plan_shards(list_images(folder / "images"), cfg))
-    seconds = time.perf_counter() - began
-    shares = {part: spent / seconds for part, spent in encoder.seconds.items()}
-    return {"images": count, "side": side, "images_per_s": count / seconds, "shares": shares}
+    taken = time.perf_counter() - began
+    shares = {part: spent / taken for part, spent in encoder.seconds.items()}
+    return {"images": count, "side": side, "images_per_s": count / taken, "shares": shares}
 
 
 def main(words: list[str]) -> None:

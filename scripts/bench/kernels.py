@@ -27,12 +27,13 @@ from scripts.bench.report import Bar, bar_chart, entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, interleaved, rates, times_as_fast
 from scripts.bench.workload import attempt
-from training.environment import describe_environment, pick_device
+from training.environment import pick_device
 
 SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}
 SHAPES["b256"] = (256, 256, 768, 64, 64)
 """Setting -> samples, tokens, width, head dim, state size."""
 INPUT_SETS = 4
+BOTH = ", both passes"
 
 
 class Op(NamedTuple):
@@ -74,42 +75,20 @@ def operators(setting: str, device: torch.device) -> list[Op]:
 
     grid, tokens = (rows, rows), B * L
     of_scan = tokens * (2 * inner + 4 * N + 2 * K) * 2  # x, B, C and dt in, y out
-    of_gate = tokens * inner * 2
+    gated = of_scan + tokens * inner * 2
+    scans = bidirectional_ssd, fused_bidirectional_ssd
+    mixes = partial(local_mix, grid=grid), partial(fused_local_mix, grid=grid)
     scan_flops = B * bidirectional_ssd_flops(L, K, P, N)
     return [
         Op("add_norm", stream, add_norm, fused_add_norm, 12 * tokens * D, 18 * tokens * D, 0),
-        Op(
-            "bidirectional_ssd",
-            scan,
-            bidirectional_ssd,
-            fused_bidirectional_ssd,
-            of_scan,
-            2 * of_scan,
-            scan_flops,
-        ),
-        Op(
-            "bidirectional_ssd, gated",
-            gated_scan,
-            bidirectional_ssd,
-            fused_bidirectional_ssd,
-            of_scan + of_gate,
-            2 * (of_scan + of_gate),
-            scan_flops,
-        ),
-        Op(
-            "local_mix",
-            image,
-            partial(local_mix, grid=grid),
-            partial(fused_local_mix, grid=grid),
-            4 * tokens * mixed,
-            6 * tokens * mixed,
-            B * local_mix_flops(L, mixed),
-        ),
+        Op("bidirectional_ssd", scan, *scans, of_scan, 2 * of_scan, scan_flops),
+        Op("bidirectional_ssd, gated", gated_scan, *scans, gated, 2 * gated, scan_flops),
+        Op("local_mix", image, *mixes, 4 * tokens * mixed, 6 * tokens * mixed, B * local_mix_flops(L, mixed)),
     ]
 
 
 def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, backward: bool) -> Callable[[], None]:
-    """`steps` calls, each on the next input set; with `backward` through both passes."""
+    """`steps` calls, each on the next input set; with `backward` through both passes. Runs them once, to warm up."""
     with torch.no_grad():
         first = function(*sets[0])
     weights = [torch.randn_like(t) for t in (first if isinstance(first, tuple) else (first,))]
@@ -122,6 +101,7 @@ def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, b
             if backward:
                 torch.autograd.grad(out, inputs, weights)
 
+    run()
     return run
 
 
@@ -132,12 +112,12 @@ def measure(
     ways = {"eager": op.definition, "compiled": torch.compile(op.definition), "fused": op.fused} | others
     entries: list[dict[str, Any]] = []
     for backward in (False, True):
-        passes = ", both passes" if backward else ""
+        passes = BOTH if backward else ""
         runs = {}
         for way, function in ways.items():
             # Another package may fail in any way; ours may run out of memory, in eager.
             errors = Exception if way in others else torch.OutOfMemoryError
-            made = attempt(lambda f=function, b=backward: warmed(runner(f, sets, cfg.steps, b)), errors)
+            made = attempt(partial(runner, function, sets, cfg.steps, backward), errors)
             if isinstance(made, str):
                 entries.append({"name": f"{op.name} {way}{passes}", "error": made})
             else:
@@ -162,11 +142,6 @@ def measure(
     return entries
 
 
-def warmed(run: Callable[[], None]) -> Callable[[], None]:
-    run()
-    return run
-
-
 COLUMNS = {
     "µs": "{us:.1f}",
     "range": "{us_min:.1f}–{us_max:.1f}",
@@ -186,22 +161,17 @@ def main(words: list[str]) -> None:
     products = rate.get("bf16_product_tflops", rate["fp32_product_tflops"])
     ceilings = {"copy_gb_s": rate["copy_gb_s"], "product_tflops": products}
     others, absent = peers.found() if device.type == "cuda" else ({}, {"all": "they need a GPU"})
-    entries = [
-        e for op in operators(cfg.setting, device) for e in measure(op, others.get(op.name, {}), cfg, device, ceilings)
-    ]
-    texts = [
-        entries_table(COLUMNS, entries),
-        "\n".join(f"Not compared with {name}: {reason}" for name, reason in absent.items()),
-    ]
-    B, L, D, P, N = SHAPES[cfg.setting]
-    shape = {"samples": B, "tokens": L, "width": D, "head_dim": P, "state_dim": N}
+    entries: list[dict[str, Any]] = []
+    for op in operators(cfg.setting, device):
+        entries += measure(op, others.get(op.name, {}), cfg, device, ceilings)
+    notes = "\n".join(f"Not compared with {name}: {reason}" for name, reason in absent.items())
+    shape = dict(zip(("samples", "tokens", "width", "head_dim", "state_dim"), SHAPES[cfg.setting], strict=True))
     found = {"shape": shape, "ceilings": ceilings, "ops": entries, "absent": absent}
-    file = publish(cfg, [], device, found, *texts)
+    file = publish(cfg, [], device, found, entries_table(COLUMNS, entries), notes)
     bars = [
-        Bar(e["name"].removesuffix(", both passes"), e["times_eager"], f"x{e['times_eager']:.2f}  {e['us']:.0f} us")
+        Bar(e["name"].removesuffix(BOTH), e["times_eager"], f"x{e['times_eager']:.2f}  {e['us']:.0f} us")
         for e in entries
-        if e["name"].endswith("both passes") and e.get("times_eager") is not None
+        if e["name"].endswith(BOTH) and e.get("times_eager") is not None
     ]
     if bars:
-        title = f"forward and backward, times as fast as eager; {describe_environment(device)['hardware']}"
-        print(bar_chart(file.with_suffix(".png"), title, bars))
+        bar_chart(file, "forward and backward, times as fast as eager", device, bars)

@@ -11,17 +11,17 @@ bar chart beside it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scripts.bench.naive import NaiveLoop
 from scripts.bench.report import Bar, bar_chart, entries_table, publish
 from scripts.bench.settings import BenchConfig, device_of, parse
-from scripts.bench.timing import Spread, fresh_compiler, times_as_fast
-from scripts.bench.workload import Workload, attempt, time_steps
-from training.environment import describe_environment
+from scripts.bench.timing import fresh_compiler, times_as_fast
+from scripts.bench.workload import Runnable, Workload, attempt, time_steps
 
 RUNG_0 = "0 newcomer, items in memory"
 TECHNIQUES = (
@@ -46,78 +46,64 @@ class LadderConfig(BenchConfig):
     """Workers of the newcomer's DataLoader."""
 
 
-class Rung(NamedTuple):
-    """One rung: how to build it."""
+def rungs(overrides: list[str], num_workers: int, folder: Path) -> dict[str, Callable[[], Runnable]]:
+    """What builds each rung, from rung 0 upwards."""
 
-    name: str
-    make: Callable[[], Any]
+    def ours(words: list[str]) -> Workload:
+        with fresh_compiler():  # so that each rung's warm-up is that of a first start
+            return Workload(words)
 
-
-def rungs(overrides: list[str], num_workers: int, folder: Path) -> Iterator[Rung]:
-    """From rung 0 upwards."""
-
-    def naive(name: str, **how: Any) -> Rung:
-        return Rung(name, lambda: NaiveLoop(name, overrides, num_workers=num_workers, folder=folder, **how))
-
-    def ours(name: str, added: list[str]) -> Rung:
-        def make() -> Workload:
-            with fresh_compiler():  # so that each rung's warm-up is that of a first start
-                return Workload(name, [*overrides, "runtime=eager", *added])
-
-        return Rung(name, make)
-
-    yield naive("0 newcomer, a file per sample", storage="npy")
-    yield naive(RUNG_0, storage="memory")
-    yield naive("+ latents on the device", storage="resident")
-    yield naive("+ no loss.item() each step", storage="resident", item_every_step=False)
-    yield ours("+ this framework, eager", [])
-    added: list[str] = []
-    for name, words in TECHNIQUES:
-        added = [*added, *words]
-        yield ours(name, added)
+    newcomers: dict[str, dict[str, Any]] = {
+        "0 newcomer, a file per sample": {"storage": folder},
+        RUNG_0: {"storage": "memory"},
+        "+ latents on the device": {"storage": "resident"},
+        "+ no loss.item() each step": {"storage": "resident", "item_every_step": False},
+    }
+    found: dict[str, Callable[[], Runnable]] = {
+        name: partial(NaiveLoop, overrides, num_workers=num_workers, **how) for name, how in newcomers.items()
+    }
+    words = [*overrides, "runtime=eager"]
+    for name, added in (("+ this framework, eager", []), *TECHNIQUES):
+        words = [*words, *added]
+        found[name] = partial(ours, words)
+    return found
 
 
 def climb(cfg: LadderConfig, overrides: list[str]) -> list[dict[str, Any]]:
     """Measures every rung; one that runs out of memory is named and left out."""
-    built: dict[str, Any] = {}
-    failed: dict[str, str] = {}
+    built: dict[str, Runnable] = {}
+    failed: list[dict[str, Any]] = []
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for rung in rungs(overrides, cfg.num_workers, Path(folder)):
-            made = attempt(rung.make)
+        for name, make in rungs(overrides, cfg.num_workers, Path(folder)).items():
+            made = attempt(make)
             if isinstance(made, str):
-                failed[rung.name] = made
+                failed.append({"name": name, "error": made})
                 continue
-            print(f"built {rung.name} in {made.warm_up_seconds:.1f} s", flush=True)
-            built[rung.name] = made
-            losses[rung.name] = made.final_loss(cfg.loss_steps)
+            print(f"built {name} in {made.warm_up_seconds:.1f} s", flush=True)
+            built[name] = made
+            losses[name] = made.final_loss(cfg.loss_steps)
         times = time_steps(built, cfg.steps, cfg.repeats)
-    entries = [entry(built[name], Spread.of(times[name]), losses[name]) for name in built]
-    base = next((e for e in entries if e["name"] == RUNG_0), entries[0])
+    base = RUNG_0 if RUNG_0 in built else next(iter(built))
+    entries: list[dict[str, Any]] = []
     before: set[str] = set()
-    for i, found in enumerate(entries):
-        found["confirmed"] = None if found["ledger"] is None else set(found["not_on"]) <= before
-        found["remark"] = {True: "confirms", False: "not on here", None: None}[found["confirmed"]]
-        before |= set(found["not_on"])
-        own = times[found["name"]]
-        found["times_rung_0"] = times_as_fast(times[base["name"]], own)
-        found["times_before"] = times_as_fast(times[entries[i - 1]["name"]], own) if i else None
-        found["loss_deviation"] = found["final_loss"] / base["final_loss"] - 1.0
-    return entries + [{"name": name, "error": error} for name, error in failed.items()]
-
-
-def entry(workload: Any, spread: Spread, loss: float) -> dict[str, Any]:
-    return {
-        "name": workload.name,
-        **spread.as_json("step_ms"),
-        "samples_per_s": 1e3 * workload.batch_size / spread.median,
-        "mfu": workload.mfu(spread.median / 1e3),
-        "memory_reserved_peak": workload.memory_peak,
-        "warm_up_s": workload.warm_up_seconds,
-        "final_loss": loss,
-        "not_on": workload.missing(),
-        "ledger": workload.ledger.as_dict() if isinstance(workload, Workload) else None,
-    }
+    for name, rung in built.items():
+        confirmed = set(rung.missing()) <= before if rung.ledger else None
+        before |= set(rung.missing())
+        entries.append(
+            {
+                "name": name,
+                **rung.figures(times[name]),
+                "final_loss": losses[name],
+                "ledger": rung.ledger.as_dict() or None,
+                "confirmed": confirmed,
+                "remark": {True: "confirms", False: "not on here", None: None}[confirmed],
+                "times_rung_0": times_as_fast(times[base], times[name]),
+                "times_before": times_as_fast(times[entries[-1]["name"]], times[name]) if entries else None,
+                "loss_deviation": losses[name] / losses[base] - 1.0,
+            }
+        )
+    return entries + failed
 
 
 COLUMNS = {
@@ -138,15 +124,9 @@ def main(words: list[str]) -> None:
     entries = climb(cfg, overrides)
     device = device_of(overrides)
     file = publish(cfg, overrides, device, {"rungs": entries}, entries_table(COLUMNS, entries))
-    measured = [e for e in entries if "error" not in e]
-    bars = [
-        Bar(
-            e["name"],
-            e["samples_per_s"],
-            f"{e['samples_per_s']:.0f}  x{e['times_rung_0']:.2f}" + ("" if e["confirmed"] is not False else "  not on"),
-            e["confirmed"] is False,
-        )
-        for e in measured
-    ]
-    hardware = describe_environment(device)["hardware"]
-    print(bar_chart(file.with_suffix(".png"), f"samples/s, and times rung 0; {hardware}", bars))
+    bars = []
+    for e in (e for e in entries if "error" not in e):
+        pale = e["confirmed"] is False
+        note = f"{e['samples_per_s']:.0f}  x{e['times_rung_0']:.2f}{'  not on' if pale else ''}"
+        bars.append(Bar(e["name"], e["samples_per_s"], note, pale))
+    bar_chart(file, "samples/s, and times rung 0", device, bars)

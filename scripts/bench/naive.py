@@ -7,6 +7,7 @@ in a loop over parameters; `loss.item()` after every step.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from accel.ledger import Ledger
 from data.loader import Batch, EpochOrder, InMemoryLatents
 from scripts.bench.timing import MemoryPeak
+from scripts.bench.workload import Runnable
 from training.assemble import build_loader, build_stack
 from training.config.build import build
 from training.config.compose import compose
@@ -27,20 +30,6 @@ from training.pretrained import build_model
 
 PREFETCHED = 2
 """Batches that a worker of PyTorch's DataLoader makes ahead."""
-Storage = Literal["npy", "memory", "resident"]
-
-
-class ItemsInMemory(Dataset):
-    """Single samples of tensors in host memory."""
-
-    def __init__(self, latents: Tensor, labels: Tensor) -> None:
-        self.latents, self.labels = latents, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.latents[index], self.labels[index]
 
 
 class ItemsInFiles(Dataset):
@@ -59,57 +48,46 @@ class ItemsInFiles(Dataset):
         return torch.from_numpy(np.load(self.folder / f"{index}.npy")), self.labels[index]
 
 
-class StreamOrder(torch.utils.data.Sampler[int]):
+def stream_order(count: int, seed: int) -> Iterator[int]:
     """The framework's order of samples, without end, so that both loops see the same data."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.order = EpochOrder(count, seed, torch.device("cpu"))
-
-    def __iter__(self) -> Iterator[int]:
-        epoch = 0
-        while True:
-            yield from self.order.permutation(epoch).tolist()
-            epoch += 1
+    order = EpochOrder(count, seed, torch.device("cpu"))
+    for epoch in itertools.count():
+        yield from order.permutation(epoch).tolist()
 
 
-class NaiveLoop:
-    """The loop above. `storage` says where samples lie and `item_every_step` whether the loss is read each step.
+class NaiveLoop(Runnable):
+    """The loop above. `storage` says where samples lie, a folder for one npy file each, and `item_every_step` whether
+    the loss is read each step.
 
     It is timed with torch.randn; only `final_loss` draws the framework's stateless noise, to be comparable.
     """
 
     def __init__(
         self,
-        name: str,
         overrides: list[str],
         *,
-        storage: Storage,
+        storage: Path | Literal["memory", "resident"],
         item_every_step: bool = True,
         num_workers: int = 0,
-        folder: Path | None = None,
     ) -> None:
         cfg = compose([*overrides, "runtime=eager"]).cfg
-        self.name, self.cfg, self.batch_size, self.item_every_step = name, cfg, cfg.batch_size, item_every_step
+        self.cfg, self.batch_size, self.item_every_step = cfg, cfg.batch_size, item_every_step
         self.device = pick_device(cfg.runtime.device.value)
         self.stack = build_stack(cfg, self.device)
         self.stack.on_process()
-        self.num_workers = num_workers
+        self.num_workers, self.ledger = num_workers, Ledger()
         self.source = build_loader(cfg.data, cfg.seed, cfg.batch_size, self.device)
         if not isinstance(self.source, InMemoryLatents):
             raise ValueError(f"the naive loop takes data=synthetic or data=digits, not {cfg.data['_target_']}.")
         spec = self.source.spec
-        self.items: ItemsInMemory | ItemsInFiles | None = None
+        self.items: TensorDataset | ItemsInFiles | None = None
         if storage != "resident":
-            whole = self.source.train.rows(torch.arange(self.source.spec.count, device=self.device))
-            latents = self.source.normalise(whole.floating()).cpu()
-            labels = whole.labels.cpu()
-            del self.source  # nothing of the set is on the device
-            assert storage == "memory" or folder is not None
-            self.items = ItemsInMemory(latents, labels)
-            if storage == "npy" and folder is not None:
-                self.items = ItemsInFiles(latents, labels, folder)
+            train = self.source.train
+            latents, labels = self.source.normalise(train.floating()).cpu(), train.labels.cpu()
+            del self.source, train  # nothing of the set is on the device
+            in_files = isinstance(storage, Path)
+            self.items = ItemsInFiles(latents, labels, storage) if in_files else TensorDataset(latents, labels)
         memory = MemoryPeak(self.device)
-        memory.start()
         torch.manual_seed(cfg.seed)
         self.model = build_model(cfg.model, spec, self.device)
         self.objective = build(cfg.objective, "objective")
@@ -135,13 +113,13 @@ class NaiveLoop:
         if self.items is None:
             self.source.load_state_dict({"samples_seen": 0})
             return ((batch.latents, batch.labels) for batch in self.source)
-        order = StreamOrder(len(self.items), self.cfg.seed)
+        order = stream_order(len(self.items), self.cfg.seed)
         loader = DataLoader(self.items, self.batch_size, sampler=order, num_workers=self.num_workers)
         return ((latents.to(self.device), labels.to(self.device)) for latents, labels in loader)
 
     def prepare(self) -> None:
         """Flags; and the batches that workers have prefetched while something else ran are used up."""
-        self.stack.on_process()
+        super().prepare()
         if self.items is not None:
             for _ in range(PREFETCHED * self.num_workers):
                 next(self.batches)
@@ -174,18 +152,3 @@ class NaiveLoop:
         labels = torch.where(drop, self.model.num_classes, labels)
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         return torch.nn.functional.mse_loss(self.model(x, t, labels), noise - latents)
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.one_step()
-
-    def final_loss(self, steps: int) -> float:
-        self.stack.on_process()
-        losses = [self.one_step(comparable=True) for _ in range(steps)]
-        return torch.stack(losses[len(losses) // 2 :]).mean().item()
-
-    def missing(self) -> list[str]:
-        return []
-
-    def mfu(self, step_seconds: float) -> None:
-        """Products in fp32 have no meaningful share of a 16-bit peak."""

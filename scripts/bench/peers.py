@@ -8,38 +8,29 @@ both directions, since leaving one out would cost it another pass.
 from __future__ import annotations
 
 import importlib
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Peer(NamedTuple):
-    """A package's way to one of our operators."""
-
-    package: str
-    module: str
-    operator: str
-    build: Callable[[Any], Callable[..., Any]]
-    """From the imported module to a function of our operator's inputs."""
+from accel.technique import first_line
 
 
 def add_norm_by_layer_norm_fn(module: Any) -> Callable[..., Any]:
-    return with_gate_and_modulation(
-        lambda x, residual, weight: module.layer_norm_fn(
-            x, weight, None, residual=residual, eps=1e-6, prenorm=True, residual_in_fp32=True, is_rms_norm=True
-        )
-    )
+    return with_gate_and_modulation(partial(by_keywords, module.layer_norm_fn, is_rms_norm=True))
 
 
 def add_norm_by_rms_norm(module: Any) -> Callable[..., Any]:
-    return with_gate_and_modulation(
-        lambda x, residual, weight: module.rms_norm(
-            x, weight, None, residual=residual, eps=1e-6, prenorm=True, residual_in_fp32=True
-        )
-    )
+    return with_gate_and_modulation(partial(by_keywords, module.rms_norm))
+
+
+def by_keywords(function: Callable[..., Any], x: Tensor, residual: Tensor, weight: Tensor, **more: bool) -> Any:
+    """mamba-ssm and fla call the same arguments the same."""
+    return function(x, weight, None, residual=residual, eps=1e-6, prenorm=True, residual_in_fp32=True, **more)
 
 
 def add_norm_by_liger(module: Any) -> Callable[..., Any]:
@@ -66,8 +57,7 @@ def flipped_pair(scan: Callable[..., Tensor]) -> Callable[..., Any]:
     ) -> tuple[Tensor]:
         A = -A_log.exp()
         ahead = scan(x, dt[:, :, 0], dt_bias[0], A[0], B_in[:, :, 0], C_out[:, :, 0], D)
-        turned = (t.flip(1) for t in (x, dt[:, :, 1], B_in[:, :, 1], C_out[:, :, 1]))
-        x_turned, dt_turned, B_turned, C_turned = turned
+        x_turned, dt_turned, B_turned, C_turned = (t.flip(1) for t in (x, dt[:, :, 1], B_in[:, :, 1], C_out[:, :, 1]))
         behind = scan(x_turned, dt_turned, dt_bias[1], A[1], B_turned, C_turned, None)
         return (ahead + behind.flip(1),)
 
@@ -75,14 +65,11 @@ def flipped_pair(scan: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def ssd_by_mamba(module: Any) -> Callable[..., Any]:
-    def scan(
-        x: Tensor, dt: Tensor, dt_bias: Tensor, A: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor | None
-    ) -> Tensor:
-        return module.mamba_chunk_scan_combined(
+    return flipped_pair(
+        lambda x, dt, dt_bias, A, B_in, C_out, D: module.mamba_chunk_scan_combined(
             x, dt, A, B_in.unsqueeze(2), C_out.unsqueeze(2), 256, D=D, dt_bias=dt_bias, dt_softplus=True
         )
-
-    return flipped_pair(scan)
+    )
 
 
 def ssd_by_simple_gla(module: Any) -> Callable[..., Any]:
@@ -98,6 +85,16 @@ def ssd_by_simple_gla(module: Any) -> Callable[..., Any]:
     return flipped_pair(scan)
 
 
+class Peer(NamedTuple):
+    """A package's way to one of our operators."""
+
+    package: str
+    module: str
+    operator: str
+    build: Callable[[Any], Callable[..., Any]]
+    """From the imported module to a function of our operator's inputs."""
+
+
 PEERS = (
     Peer("mamba-ssm", "mamba_ssm.ops.triton.layer_norm", "add_norm", add_norm_by_layer_norm_fn),
     Peer("fla", "fla.modules.layernorm", "add_norm", add_norm_by_rms_norm),
@@ -109,13 +106,11 @@ PEERS = (
 
 def found() -> tuple[dict[str, dict[str, Callable[..., Any]]], dict[str, str]]:
     """Operator -> package -> function, for what can be imported; and why the rest cannot."""
-    functions: dict[str, dict[str, Callable[..., Any]]] = {}
+    functions: dict[str, dict[str, Callable[..., Any]]] = defaultdict(dict)
     absent = {}
-    for peer in PEERS:
+    for package, module, operator, build in PEERS:
         try:
-            module = importlib.import_module(peer.module)
+            functions[operator][package] = build(importlib.import_module(module))
         except Exception as error:  # a package may fail to import in ways of its own
-            absent[f"{peer.operator} of {peer.package}"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            continue
-        functions.setdefault(peer.operator, {})[peer.package] = peer.build(module)
-    return functions, absent
+            absent[f"{operator} of {package}"] = f"{type(error).__name__}: {first_line(error)}"
+    return dict(functions), absent

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,19 +46,13 @@ class Bench(NamedTuple):
     device: torch.device
 
     def workload(self, *words: str) -> Workload:
-        return Workload(" ".join(words), [*self.overrides, *words])
+        return Workload([*self.overrides, *words])
 
-    def in_turn(
-        self,
-        one: Callable[[], object],
-        other: Callable[[], object],
-        count: int,
-        prepare: Callable[[str], object] = lambda name: None,
-    ) -> Pair:
+    def in_turn(self, one: Callable[[], object], other: Callable[[], object], count: int, **how: Any) -> Pair:
         """Milliseconds of one of the `count` equal pieces that a run consists of; both runs are warmed up first."""
         one()
         other()
-        taken = interleaved({"one": one, "other": other}, self.cfg.repeats, self.device, prepare)
+        taken = interleaved({"one": one, "other": other}, self.cfg.repeats, self.device, **how)
         return Pair(*([1e3 * s / count for s in values] for values in taken.values()))
 
 
@@ -93,14 +88,14 @@ def step_and(extra_for: Callable[[Workload], Callable[[torch.Tensor], object]]) 
 def resident_over_dataloader(bench: Bench) -> Pair:
     """A batch from the newcomer's DataLoader of samples in memory, and by indexing on the device."""
     workers = 4 if bench.device.type == "cuda" else 0
-    naive = NaiveLoop("items", bench.overrides, storage="memory", num_workers=workers)
+    naive = NaiveLoop(bench.overrides, storage="memory", num_workers=workers)
     loader = bench.workload("runtime=eager").loader
 
     def read(batches: Iterator[object]) -> None:
         for _ in range(20):
             next(batches)
 
-    return bench.in_turn(lambda: read(naive.batches), lambda: read(loader), 20, lambda name: naive.prepare())
+    return bench.in_turn(lambda: read(naive.batches), lambda: read(loader), 20, prepare=lambda name: naive.prepare())
 
 
 def product_rates(bench: Bench) -> Pair:
@@ -160,8 +155,7 @@ def changing_shapes(bench: Bench, one: tuple[str, bool], other: tuple[str, bool]
                 workload.loader.batch_size = size  # pyright: ignore[reportAttributeAccessIssue]
                 workload.one_step()
 
-    taken = interleaved({"one": lambda: run(*one), "other": lambda: run(*other)}, 1, bench.device)
-    return Pair(*([1e3 * s for s in values] for values in taken.values()))
+    return Pair(*([1e3 * seconds(partial(run, *way), bench.device)] for way in (one, other)))
 
 
 def strided_call(device: torch.device, wrong: bool) -> Callable[[], None]:

@@ -27,10 +27,8 @@ def publish(cfg: BenchConfig, overrides: list[str], device: torch.device, found:
     keys = asdict(cfg)
     path = Path(keys.pop("out")).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    environment: dict[str, Any] = describe_environment(device) | {
-        "device": device.type,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    environment = describe_environment(device)
+    environment |= {"device": device.type, "date": time.strftime("%Y-%m-%d")}
     content = {"environment": environment} | keys | {"overrides": overrides} | found
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch", "triton"))
@@ -112,14 +110,14 @@ class Bar(NamedTuple):
     pale: bool = False
 
 
-def bar_chart(file: Path, title: str, bars: Sequence[Bar]) -> Path:
-    """Horizontal bars as a PNG."""
+def bar_chart(results: Path, title: str, device: torch.device, bars: Sequence[Bar]) -> None:
+    """Draws horizontal bars as a PNG beside the results, and prints where; the title names the hardware too."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, line, left, width = ImageFont.load_default(20), 34, 430, 1400
     image = Image.new("RGB", (width, line * (len(bars) + 2)), "white")
     draw = ImageDraw.Draw(image)
-    draw.text((16, 14), title, fill="black", font=font)
+    draw.text((16, 14), f"{title}; {describe_environment(device)['hardware']}", fill="black", font=font)
     longest = max(bar.length for bar in bars)
     notes = max(draw.textlength(bar.note, font=font) for bar in bars) + 24
     for i, (label, length, note, pale) in enumerate(bars):
@@ -128,5 +126,5 @@ def bar_chart(file: Path, title: str, bars: Sequence[Bar]) -> Path:
         draw.text((left - 12 - draw.textlength(label, font=font), top), label, fill="black", font=font)
         draw.rectangle((left, top + 2, max(end, left + 2), top + line - 10), fill="#c4d3e0" if pale else "#3b76af")
         draw.text((end + 10, top), note, fill="black", font=font)
-    image.save(file)
-    return file
+    image.save(results.with_suffix(".png"))
+    print(results.with_suffix(".png"))

@@ -23,8 +23,6 @@ from training.assemble import identity
 from training.checkpoint.find import complete
 from training.checkpoint.save import Checkpoints
 
-WAYS = {"no save": None, "background": True, "foreground": False}
-
 
 def one_round(
     workload: Workload, checkpoints: Checkpoints | None, described: dict[str, Any], steps: int
@@ -45,13 +43,14 @@ def one_round(
 
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "saves", words, __doc__ or "")
-    workload = Workload("step", overrides)
+    workload = Workload(overrides)
     described = identity(workload.composed, workload.loader.spec, workload.ledger)
     parent = Path(tempfile.mkdtemp(prefix="saves-", dir="."))
     try:
-        ways = {
-            name: None if background is None else Checkpoints(parent / name, in_background=background)
-            for name, background in WAYS.items()
+        ways: dict[str, Checkpoints | None] = {
+            "no save": None,
+            "background": Checkpoints(parent / "background", in_background=True),
+            "foreground": Checkpoints(parent / "foreground"),
         }
         rounds: dict[str, list[list[float]]] = {name: [] for name in ways}
         for number in range(cfg.repeats + 1):

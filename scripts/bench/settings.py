@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,20 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 LATENTS = ["data=synthetic", "data.channels=4", "data.height=32", "data.width=32", "data.count=50000"]
+TINY_MODEL = ["model=ssd_mlp_xs", "model.dim=64", "model.depth=2", "model.head_dim=32"]
+TINY_LATENTS = ["data=synthetic", "data.channels=4", "data.height=8", "data.width=8", "data.count=256"]
 SETTINGS = {
-    "tiny": [
-        "model=ssd_mlp_xs",
-        "model.dim=64",
-        "model.depth=2",
-        "model.head_dim=32",
-        "data=synthetic",
-        "data.channels=4",
-        "data.height=8",
-        "data.width=8",
-        "data.count=256",
-        "data.num_classes=10",
-        "batch_size=16",
-    ],
+    "tiny": [*TINY_MODEL, *TINY_LATENTS, "data.num_classes=10", "batch_size=16"],
     "s256": ["model=ssd_mlp_s", *LATENTS, "batch_size=256"],
     "s32": ["model=ssd_mlp_s", *LATENTS, "batch_size=32"],
     "b256": ["model=ssd_mlp_b", *LATENTS, "batch_size=256"],
@@ -52,7 +41,15 @@ class BenchConfig:
     """The JSON file; null: bench/<command>_<setting>.json."""
 
 
+Keys = TypeVar("Keys")
 Config = TypeVar("Config", bound=BenchConfig)
+
+
+def own_and_others(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
+    """Reads the words that set a key of `schema`, and returns the others, which are overrides of the training's."""
+    own = {f.name for f in fields(schema)}  # pyright: ignore[reportArgumentType]
+    others = [word for word in words if "=" in word and word.partition("=")[0] not in own]
+    return from_words(schema, [word for word in words if word not in others], help_text), others
 
 
 def parse(schema: type[Config], command: str, words: list[str], help_text: str) -> tuple[Config, list[str]]:
@@ -60,13 +57,10 @@ def parse(schema: type[Config], command: str, words: list[str], help_text: str) 
 
     A group that the words choose (data=digits) replaces what the setting says of it.
     """
-    if any(word in ("-h", "--help") for word in words):
-        from_words(schema, ["--help"], help_text)
-        sys.exit(0)
-    own = {f.name for f in fields(schema)}
-    mine = [word for word in words if word.partition("=")[0] in own or "=" not in word]
-    cfg = from_words(schema, mine, help_text)
-    setting = cfg.setting or default_setting()
+    import torch
+
+    cfg, theirs = own_and_others(schema, words, help_text)
+    setting = cfg.setting or ("s256" if torch.cuda.is_available() else "tiny")
     if setting not in SETTINGS:
         raise ValueError(f"setting={setting}: there is no such setting; choose one of {', '.join(SETTINGS)}.")
     for key in ("steps", "repeats", "loss_steps"):
@@ -81,7 +75,6 @@ def parse(schema: type[Config], command: str, words: list[str], help_text: str) 
         loss_steps=cfg.loss_steps or steps,
         out=cfg.out or f"bench/{command}_{setting}.json",
     )
-    theirs = [word for word in words if word not in mine]
     chosen = tuple(f"{word.partition('=')[0]}{mark}" for word in theirs if "." not in word for mark in ("=", "."))
     kept = [word for word in SETTINGS[setting] if not word.startswith(chosen)]  # model=… brings its own model.dim
     return cfg, [*kept, *CONSTANT, *theirs]
@@ -92,9 +85,3 @@ def device_of(overrides: list[str]) -> torch.device:
     from training.environment import pick_device
 
     return pick_device(compose(overrides).cfg.runtime.device.value)
-
-
-def default_setting() -> str:
-    import torch
-
-    return "s256" if torch.cuda.is_available() else "tiny"

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import DeviceType
 
 from accel.evidence import profiler_activities
-from scripts.bench.report import publish, table
+from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import Workload, time_steps
@@ -60,7 +60,7 @@ def phases_of(workload: Workload, steps: int) -> tuple[dict[str, float], dict[st
     meter.restart()
     clock.mark("start")
     for _ in range(steps):
-        batches = [next(workload.loader) for _ in range(workload.cfg.accumulation_steps)]
+        batches = workload.training.next_batches()
         clock.mark("data")
         workload.step.schedule(workload.state.samples)
         output = workload.step(batches)
@@ -136,56 +136,46 @@ def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], c
     """
 
     def propose(*words: str) -> list[str]:
-        return [word for word in words if word in left or not word.startswith("runtime.")]
+        return [f"runtime.{word}" for word in words if f"runtime.{word}" in left]
 
     if data_ms > 0.1 * step_ms:
         reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
         return Verdict("data-bound", reason, ["data=resident", "data.num_workers (streamed data)"])
     if cuda and done.busy < 0.8 * step_ms:
         reason = f"the GPU works for {done.busy:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
-        keys = propose("runtime.cuda_graph=true", "runtime.compile=true", "a larger batch_size")
-        return Verdict("launch-bound", reason, keys)
+        return Verdict("launch-bound", reason, [*propose("cuda_graph=true", "compile=true"), "a larger batch_size"])
     share = done.products / done.busy if done.busy else 0.0
     reason = f"{share:.0%} of the busy time goes into products"
     if share >= 0.5:
-        keys = propose("runtime.precision=bf16", "runtime.tf32=true")
+        keys = propose("precision=bf16", "tf32=true")
         return Verdict("compute-bound", reason, keys or ["a smaller model, or a faster device"])
-    keys = propose(
-        "runtime.fused_add_norm=true",
-        "runtime.fused_scan=true",
-        "runtime.fused_conv=true",
-        "runtime.compile=true",
-        "runtime.fused_adamw=true",
-        "runtime.precision=bf16",
-    )
+    fused = ("fused_add_norm=true", "fused_scan=true", "fused_conv=true", "compile=true", "fused_adamw=true")
+    keys = propose(*fused, "precision=bf16")
     return Verdict("bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"])
 
 
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "step", words, __doc__ or "")
-    workload = Workload("step", overrides)
+    workload = Workload(overrides)
     print(workload.ledger.table(), flush=True)
-    spread = Spread.of(time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"])
+    step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
+    spread = Spread.of(step_ms)
     device, host = phases_of(workload, cfg.steps)
     done = work_of(workload)
     active = {row.key: row.active for row in workload.ledger}
     left = {c.word for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value}
     found = verdict(spread.median, device["data"], done, left, workload.device.type == "cuda")
-    rows: list[tuple[object, ...]] = [("phase", "ms", "naive host timer, ms")]
     shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
-    rows += [(phase, f"{device[phase]:.3f}", f"{host[phase]:.3f}") for phase in shown]
-    rows.append(("step, phases unmarked", f"{spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})", None))
+    phases = [{"name": p, "device_ms": device[p], "host_ms": host[p]} for p in shown]
+    columns = {"ms": "{device_ms:.3f}", "naive host timer, ms": "{host_ms:.3f}"}
+    whole = f"step, phases unmarked: {spread.median:.3f} ms ({spread.low:.3f}–{spread.high:.3f})"
     judgement = f"{found.bound}: {found.reason}.\nTry next: {', '.join(found.keys)}"
     content = {
-        **spread.as_json("step_ms"),
-        "samples_per_s": 1e3 * workload.batch_size / spread.median,
-        "mfu": workload.mfu(spread.median / 1e3),
-        "memory_reserved_peak": workload.memory_peak,
-        "warm_up_s": workload.warm_up_seconds,
-        "phases": [{"name": p, "device_ms": device[p], "host_ms": host[p]} for p in shown],
+        **workload.figures(step_ms),
+        "phases": phases,
         "busy_ms": done.busy,
         "products_ms": done.products,
         "verdict": found._asdict(),
         "ledger": workload.ledger.as_dict(),
     }
-    publish(cfg, overrides, workload.device, content, f"{table(rows)}\n", judgement)
+    publish(cfg, overrides, workload.device, content, f"{entries_table(columns, phases)}\n{whole}\n", judgement)

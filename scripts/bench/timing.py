@@ -79,13 +79,10 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class MemoryPeak:
-    """Bytes that the allocator reserved at most since `start`, beyond what was reserved then; None without a GPU."""
+    """Bytes that the allocator reserved at most since this was built, beyond those then; None without a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.before = 0
-
-    def start(self) -> None:
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
@@ -102,9 +99,8 @@ def rates(device: torch.device) -> dict[str, float]:
 
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
-    can = {c.value for c in capabilities(device) if c.key == "precision" and c.reason is None}
-    kinds = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if "bf16" in can else {})
-    kinds |= {"fp16": torch.float16} if "fp16" in can else {}
+    kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    here = {c.key if c.value is True else c.value for c in capabilities(device) if c.reason is None} | {"fp32"}
     found: dict[str, float] = {}
 
     def median(run: Callable[[], object]) -> float:
@@ -112,14 +108,10 @@ def rates(device: torch.device) -> dict[str, float]:
         return Spread.of([seconds(run, device) for _ in range(10)]).median
 
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    for name, dtype in kinds.items():
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    for name in (name for name in kinds if name in here):
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        a, b = (torch.randn(n, n, device=device, dtype=kinds[name]) for _ in range(2))
         found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
-        if name == "fp32" and cuda:
-            torch.set_float32_matmul_precision("high")
-            found["tf32_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
-            torch.set_float32_matmul_precision("highest")
     torch.set_float32_matmul_precision(before)
     source = torch.randn(2**28 if cuda else 2**24, device=device)
     target = torch.empty_like(source)

@@ -19,7 +19,7 @@ from scripts.bench.workload import Workload
 
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "trace", words, __doc__ or "")
-    workload = Workload("trace", overrides)
+    workload = Workload(overrides)
     with torch.profiler.profile(activities=profiler_activities(), record_shapes=True, acc_events=True) as profiler:
         workload.run(cfg.steps)
         synchronise(workload.device)

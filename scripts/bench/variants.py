@@ -33,7 +33,7 @@ from accel.stack import TECHNIQUES
 from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, device_of, parse
 from scripts.bench.timing import Spread, times_as_fast
-from scripts.bench.workload import Workload, attempt, time_steps
+from scripts.bench.workload import Workload, attempt, second_half, time_steps
 from scripts.capabilities import override
 from training.config.compose import CONF, compose
 from training.evaluate import evaluate
@@ -44,6 +44,8 @@ BASELINES = {"residual_in_fp32": ["runtime.precision=bf16", "runtime.residual_in
 """Technique -> how its baseline differs from eager, where the residual is fp32 already and no block has 16 bits."""
 ATTENTION = "dit"
 PRECISIONS = ("fp32", "bf16", "fp16")
+Trained = tuple[Workload, dict[str, Any]]
+"""A workload after the steps that its losses are measured in, and the figures of these."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,6 @@ class Variant(NamedTuple):
     """What else its entry says of it."""
 
 
-class Trained(NamedTuple):
-    """A workload after the steps that its losses are measured in."""
-
-    workload: Workload
-    figures: dict[str, Any]
-
-
 def compare(variants: Iterable[Variant], cfg: BenchConfig, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """An entry for each variant: both are trained from the same seed on the same samples, then timed in turn.
 
@@ -101,17 +96,17 @@ def compare(variants: Iterable[Variant], cfg: BenchConfig, held_out: bool = Fals
 
 def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
     """Builds a workload and trains `steps` steps; the loss is the mean of their second half."""
-    workload = Workload("variant", overrides)
+    workload = Workload(overrides)
     workload.prepare()
     outputs = [workload.training.take_step() for _ in range(steps)]
     figures: dict[str, Any] = {
-        "final_loss": torch.stack([output.loss for output in outputs[steps // 2 :]]).mean().item(),
+        "final_loss": second_half([output.loss for output in outputs]),
         "skipped": sum(int(output.skipped) for output in outputs),
         "backed_off": sum(int(output.backed_off) for output in outputs),
     }
     if held_out:
         figures["eval_loss"] = evaluate(workload.training).get("eval_loss")
-    return Trained(workload, figures)
+    return workload, figures
 
 
 def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_out: bool) -> dict[str, Any]:
@@ -122,24 +117,19 @@ def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_o
     made = baseline if itself else attempt(lambda: trained(variant.overrides, cfg.loss_steps, held_out))
     if isinstance(made, str):
         return {"reason": made}
-    workload, other = made.workload, baseline.workload
+    (workload, figures), (other, other_figures) = made, baseline
     pair = {"own": workload} if itself else {"base": other, "own": workload}
     times = time_steps(pair, cfg.steps, cfg.repeats)
     own, base = times["own"], times.get("base", times["own"])
-    spread = Spread.of(own)
     return {
         **Spread.of(base).as_json("baseline_step_ms"),
-        **spread.as_json("step_ms"),
+        **workload.figures(own),
         "speed": times_as_fast(base, own),
-        "samples_per_s": 1e3 * workload.batch_size / spread.median,
-        "mfu": workload.mfu(spread.median / 1e3),
         "parameters": sum(p.numel() for p in workload.model.parameters()),
         "tokens": workload.model.tokens,
-        "memory_reserved_peak": workload.memory_peak,
         "baseline_memory_reserved_peak": other.memory_peak,
-        **made.figures,
-        "loss_deviation": made.figures["final_loss"] / baseline.figures["final_loss"] - 1.0,
-        "not_on": workload.missing(),
+        **figures,
+        "loss_deviation": figures["final_loss"] / other_figures["final_loss"] - 1.0,
         "baseline_not_on": other.missing(),
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},

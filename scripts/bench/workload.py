@@ -3,87 +3,103 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from accel.ledger import Ledger
+from accel.stack import AccelerationStack
 from accel.technique import first_line
-from scripts.bench.timing import MemoryPeak, interleaved
+from scripts.bench.timing import MemoryPeak, Spread, interleaved
 from training.assemble import assemble
 from training.config.compose import compose
 from training.environment import pick_device
 
 
-class Runnable(Protocol):
-    """What the benchmarks time and compare."""
+class Runnable:
+    """What the benchmarks time and compare: a training loop that takes one step at a time."""
 
-    name: str
     device: torch.device
     batch_size: int
+    stack: AccelerationStack
     warm_up_seconds: float
+    memory_peak: int | None
+    ledger: Ledger
+    """Of the techniques that it was asked for."""
 
     def prepare(self) -> None:
         """Sets the process-wide flags of this one and does what must not be timed; call it before `run`."""
-        ...
+        self.stack.on_process()
+
+    def one_step(self, comparable: bool = False) -> torch.Tensor:
+        """Takes a step and returns its loss; a `comparable` one draws the framework's stateless noise."""
+        raise NotImplementedError
 
     def run(self, steps: int) -> None:
         """Takes `steps` steps; may return before the device has finished."""
-        ...
-
-    def final_loss(self, steps: int) -> float:
-        """Takes `steps` steps with the stateless noise and returns the mean loss of their second half."""
-        ...
-
-
-class Workload:
-    """The framework's own training step under `overrides`; built, warmed up and observed.
-
-    `warm_up_seconds` are those of a first start where it is built inside `fresh_compiler()`.
-    """
-
-    def __init__(self, name: str, overrides: list[str]) -> None:
-        composed = compose([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
-        cfg = composed.cfg
-        self.composed = composed
-        self.name, self.overrides, self.cfg = name, composed.overrides, cfg
-        self.device = pick_device(cfg.runtime.device.value)
-        self.batch_size = cfg.batch_size
-        memory = MemoryPeak(self.device)
-        memory.start()
-        torch.manual_seed(cfg.seed)
-        self.training = assemble(cfg, self.device)
-        self.loader, self.model, self.stack = self.training.loader, self.training.model, self.training.stack
-        self.state, self.step = self.training.state, self.training.step
-        began = time.perf_counter()
-        self.ledger: Ledger = self.training.warm_up()
-        self.warm_up_seconds = time.perf_counter() - began
-        self.memory_peak = memory.read()
-
-    def prepare(self) -> None:
-        self.stack.on_process()
-
-    def one_step(self) -> torch.Tensor:
-        return self.training.take_step().loss
-
-    def run(self, steps: int) -> None:
         for _ in range(steps):
             self.one_step()
 
     def final_loss(self, steps: int) -> float:
-        self.prepare()
-        losses = [self.one_step() for _ in range(steps)]
-        return torch.stack(losses[len(losses) // 2 :]).mean().item()
+        """Takes `steps` comparable steps and returns the mean loss of their second half."""
+        self.stack.on_process()
+        return second_half([self.one_step(comparable=True) for _ in range(steps)])
 
     def missing(self) -> list[str]:
         """Techniques that were asked for and are not on."""
         return [row.key for row in self.ledger if row.missing]
 
     def mfu(self, step_seconds: float) -> float | None:
+        """The share of the device's 16-bit peak that a step of this length uses; None where products are in fp32."""
+
+    def figures(self, step_ms: Sequence[float]) -> dict[str, Any]:
+        """What a result says of this one, whose steps took `step_ms`."""
+        spread = Spread.of(step_ms)
+        return {
+            **spread.as_json("step_ms"),
+            "samples_per_s": 1e3 * self.batch_size / spread.median,
+            "mfu": self.mfu(spread.median / 1e3),
+            "memory_reserved_peak": self.memory_peak,
+            "warm_up_s": self.warm_up_seconds,
+            "not_on": self.missing(),
+        }
+
+
+class Workload(Runnable):
+    """The framework's own training step under `overrides`; built, warmed up and observed.
+
+    `warm_up_seconds` are those of a first start where it is built inside `fresh_compiler()`.
+    """
+
+    def __init__(self, overrides: list[str]) -> None:
+        composed = compose([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
+        cfg = composed.cfg
+        self.composed, self.cfg = composed, cfg
+        self.device = pick_device(cfg.runtime.device.value)
+        self.batch_size = cfg.batch_size
+        memory = MemoryPeak(self.device)
+        torch.manual_seed(cfg.seed)
+        self.training = assemble(cfg, self.device)
+        self.loader, self.model, self.stack = self.training.loader, self.training.model, self.training.stack
+        self.state, self.step = self.training.state, self.training.step
+        began = time.perf_counter()
+        self.ledger = self.training.warm_up()
+        self.warm_up_seconds = time.perf_counter() - began
+        self.memory_peak = memory.read()
+
+    def one_step(self, comparable: bool = True) -> torch.Tensor:
+        return self.training.take_step().loss
+
+    def mfu(self, step_seconds: float) -> float | None:
         meter = self.state.meter
         return self.batch_size * meter.train_flops / step_seconds / meter.peak if meter.peak else None
+
+
+def second_half(losses: list[torch.Tensor]) -> float:
+    """The mean over the later half of the losses of a stretch."""
+    return torch.stack(losses[len(losses) // 2 :]).mean().item()
 
 
 def attempt(make: Callable[[], Any], errors: type[Exception] = torch.OutOfMemoryError) -> Any:
