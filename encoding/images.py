@@ -84,16 +84,22 @@ def list_class_folder(path: Path) -> ImageList:
     return ImageList(entries, classes)
 
 
+def sample_key(name: str) -> tuple[str, str]:
+    """Splits the name of a tar's member as WebDataset does: the sample's key ends at the first dot of the file name."""
+    folder, _, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return f"{folder}/{stem}".lstrip("/"), extension
+
+
 def list_tars(tars: list[Path]) -> ImageList:
     """Lists the images of WebDataset tars: a key is a name up to its first dot, a label the integer in `<key>.cls`."""
-    entries, labels_seen = [], set()
+    entries = []
     for file in tars:
         with tarfile.open(file, "r:") as tar:  # uncompressed, because images are read by their offset
             members: dict[str, dict[str, tarfile.TarInfo]] = {}
             for member in filter(tarfile.TarInfo.isreg, tar):  # no links, no devices
-                folder, _, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                parts = members.setdefault(f"{folder}/{stem}", {})
+                key, extension = sample_key(member.name)
+                parts = members.setdefault(key, {})
                 if f".{extension.lower()}" in parts:
                     raise ValueError(
                         f"{file}: {member.name} is there twice; every sample of a tar needs a key of its own."
@@ -104,20 +110,17 @@ def list_tars(tars: list[Path]) -> ImageList:
                 if not images:
                     continue
                 if len(images) > 1:
-                    raise ValueError(f"{file}: {key.lstrip('/')} has {len(images)} images; give each a key of its own.")
+                    raise ValueError(f"{file}: {key} has {len(images)} images; give each a key of its own.")
                 image = images[0]
                 if ".cls" not in parts:
-                    raise ValueError(
-                        f"{file}: {image.name} has no label; a member named {key.lstrip('/')}.cls must hold it."
-                    )
+                    raise ValueError(f"{file}: {image.name} has no label; a member named {key}.cls must hold it.")
                 text = tar.extractfile(parts[".cls"]).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
                 if not text.isdecimal():
                     raise ValueError(f"{file}: {parts['.cls'].name} must hold a class index, not {text!r}.")
-                labels_seen.add(int(text))
                 entries.append(
                     ImageEntry(f"{file.name}:{image.name}", int(text), str(file), image.offset_data, image.size)
                 )
-    return ImageList(entries, [str(i) for i in range(max(labels_seen, default=-1) + 1)])
+    return ImageList(entries, [str(i) for i in range(max((e.label for e in entries), default=-1) + 1)])
 
 
 def list_rows(path: Path) -> ImageList:
@@ -165,18 +168,16 @@ def read_image(entry: ImageEntry) -> bytes:
         return stream.read(entry.size)
 
 
-def read_again(entry: ImageEntry, attempts: int = 4) -> bytes:
+def read_again(entry: ImageEntry) -> bytes:
     """Reads the encoded image, with pauses between attempts, for the network may come back. OSError in the end."""
-    for attempt in range(attempts):
+    for pause in (0.1, 0.4, 1.6):
         try:
             return read_image(entry)
         except FileNotFoundError:
             raise
         except OSError:
-            if attempt + 1 == attempts:
-                raise
-            time.sleep(0.1 * 4**attempt)
-    raise AssertionError
+            time.sleep(pause)
+    return read_image(entry)
 
 
 def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
