@@ -123,9 +123,8 @@ class ShardEncoder:
     def encode_shard(
         self, name: str, split: str, remaining: int, batches: Iterator[tuple[list[int], Decoded]], progress: Progress
     ) -> None:
-        writer = ShardWriter(self.out / name, split, self.cfg.block_size)
         sums, skipped = ChannelSums(), []
-        try:
+        with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
             while remaining:
                 with self.timed("decode"):
                     numbers, decoded = next(batches)
@@ -148,9 +147,6 @@ class ShardEncoder:
             with self.timed("write"):
                 sidecar = {"shard": asdict(writer.close()), "skipped": skipped, "sums": sums.as_dict()}
                 write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
-        except BaseException:
-            writer.discard()
-            raise
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

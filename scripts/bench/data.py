@@ -27,7 +27,9 @@ from data.manifest import Manifest
 from data.resident import ResidentLatents
 from data.shards import ShardWriter
 from data.streamed import StreamedLatents
-from encoding.statistics import ChannelSums, channel_statistics
+from encoding.job import facts
+from encoding.statistics import ChannelSums
+from models.autoencoders import PixelAutoencoder
 from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise
@@ -108,32 +110,21 @@ def write_files(folder: Path, count: int, batch_size: int, side: int, shard_size
             for i in range(len(latents)):
                 tar.write({"__key__": f"{start + i:08d}", "npy": latents[i].numpy(), "cls": int(labels[i])})
     array.flush()
-    mean, std = channel_statistics([{"shard": {"split": "train"}, "sums": sums.as_dict()}])
-    described: dict[str, Any] = {
-        "channels": 4,
-        "height": side,
-        "width": side,
-        "class_names": [str(i) for i in range(1000)],
-        "kind": "sample",
-        "dtype": "float16",
-        "flips": False,
-        "mean": mean,
-        "std": std,
-        "encoder": {"_target_": "models.autoencoders.PixelAutoencoder"},
-        "count": count,
-        "held_out": 0,
-        "skipped": [],
-        "source": "random numbers",
-        "seed": 0,
-        "versions": {},
-        "shards": shards,
-        "input_range": [-1.0, 1.0],
-    }
-    for name in ("encoder_class", "encoder_sha256", "scaling_factor", "shift_factor", "resolution", "psnr_db"):
-        described[name] = None
-    for name in ("resize", "precision", "source_sha256"):
-        described[name] = "none"
-    Manifest(**described).write(files.ours)
+    manifest = Manifest(
+        **facts(PixelAutoencoder(), {"_target_": "models.autoencoders.PixelAutoencoder"}, shards, [sums.as_dict()]),
+        height=side,
+        width=side,
+        class_names=[str(i) for i in range(1000)],
+        kind="sample",
+        dtype="float16",
+        flips=False,
+        resize="none",
+        precision="none",
+        source="random numbers",
+        source_sha256="none",
+        seed=0,
+    )
+    manifest.write(files.ours)
     return files
 
 
