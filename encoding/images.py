@@ -204,9 +204,10 @@ def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
 
 
 class DecodedImages(Dataset):
-    """Decodes images to items `(entry, pixels)`.
+    """Decodes images to 8-bit tensors.
 
-    An item is `(entry, the reason)` if Pillow cannot decode the image, `(entry, the OSError)` if no attempt read it.
+    An item is text, name and reason, if Pillow cannot decode the image, and an OSError that says both if no attempt
+    read it.
     """
 
     def __init__(self, entries: list[ImageEntry], side: int) -> None:
@@ -215,16 +216,16 @@ class DecodedImages(Dataset):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, index: int) -> tuple[ImageEntry, Any]:
+    def __getitem__(self, index: int) -> Tensor | str | OSError:
         entry = self.entries[index]
         try:
             content = read_again(entry)
         except OSError as error:
-            return entry, error
+            return OSError(f"{entry.key}: {error}")
         try:
-            return entry, decode_image(content, self.side)
+            return decode_image(content, self.side)
         except Exception as error:  # Pillow raises many kinds for damaged files; the caller lists them
-            return entry, f"{type(error).__name__}: {error}"
+            return f"{entry.key}: {type(error).__name__}: {error}"
 
 
 class Decoded(NamedTuple):
@@ -232,7 +233,6 @@ class Decoded(NamedTuple):
 
     pixels: Tensor
     """8 bits, (n, 3, S, S)."""
-    entries: list[ImageEntry]
     places: list[int]
     """Index of each of these n images in the batch."""
     reasons: list[str]
@@ -241,10 +241,10 @@ class Decoded(NamedTuple):
     """Name of the first image that no attempt could read, and the reason."""
 
 
-def collate(items: list[tuple[ImageEntry, Any]]) -> Decoded:
+def collate(items: list[Tensor | str | OSError]) -> Decoded:
     """Joins items of `DecodedImages` to one batch."""
-    good = [(i, entry, pixels) for i, (entry, pixels) in enumerate(items) if isinstance(pixels, Tensor)]
-    reasons = [f"{entry.key}: {reason}" for entry, reason in items if isinstance(reason, str)]
-    pixels = torch.stack([pixels for _, _, pixels in good]) if good else torch.empty(0, dtype=torch.uint8)
-    unread = next((f"{entry.key}: {error}" for entry, error in items if isinstance(error, OSError)), None)
-    return Decoded(pixels, [entry for _, entry, _ in good], [i for i, _, _ in good], reasons, unread)
+    images = {i: item for i, item in enumerate(items) if isinstance(item, Tensor)}
+    pixels = torch.stack(list(images.values())) if images else torch.empty(0, dtype=torch.uint8)
+    reasons = [item for item in items if isinstance(item, str)]
+    unread = next((str(item) for item in items if isinstance(item, OSError)), None)
+    return Decoded(pixels, list(images), reasons, unread)

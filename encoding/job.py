@@ -24,6 +24,8 @@ from training.environment import describe_environment
 from training.process import lock
 
 JOB = "job.json"
+Numbered = tuple[int, ImageEntry]
+"""An image and its index in the shuffled list."""
 
 
 class Measured(NamedTuple):
@@ -40,8 +42,8 @@ class Measured(NamedTuple):
 class Plan:
     """The images of each shard: shuffled by seed, the held-out ones first."""
 
-    shards: list[tuple[str, str, list[tuple[int, ImageEntry]]]]
-    """(file name, split, [(index in the shuffled list, image)])"""
+    shards: list[tuple[str, str, list[Numbered]]]
+    """(file name, split, images)"""
     held_out: int
 
     @property
