@@ -150,11 +150,6 @@ def open_set(
         )
     source = open_source(path, **remote)
     manifest = read_manifest(source)
-    check_expectations(manifest, source, encoder, latent_scale)
-    return source, manifest, spec_of(manifest, source, normalisation)
-
-
-def check_expectations(manifest: Manifest, source: Source, encoder: str | None, latent_scale: float | None) -> None:
     made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
     if encoder is not None and made_with not in (encoder, str(Path(encoder).expanduser().resolve())):
         raise ValueError(f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of them.")
@@ -163,6 +158,7 @@ def check_expectations(manifest: Manifest, source: Source, encoder: str | None, 
             f"data.latent_scale={latent_scale}, but the encoder of {source} has {manifest.scaling_factor}; "
             f"change one of them."
         )
+    return source, manifest, spec_of(manifest, source, normalisation)
 
 
 def spec_of(manifest: Manifest, source: Source, normalisation: str) -> LatentSpec:

@@ -49,9 +49,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
         raise ValueError("path is not set; say which latent set: path=<folder with manifest.json>.")
     source = open_source(cfg.path)
     manifest = read_manifest(source)
-    problems = []
-    for split in ("train", "held_out"):
-        problems += check_split(source, manifest, split)
+    problems = [problem for split in ("train", "held_out") for problem in check_split(source, manifest, split)]
     problems += check_files(source, manifest)
     for problem in problems:
         print(f"  ! {problem}")
