@@ -60,7 +60,8 @@ class BlockReader:
         self.count = firsts.pop()
         self.places = [Place(*pair, first) for pair, first in zip(blocks, firsts, strict=True)]
         self.blocks_of_shard = [len(shard.blocks) for shard in shards]
-        self.fields = fields_of(manifest)
+        self.fields = ["latents", "labels", *(["mirrored"] if manifest.flips else [])]
+        """Names of the tensors that every block has; only some encoders add those of the posterior's std."""
         self.shape = (manifest.channels, manifest.height, manifest.width)
         expected = manifest.count if split == "train" else manifest.held_out
         if self.count != expected:
@@ -144,11 +145,6 @@ class BlockReader:
             # The extremes carry NaN along, and are an order of magnitude quicker than isfinite in 16 bits.
             if tensor.is_floating_point() and len(tensor) and not torch.stack(tensor.aminmax()).isfinite().all():
                 raise DamagedBlockError(f"{what} holds {name} that are not finite; {REMEDY}.")
-
-
-def fields_of(manifest: Manifest) -> list[str]:
-    """Names of the tensors that every block has; only some encoders add those of the posterior's std."""
-    return ["latents", "labels", *(["mirrored"] if manifest.flips else [])]
 
 
 class Skips:

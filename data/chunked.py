@@ -81,9 +81,7 @@ class Buffer:
     """Device memory for one chunk."""
 
     def __init__(self, chunk_size: int, like: dict[str, Tensor], device: torch.device) -> None:
-        self.tensors = {
-            name: torch.empty((chunk_size, *t.shape[1:]), dtype=t.dtype, device=device) for name, t in like.items()
-        }
+        self.tensors = {name: t.new_empty((chunk_size, *t.shape[1:]), device=device) for name, t in like.items()}
         self.order = torch.empty(0, dtype=torch.long)
         self.chunk: Chunk | None = None
         self.filled: Future[Any] | None = None
@@ -120,10 +118,7 @@ class ChunkedLatents(BaseLoader):
         if self.copies is not None:
             largest = max(counts)
             for _ in range(PINNED):
-                block = {
-                    name: torch.empty((largest, *t.shape[1:]), dtype=t.dtype, pin_memory=True)
-                    for name, t in like.items()
-                }
+                block = {name: t.new_empty((largest, *t.shape[1:]), pin_memory=True) for name, t in like.items()}
                 self.pinned.append((block, torch.cuda.Event()))
 
     def batch_at(self, start: int) -> Batch:

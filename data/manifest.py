@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -41,7 +41,7 @@ class Shard:
     blocks: list[Block]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The facts about a latent set. `write_manifest` in encoding/job.py makes them."""
 
@@ -59,22 +59,22 @@ class Manifest:
     std: list[float]
     encoder: dict[str, Any]
     """`_target_` and arguments of the autoencoder."""
-    encoder_class: str | None
-    encoder_sha256: str | None
-    scaling_factor: float | None
+    encoder_class: str | None = None
+    encoder_sha256: str | None = None
+    scaling_factor: float | None = None
     """From the autoencoder's config; only `data.normalisation=scale_shift` uses it."""
-    shift_factor: float | None
+    shift_factor: float | None = None
     input_range: list[float]
     resize: str
-    resolution: int | None
+    resolution: int | None = None
     """Of the images in pixels; None for imported latents."""
-    psnr_db: float | None
+    psnr_db: float | None = None
     """Of the reconstruction of the first images of the set."""
     precision: str
     """The one in which the encoder really computed: fp32, bf16."""
     count: int
     held_out: int
-    skipped: list[str]
+    skipped: list[str] = field(default_factory=list)
     """Images that Pillow could not decode, with the reason."""
     source: str
     source_sha256: str
@@ -150,11 +150,6 @@ def open_set(
         )
     source = open_source(path, **remote)
     manifest = read_manifest(source)
-    check_expectations(manifest, source, encoder, latent_scale)
-    return source, manifest, spec_of(manifest, source, normalisation)
-
-
-def check_expectations(manifest: Manifest, source: Source, encoder: str | None, latent_scale: float | None) -> None:
     made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
     if encoder is not None and made_with not in (encoder, str(Path(encoder).expanduser().resolve())):
         raise ValueError(f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of them.")
@@ -163,6 +158,7 @@ def check_expectations(manifest: Manifest, source: Source, encoder: str | None, 
             f"data.latent_scale={latent_scale}, but the encoder of {source} has {manifest.scaling_factor}; "
             f"change one of them."
         )
+    return source, manifest, spec_of(manifest, source, normalisation)
 
 
 def spec_of(manifest: Manifest, source: Source, normalisation: str) -> LatentSpec:

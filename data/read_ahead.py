@@ -63,24 +63,22 @@ def held_out_batches(
     blocks: BlockReader, batch_size: int, device: torch.device, normalise: Callable[[Tensor], Tensor], skips: Skips
 ) -> Iterator[Batch]:
     """Yields the held-out split once, in order and without augmentation, while a thread reads the next blocks."""
-    count, start = len(blocks.places), 0
-    rest: list[dict[str, Tensor]] = []
+    names, count, start = ("latents", "labels"), len(blocks.places), 0
+    rest: dict[str, Tensor] = {}
     readers = Readers(1, "held-out")
     try:
         ahead = [readers.submit(blocks.read, number) for number in range(min(2, count))]
         for number in range(count):
-            tensors = [*rest, ahead.pop(0).result()]
-            last = number + 1 == count
+            tensors = ahead.pop(0).result()
             if number + 2 < count:
                 ahead.append(readers.submit(blocks.read, number + 2))
-            joined = {name: torch.cat([t[name] for t in tensors]) for name in ("latents", "labels")}
-            while len(joined["labels"]) >= batch_size or (last and len(joined["labels"])):
-                latents, labels = (joined[name][:batch_size].to(device) for name in ("latents", "labels"))
-                joined = {name: tensor[batch_size:] for name, tensor in joined.items()}
+            rest = {name: torch.cat([rest[name], tensors[name]]) if rest else tensors[name] for name in names}
+            while len(rest["labels"]) >= (1 if number + 1 == count else batch_size):
+                latents, labels = (rest[name][:batch_size].to(device) for name in names)
+                rest = {name: tensor[batch_size:] for name, tensor in rest.items()}
                 ids = torch.arange(start, start + len(labels), device=device)
                 start += len(labels)
                 yield Batch(normalise(latents), labels, ids, ids)
-            rest = [joined]
     finally:
         readers.close()
         skips.say(blocks.take_reports())

@@ -121,13 +121,8 @@ def memory_allowed(device: torch.device, given: float | None, world_size: int = 
 
 
 def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
-    total = 0
-    for tensor in blocks.read(0).values():
-        if storage == "int8" and tensor.ndim == 4:
-            total += tensor[0].numel() + 4 * tensor.shape[1]
-        else:
-            total += tensor[0].numel() * tensor.element_size()
-    return total
+    sample = [tensor[0] for tensor in blocks.read(0).values()]
+    return sum(t.numel() + 4 * len(t) if storage == "int8" and t.ndim == 3 else t.nbytes for t in sample)
 
 
 def in_memory(
@@ -180,6 +175,5 @@ def read_split(
 def empty_like(like: Tensor | Int8Latents, count: int, device: torch.device) -> Tensor | Int8Latents:
     """Uninitialised memory for `count` samples such as these."""
     if isinstance(like, Int8Latents):
-        values, scale = (torch.empty(count, *t.shape[1:], dtype=t.dtype, device=device) for t in vars(like).values())
-        return Int8Latents(values, scale)
-    return torch.empty(count, *like.shape[1:], dtype=like.dtype, device=device)
+        return Int8Latents(*(t.new_empty((count, *t.shape[1:]), device=device) for t in vars(like).values()))
+    return like.new_empty((count, *like.shape[1:]), device=device)

@@ -55,8 +55,13 @@ class ShardWriter:
         self.written.append((len(block["labels"]), hashlib.sha256(payload).hexdigest()))
         self.pending = [rest] if len(rest["labels"]) else []
 
-    def discard(self) -> None:
-        """Deletes the unfinished file."""
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Deletes the unfinished file after an exception."""
+        if kind is None:
+            return
         for open_ in (self.tar, self.stream):
             with contextlib.suppress(OSError):  # a full disk raises once more
                 open_.close()

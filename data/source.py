@@ -6,6 +6,7 @@ status 408, 429 or 5xx). In the end it raises an OSError whose text says why.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -33,8 +34,8 @@ class Source(Protocol):
         ...
 
     def forget(self, name: str) -> bool:
-        """Drops the local copy of `name`; True if the source can fetch it again."""
-        ...
+        """Drops the local copy of `name`; True if the source can fetch it again. Most sources keep no copies."""
+        return False
 
 
 def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.0, retries: int = 5) -> Source:
@@ -54,7 +55,7 @@ def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.
     return source if cache is None else CachedSource(source, Path(cache).expanduser(), text)
 
 
-class LocalSource:
+class LocalSource(Source):
     """A folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -68,11 +69,8 @@ class LocalSource:
             stream.seek(offset)
             return stream.read(-1 if size is None else size)
 
-    def forget(self, name: str) -> bool:
-        return False
 
-
-class RemoteSource:
+class RemoteSource(Source):
     """Tries a read again after a transient error; a subclass adds `read_once`."""
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
@@ -94,9 +92,6 @@ class RemoteSource:
 
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:
         raise NotImplementedError
-
-    def forget(self, name: str) -> bool:
-        return False
 
 
 class TransientError(OSError):
@@ -172,7 +167,7 @@ class FsspecSource(RemoteSource):
             raise TransientError(f"{type(error).__name__} {first_line(error)}") from error
 
 
-class CachedSource:
+class CachedSource(Source):
     """Keeps copies of whole shards in `folder`/<hash of the URL>; reads other files from `source` each time.
 
     Threads and processes may share a cache: each fetches to a temporary name of its own and renames.
@@ -228,11 +223,9 @@ class CachedSource:
     def forget(self, name: str) -> bool:
         """Drops only the copy that this process read; another process may have fetched a better one since."""
         file = self.folder / name
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if file.stat().st_ino == self.seen.get(name):
                 file.unlink()
-        except FileNotFoundError:
-            pass
         return True
 
 

@@ -16,6 +16,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -58,18 +59,14 @@ class StreamOrder:
         """Block numbers in the order of an epoch, and the first sample of each in that order."""
         known = self.cache.get(epoch)
         if known is None:
-            firsts = [0]
-            for blocks in self.blocks_of_shard:
-                firsts.append(firsts[-1] + blocks)
+            firsts = list(accumulate(self.blocks_of_shard, initial=0))
             generator = seeded(self.seed, epoch)
             order = array("q")
             for shard in torch.randperm(len(self.blocks_of_shard), generator=generator).tolist():
                 inside = torch.randperm(self.blocks_of_shard[shard], generator=generator)
                 order.extend((inside + firsts[shard]).tolist())
-            starts = array("q", [0])
-            for block in order[:-1]:
-                starts.append(starts[-1] + self.counts[block])
-            known = order, starts
+            starts = accumulate((self.counts[block] for block in order[:-1]), initial=0)
+            known = order, array("q", starts)
             self.cache = {e: found for e, found in self.cache.items() if e >= epoch - 1} | {epoch: known}
         return known
 

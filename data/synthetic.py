@@ -31,12 +31,9 @@ class SyntheticLatents(InMemoryLatents):
                 raise ValueError(f"data.{key}={value} must be at least 1.")
         total = count + max(1, count // 10)
         position = torch.arange(total, device=device)
-        latents = torch.cat(
-            [
-                counter_normal(seed, Purpose.SYNTHETIC, some, (channels, height, width)).bfloat16()
-                for some in position.split(256)
-            ]
-        )
+        shape = (channels, height, width)
+        draws = [counter_normal(seed, Purpose.SYNTHETIC, some, shape).bfloat16() for some in position.split(256)]
+        latents = torch.cat(draws)
         labels = position % num_classes
         spec = LatentSpec(
             channels=channels,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch.utils.data import DataLoader
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.manifest import write_atomically
 from data.shards import ShardWriter
-from encoding.images import Decoded, DecodedImages, ImageEntry, ImageList, collate
-from encoding.job import Plan, finished
+from encoding.images import Decoded, DecodedImages, ImageList, collate
+from encoding.job import Numbered, Plan, finished
 from encoding.statistics import ChannelSums
 from models.autoencoders import Autoencoder
 from models.images import psnr
@@ -29,7 +30,6 @@ from training.process.progress import Progress
 from training.process.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class EncodeStep:
@@ -51,14 +51,8 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
 
 def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
     """The first decodable images in [-1, 1], enough for a batch and for PSNR; ValueError if there is none."""
-    dataset = DecodedImages(images.entries, cfg.resolution)
-    pixels = []
-    for i in range(len(dataset)):
-        pixel = dataset[i][1]
-        if isinstance(pixel, Tensor):
-            pixels.append(pixel)
-        if len(pixels) == max(cfg.batch_size, PSNR_IMAGES):
-            break
+    decodable = (item for item in DecodedImages(images.entries, cfg.resolution) if isinstance(item, Tensor))
+    pixels = list(islice(decodable, max(cfg.batch_size, PSNR_IMAGES)))
     if not pixels:
         raise ValueError(f"source={cfg.source}: none of the {len(images.entries)} images can be decoded.")
     return to_input(torch.stack(pixels), device)
@@ -91,7 +85,7 @@ class ShardEncoder:
         self, step: EncodeStep, cfg: PrecomputeConfig, out: Path, device: torch.device, ranks: Ranks = SINGLE
     ) -> None:
         self.step, self.cfg, self.out, self.device, self.ranks = step, cfg, out, device, ranks
-        self.dtype = DTYPES[cfg.dtype.value]
+        self.dtype = getattr(torch, cfg.dtype.value)
         self.seconds: dict[str, float] = {"decode": 0.0, "encode": 0.0, "write": 0.0}
         """Time of each step; decoding counts only while the encoder waits for it."""
 
@@ -121,25 +115,29 @@ class ShardEncoder:
         progress.close()
 
     def encode_shard(
-        self, name: str, split: str, remaining: int, batches: Iterator[tuple[list[int], Decoded]], progress: Progress
+        self,
+        name: str,
+        split: str,
+        remaining: int,
+        batches: Iterator[tuple[list[Numbered], Decoded]],
+        progress: Progress,
     ) -> None:
-        writer = ShardWriter(self.out / name, split, self.cfg.block_size)
         sums, skipped = ChannelSums(), []
-        try:
+        with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
             while remaining:
                 with self.timed("decode"):
-                    numbers, decoded = next(batches)
+                    batch, decoded = next(batches)
                 if decoded.unread:
                     raise ValueError(
                         f"source={self.cfg.source}: {decoded.unread}; what is finished is kept. See that it can be "
                         f"read and run the same command again."
                     )
-                remaining -= len(numbers)
-                progress.advance(len(numbers))
+                remaining -= len(batch)
+                progress.advance(len(batch))
                 skipped += decoded.reasons
-                if decoded.entries:
+                if decoded.places:
                     with self.timed("encode"):
-                        tensors = self.encode([numbers[i] for i in decoded.places], decoded)
+                        tensors = self.encode(batch, decoded)
                     with self.timed("write"):
                         sums.add(tensors)
                         writer.add(tensors)
@@ -148,9 +146,6 @@ class ShardEncoder:
             with self.timed("write"):
                 sidecar = {"shard": asdict(writer.close()), "skipped": skipped, "sums": sums.as_dict()}
                 write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
-        except BaseException:
-            writer.discard()
-            raise
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -158,33 +153,28 @@ class ShardEncoder:
         yield
         self.seconds[part] += time.perf_counter() - began
 
-    def decoded(self, todo: list[tuple[str, str, list[tuple[int, ImageEntry]]]]) -> Iterator[tuple[list[int], Decoded]]:
-        """Yields batches (numbers of the images in the shuffled list, decoded images), none across a shard's end."""
-        entries = [pair for _, _, of_shard in todo for pair in of_shard]
-        batches, start = [], 0
-        for _, _, of_shard in todo:
-            end = start + len(of_shard)
-            batches += [range(i, min(i + self.cfg.batch_size, end)) for i in range(start, end, self.cfg.batch_size)]
-            start = end
-        dataset = DecodedImages([entry for _, entry in entries], self.cfg.resolution)
+    def decoded(self, todo: list[tuple[str, str, list[Numbered]]]) -> Iterator[tuple[list[Numbered], Decoded]]:
+        """Yields batches (numbered images, decoded ones), none across a shard's end."""
+        images = [numbered for _, _, of_shard in todo for numbered in of_shard]
+        shards = torch.arange(len(images)).split([len(of_shard) for _, _, of_shard in todo])
+        batches = [batch.tolist() for shard in shards for batch in shard.split(self.cfg.batch_size)]
+        dataset = DecodedImages([entry for _, entry in images], self.cfg.resolution)
         loader = DataLoader(dataset, batch_sampler=batches, num_workers=self.cfg.num_workers, collate_fn=collate)
         for batch, decoded in zip(batches, loader, strict=True):
-            yield [entries[i][0] for i in batch], decoded
+            yield [images[i] for i in batch], decoded
 
-    def encode(self, numbers: list[int], decoded: Decoded) -> dict[str, Tensor]:
-        """Encodes one batch to the tensors that a block holds."""
-        images = to_input(decoded.pixels, self.device)
-        tensors = self.latents(images, numbers, decoded.entries, "latents", "std")
+    def encode(self, batch: list[Numbered], decoded: Decoded) -> dict[str, Tensor]:
+        """Encodes the decoded images of a batch to the tensors that a block holds."""
+        images, kept = to_input(decoded.pixels, self.device), [batch[i] for i in decoded.places]
+        tensors = self.latents(images, kept, "latents", "std")
         if self.cfg.flips:
-            tensors |= self.latents(images.flip(3), numbers, decoded.entries, "mirrored", "mirrored_std")
-        return tensors | {"labels": torch.tensor([entry.label for entry in decoded.entries])}
+            tensors |= self.latents(images.flip(3), kept, "mirrored", "mirrored_std")
+        return tensors | {"labels": torch.tensor([entry.label for _, entry in kept])}
 
-    def latents(
-        self, images: Tensor, numbers: list[int], entries: list[ImageEntry], name: str, std_name: str
-    ) -> dict[str, Tensor]:
+    def latents(self, images: Tensor, kept: list[Numbered], name: str, std_name: str) -> dict[str, Tensor]:
         mean, std = self.step(images)
         if self.cfg.kind.value == "sample" and std is not None:
-            position = torch.tensor(numbers, device=mean.device)
+            position = torch.tensor([number for number, _ in kept], device=mean.device)
             mean, std = mean + std * counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]), None
         tensors = {name: mean} if std is None else {name: mean, std_name: std}
         tensors = {key: tensor.to(self.dtype).cpu() for key, tensor in tensors.items()}
@@ -192,7 +182,7 @@ class ShardEncoder:
             bad = ~tensor.isfinite().flatten(1).all(1)
             if bad.any():
                 raise ValueError(
-                    f"{entries[int(bad.nonzero()[0])].key}: its latents are not finite in "
+                    f"{kept[int(bad.nonzero()[0])][1].key}: its latents are not finite in "
                     f"dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32, and another out."
                 )
         return tensors
@@ -201,18 +191,16 @@ class ShardEncoder:
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
     """Estimates images, bytes and minutes of the job from its first batches, as a text."""
     cfg = encoder.cfg
-    entries = [pair for _, _, of_shard in plan.shards for pair in of_shard][: batches * cfg.batch_size]
-    dataset = DecodedImages([entry for _, entry in entries], cfg.resolution)
+    first = [numbered for _, _, of_shard in plan.shards for numbered in of_shard][: batches * cfg.batch_size]
     began = time.perf_counter()
-    items = [dataset[i] for i in range(len(dataset))]
+    items = [item for item in DecodedImages([entry for _, entry in first], cfg.resolution)]
     decoding = (time.perf_counter() - began) / len(items)
     began, count, size = time.perf_counter(), 0, 0
     for start in range(0, len(items), cfg.batch_size):
         decoded = collate(items[start : start + cfg.batch_size])
-        if decoded.entries:
-            tensors = encoder.encode([entries[start + i][0] for i in decoded.places], decoded)
-            count += len(decoded.entries)
-            size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if decoded.places:
+            count += len(decoded.places)
+            size += sum(tensor.nbytes for tensor in encoder.encode(first[start:], decoded).values())
     if not count:
         return f"none of the first {len(items)} images can be decoded"
     encoding = (time.perf_counter() - began) / count

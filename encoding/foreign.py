@@ -10,6 +10,7 @@ import json
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from accel.technique import first_line
+from encoding.images import sample_key
 
 CHUNK = 256
 MIRRORED = ("mirrored", "latents_flip", "flip")
@@ -57,10 +59,10 @@ def open_foreign(source: str, labels: str | None, latents_key: str, labels_key: 
     )
 
 
-def array(content: bytes) -> Tensor:
+def array(file: Path | io.BytesIO) -> Tensor:
     import numpy as np
 
-    return torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
+    return torch.from_numpy(np.load(file, allow_pickle=False))
 
 
 def mapped(path: Path) -> Any:
@@ -69,7 +71,8 @@ def mapped(path: Path) -> Any:
 
     try:
         if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            # Copy on write, which PyTorch takes without a warning; nobody writes.
+            return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # numpy and torch raise many kinds for damaged files and for objects
         raise ValueError(
@@ -77,14 +80,10 @@ def mapped(path: Path) -> Any:
         ) from error
 
 
-def slices(count: int) -> Iterator[slice]:
-    for start in range(0, count, CHUNK):
-        yield slice(start, min(count, start + CHUNK))
-
-
-def tensor_of(values: Any) -> Tensor:
-    """A copy of a slice of an array or tensor."""
-    return values.clone() if isinstance(values, Tensor) else torch.from_numpy(values.copy())
+def cut(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Cuts tensors of one length to chunks, which are memory-mapped where the tensors are."""
+    for parts in zip(*(tensor.split(CHUNK) for tensor in tensors.values()), strict=True):
+        yield dict(zip(tensors, parts, strict=True))
 
 
 def of_tensors(path: Path, labels: str | None, latents_key: str, labels_key: str) -> Foreign:
@@ -97,16 +96,12 @@ def of_tensors(path: Path, labels: str | None, latents_key: str, labels_key: str
         given = given.get(labels_key)
     if given is None:
         raise ValueError(f"{path} has no {labels_key}; give the file that has: labels=<file> (labels_key=<name>).")
-    latents, mirrored = table[latents_key], next((table[name] for name in MIRRORED if name in table), None)
-    if len(latents) != len(given):
-        raise ValueError(f"{path} has {len(latents)} latents and {len(given)} labels; give as many of each.")
-
-    def chunks() -> Iterator[dict[str, Tensor]]:
-        for part in slices(len(latents)):
-            tensors = {"latents": tensor_of(latents[part]), "labels": tensor_of(given[part])}
-            yield tensors | ({} if mirrored is None else {"mirrored": tensor_of(mirrored[part])})
-
-    return Foreign(f"tensors of {path}", len(latents), chunks)
+    tensors = {"latents": table[latents_key], "labels": given}
+    if len(tensors["latents"]) != len(given):
+        raise ValueError(f"{path} has {len(tensors['latents'])} latents and {len(given)} labels; give as many of each.")
+    held = sorted(table.keys() & set(MIRRORED), key=MIRRORED.index)
+    tensors |= {"mirrored": table[held[0]]} if held else {}
+    return Foreign(f"tensors of {path}", len(given), lambda: cut(tensors))
 
 
 def of_safetensors(files: list[Path], labels: str | None, latents_key: str, labels_key: str) -> Foreign:
@@ -124,13 +119,12 @@ def of_safetensors(files: list[Path], labels: str | None, latents_key: str, labe
             counts.append(tensors.get_slice(latents_key).get_shape()[0])
 
     def chunks() -> Iterator[dict[str, Tensor]]:
-        for file, count in zip(files, counts, strict=True):
+        for file in files:
             with safe_open(file, "pt") as tensors:
                 names = {"latents": latents_key, "labels": labels_key}
-                held = set(tensors.keys()) & set(MIRRORED)
-                names |= {"mirrored": held.pop()} if held else {}
-                for part in slices(count):
-                    yield {name: tensors.get_slice(key)[part] for name, key in names.items()}
+                held = sorted(set(tensors.keys()) & set(MIRRORED), key=MIRRORED.index)
+                names |= {"mirrored": held[0]} if held else {}
+                yield from cut({name: tensors.get_tensor(key) for name, key in names.items()})
 
     return Foreign(f"{len(files)} safetensors files", sum(counts), chunks)
 
@@ -147,7 +141,7 @@ def of_feature_folders(path: Path, features: list[Path]) -> Foreign:
 
     def samples() -> Iterator[tuple[Tensor, int]]:
         for file, label in pairs:
-            yield squeezed(array(file.read_bytes()), file), int(array(label.read_bytes()).flatten()[0])
+            yield squeezed(array(file), file), int(array(label).flatten()[0])
 
     return Foreign(f"{len(pairs)} pairs of .npy files in {path}", len(pairs), lambda: stacked(samples()))
 
@@ -163,7 +157,7 @@ def of_listed_files(path: Path) -> Foreign:
             file = (path / name).resolve()
             if not file.is_relative_to(path.resolve()):
                 raise ValueError(f"{path / 'dataset.json'} names a file outside its folder: {name}; correct it.")
-            yield squeezed(array(file.read_bytes()), file), int(label)
+            yield squeezed(array(file), file), int(label)
 
     return Foreign(f"{len(listed)} .npy files in {path}", len(listed), lambda: stacked(samples()))
 
@@ -178,7 +172,7 @@ def of_tars(tars: list[Path], latents_key: str) -> Foreign:
             for key, parts in keyed(file):
                 array_name = next((name for name in parts if name == "npy" or name.endswith(".npy")), None)
                 if array_name is not None:
-                    latents = array(parts[array_name])
+                    latents = array(io.BytesIO(parts[array_name]))
                 elif "safetensors" in parts:
                     latents = load(parts["safetensors"])[latents_key]
                 else:
@@ -191,21 +185,10 @@ def of_tars(tars: list[Path], latents_key: str) -> Foreign:
 
 def keyed(file: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yields (key, members) of each sample: neighbouring members with one name up to its first dot."""
-    current, parts = "", {}
     with tarfile.open(file) as tar:
-        for member in tar:
-            if not member.isfile():
-                continue
-            folder, _, name = member.name.rpartition("/")
-            stem, _, extension = name.partition(".")
-            key = f"{folder}/{stem}".lstrip("/")
-            if key != current and parts:
-                yield current, parts
-                parts = {}
-            current = key
-            parts[extension] = tar.extractfile(member).read()  # pyright: ignore[reportOptionalMemberAccess]
-    if parts:
-        yield current, parts
+        for key, members in groupby(filter(tarfile.TarInfo.isfile, tar), lambda member: sample_key(member.name)[0]):
+            content = {sample_key(m.name)[1]: tar.extractfile(m).read() for m in members}  # pyright: ignore[reportOptionalMemberAccess]
+            yield key, content
 
 
 def label_of(parts: dict[str, bytes], what: str) -> int:
@@ -227,13 +210,6 @@ def squeezed(latents: Tensor, file: Path) -> Tensor:
 
 
 def stacked(samples: Iterator[tuple[Tensor, int]]) -> Iterator[dict[str, Tensor]]:
-    latents: list[Tensor] = []
-    labels: list[int] = []
-    for latent, label in samples:
-        latents.append(latent)
-        labels.append(label)
-        if len(labels) == CHUNK:
-            yield {"latents": torch.stack(latents), "labels": torch.tensor(labels)}
-            latents, labels = [], []
-    if labels:
+    while group := list(islice(samples, CHUNK)):
+        latents, labels = zip(*group, strict=True)
         yield {"latents": torch.stack(latents), "labels": torch.tensor(labels)}

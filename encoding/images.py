@@ -84,16 +84,22 @@ def list_class_folder(path: Path) -> ImageList:
     return ImageList(entries, classes)
 
 
+def sample_key(name: str) -> tuple[str, str]:
+    """Splits the name of a tar's member as WebDataset does: the sample's key ends at the first dot of the file name."""
+    folder, _, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return f"{folder}/{stem}".lstrip("/"), extension
+
+
 def list_tars(tars: list[Path]) -> ImageList:
     """Lists the images of WebDataset tars: a key is a name up to its first dot, a label the integer in `<key>.cls`."""
-    entries, labels_seen = [], set()
+    entries = []
     for file in tars:
         with tarfile.open(file, "r:") as tar:  # uncompressed, because images are read by their offset
             members: dict[str, dict[str, tarfile.TarInfo]] = {}
             for member in filter(tarfile.TarInfo.isreg, tar):  # no links, no devices
-                folder, _, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                parts = members.setdefault(f"{folder}/{stem}", {})
+                key, extension = sample_key(member.name)
+                parts = members.setdefault(key, {})
                 if f".{extension.lower()}" in parts:
                     raise ValueError(
                         f"{file}: {member.name} is there twice; every sample of a tar needs a key of its own."
@@ -104,20 +110,17 @@ def list_tars(tars: list[Path]) -> ImageList:
                 if not images:
                     continue
                 if len(images) > 1:
-                    raise ValueError(f"{file}: {key.lstrip('/')} has {len(images)} images; give each a key of its own.")
+                    raise ValueError(f"{file}: {key} has {len(images)} images; give each a key of its own.")
                 image = images[0]
                 if ".cls" not in parts:
-                    raise ValueError(
-                        f"{file}: {image.name} has no label; a member named {key.lstrip('/')}.cls must hold it."
-                    )
+                    raise ValueError(f"{file}: {image.name} has no label; a member named {key}.cls must hold it.")
                 text = tar.extractfile(parts[".cls"]).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
                 if not text.isdecimal():
                     raise ValueError(f"{file}: {parts['.cls'].name} must hold a class index, not {text!r}.")
-                labels_seen.add(int(text))
                 entries.append(
                     ImageEntry(f"{file.name}:{image.name}", int(text), str(file), image.offset_data, image.size)
                 )
-    return ImageList(entries, [str(i) for i in range(max(labels_seen, default=-1) + 1)])
+    return ImageList(entries, [str(i) for i in range(max((e.label for e in entries), default=-1) + 1)])
 
 
 def list_rows(path: Path) -> ImageList:
@@ -165,18 +168,16 @@ def read_image(entry: ImageEntry) -> bytes:
         return stream.read(entry.size)
 
 
-def read_again(entry: ImageEntry, attempts: int = 4) -> bytes:
+def read_again(entry: ImageEntry) -> bytes:
     """Reads the encoded image, with pauses between attempts, for the network may come back. OSError in the end."""
-    for attempt in range(attempts):
+    for pause in (0.1, 0.4, 1.6):
         try:
             return read_image(entry)
         except FileNotFoundError:
             raise
         except OSError:
-            if attempt + 1 == attempts:
-                raise
-            time.sleep(0.1 * 4**attempt)
-    raise AssertionError
+            time.sleep(pause)
+    return read_image(entry)
 
 
 def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
@@ -203,9 +204,10 @@ def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
 
 
 class DecodedImages(Dataset):
-    """Decodes images to items `(entry, pixels)`.
+    """Decodes images to 8-bit tensors.
 
-    An item is `(entry, the reason)` if Pillow cannot decode the image, `(entry, the OSError)` if no attempt read it.
+    An item is text, name and reason, if Pillow cannot decode the image, and an OSError that says both if no attempt
+    read it.
     """
 
     def __init__(self, entries: list[ImageEntry], side: int) -> None:
@@ -214,16 +216,16 @@ class DecodedImages(Dataset):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, index: int) -> tuple[ImageEntry, Any]:
+    def __getitem__(self, index: int) -> Tensor | str | OSError:
         entry = self.entries[index]
         try:
             content = read_again(entry)
         except OSError as error:
-            return entry, error
+            return OSError(f"{entry.key}: {error}")
         try:
-            return entry, decode_image(content, self.side)
+            return decode_image(content, self.side)
         except Exception as error:  # Pillow raises many kinds for damaged files; the caller lists them
-            return entry, f"{type(error).__name__}: {error}"
+            return f"{entry.key}: {type(error).__name__}: {error}"
 
 
 class Decoded(NamedTuple):
@@ -231,7 +233,6 @@ class Decoded(NamedTuple):
 
     pixels: Tensor
     """8 bits, (n, 3, S, S)."""
-    entries: list[ImageEntry]
     places: list[int]
     """Index of each of these n images in the batch."""
     reasons: list[str]
@@ -240,10 +241,10 @@ class Decoded(NamedTuple):
     """Name of the first image that no attempt could read, and the reason."""
 
 
-def collate(items: list[tuple[ImageEntry, Any]]) -> Decoded:
+def collate(items: list[Tensor | str | OSError]) -> Decoded:
     """Joins items of `DecodedImages` to one batch."""
-    good = [(i, entry, pixels) for i, (entry, pixels) in enumerate(items) if isinstance(pixels, Tensor)]
-    reasons = [f"{entry.key}: {reason}" for entry, reason in items if isinstance(reason, str)]
-    pixels = torch.stack([pixels for _, _, pixels in good]) if good else torch.empty(0, dtype=torch.uint8)
-    unread = next((f"{entry.key}: {error}" for entry, error in items if isinstance(error, OSError)), None)
-    return Decoded(pixels, [entry for _, entry, _ in good], [i for i, _, _ in good], reasons, unread)
+    images = {i: item for i, item in enumerate(items) if isinstance(item, Tensor)}
+    pixels = torch.stack(list(images.values())) if images else torch.empty(0, dtype=torch.uint8)
+    reasons = [item for item in items if isinstance(item, str)]
+    unread = next((str(item) for item in items if isinstance(item, OSError)), None)
+    return Decoded(pixels, list(images), reasons, unread)

@@ -24,6 +24,8 @@ from training.environment import describe_environment
 from training.process import lock
 
 JOB = "job.json"
+Numbered = tuple[int, ImageEntry]
+"""An image and its index in the shuffled list."""
 
 
 class Measured(NamedTuple):
@@ -40,8 +42,8 @@ class Measured(NamedTuple):
 class Plan:
     """The images of each shard: shuffled by seed, the held-out ones first."""
 
-    shards: list[tuple[str, str, list[tuple[int, ImageEntry]]]]
-    """(file name, split, [(index in the shuffled list, image)])"""
+    shards: list[tuple[str, str, list[Numbered]]]
+    """(file name, split, images)"""
     held_out: int
 
     @property
@@ -114,53 +116,59 @@ def finished(out: Path, name: str) -> dict[str, Any] | None:
     return described if described["shard"]["sha256"] == file_sha256(file) else None
 
 
+def facts(
+    autoencoder: Autoencoder, encoder: dict[str, Any], shards: list[Shard], sums: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The fields of a manifest that follow from the autoencoder, its config node, the shards and the training sums."""
+    encoder = dict(encoder)
+    folder = os.path.expanduser(encoder.get("path") or "")
+    if os.path.isdir(folder):
+        encoder["path"] = str(Path(folder).resolve())
+    if autoencoder.revision is not None:
+        encoder["revision"] = autoencoder.revision
+    mean, std = channel_statistics(sums)
+    return {
+        "channels": len(mean),
+        "mean": mean,
+        "std": std,
+        "encoder": encoder,
+        "encoder_class": autoencoder.kind,
+        "encoder_sha256": autoencoder.weights_sha256,
+        "scaling_factor": autoencoder.scaling_factor,
+        "shift_factor": autoencoder.shift_factor,
+        "input_range": [-1.0, 1.0],
+        "count": sum(shard.count for shard in shards if shard.split == "train"),
+        "held_out": sum(shard.count for shard in shards if shard.split == "held_out"),
+        "versions": describe_environment(torch.device("cpu"))["versions"],
+        "shards": shards,
+    }
+
+
 def write_manifest(
-    out: Path,
-    plan: Plan,
-    images: ImageList,
-    cfg: PrecomputeConfig,
-    autoencoder: Autoencoder,
-    measured: Measured,
+    out: Path, plan: Plan, images: ImageList, cfg: PrecomputeConfig, autoencoder: Autoencoder, measured: Measured
 ) -> Manifest:
     """Merges the sidecars of all shards into `manifest.json`."""
     sidecars = [json.loads((out / f"{name}.json").read_text()) for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
-    counts = {split: sum(s.count for s in shards if s.split == split) for split in ("train", "held_out")}
-    if not counts["train"]:
+    sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
+    if not any(of_shard["count"] for of_shard in sums):
         raise ValueError(f"source={cfg.source}: no training image could be decoded; see the skipped ones above.")
-    mean, std = channel_statistics(sidecars)
-    local = cfg.encoder.get("path") and os.path.isdir(os.path.expanduser(cfg.encoder["path"]))
-    encoder = cfg.encoder | ({"path": str(Path(cfg.encoder["path"]).expanduser().resolve())} if local else {})
-    if autoencoder.revision is not None:
-        encoder |= {"revision": autoencoder.revision}
     manifest = Manifest(
-        channels=measured.shape[0],
+        **facts(autoencoder, cfg.encoder, shards, sums),
         height=measured.shape[1],
         width=measured.shape[2],
         class_names=images.class_names,
         kind=cfg.kind.value,
         dtype=cfg.dtype.value,
         flips=cfg.flips,
-        mean=mean,
-        std=std,
-        encoder=encoder,
-        encoder_class=autoencoder.kind,
-        encoder_sha256=autoencoder.weights_sha256,
-        scaling_factor=autoencoder.scaling_factor,
-        shift_factor=autoencoder.shift_factor,
-        input_range=[-1.0, 1.0],
         resize=RESIZE,
         resolution=cfg.resolution,
         psnr_db=measured.psnr_db,
         precision=measured.precision,
-        count=counts["train"],
-        held_out=counts["held_out"],
         skipped=[line for s in sidecars for line in s["skipped"]],
         source=str(cfg.source),
         source_sha256=images.sha256(),
         seed=cfg.seed,
-        versions=describe_environment(torch.device("cpu"))["versions"],
-        shards=shards,
     )
     manifest.write(out)
     return manifest

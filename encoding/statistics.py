@@ -32,10 +32,10 @@ class ChannelSums:
         return {"count": self.count, "total": total, "squares": squares}
 
 
-def channel_statistics(sidecars: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Mean and std per channel over the training shards, from their sidecars."""
-    train = [s["sums"] for s in sidecars if s["shard"]["split"] == "train" and s["sums"]["count"]]
-    count = sum(s["count"] for s in train)
-    mean = torch.tensor([s["total"] for s in train], dtype=torch.float64).sum(0) / count
-    square = torch.tensor([s["squares"] for s in train], dtype=torch.float64).sum(0) / count
+def channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Mean and std per channel over all that was added to several `ChannelSums`, each given as its dict."""
+    sums = [s for s in sums if s["count"]]
+    count = sum(s["count"] for s in sums)
+    mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
+    square = torch.tensor([s["squares"] for s in sums], dtype=torch.float64).sum(0) / count
     return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()

@@ -25,7 +25,7 @@ def psnr(images: Float[Tensor, "B c H W"], reference: Float[Tensor, "B c H W"]) 
 
 def write_grid(path: Path, images: UInt8[np.ndarray, "B H W 3"], columns: int, min_tile: int = 32) -> None:
     """Writes the images row by row as one PNG; tiles smaller than `min_tile` pixels are enlarged by whole factors."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     count, height, width, _ = images.shape
     rows = -(-count // columns)
@@ -34,7 +34,5 @@ def write_grid(path: Path, images: UInt8[np.ndarray, "B H W 3"], columns: int, m
         grid[i // columns, i % columns, 1:-1, 1:-1] = image
     picture = Image.fromarray(grid.transpose(0, 2, 1, 3, 4).reshape(rows * (height + 2), columns * (width + 2), 3))
     factor = max(1, -(-min_tile // height))
-    if factor > 1:
-        picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path)
+    ImageOps.scale(picture, factor, Image.Resampling.NEAREST).save(path)

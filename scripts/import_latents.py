@@ -16,12 +16,12 @@ import errno
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.config.compose import CONF, from_words, from_yaml, one_sentence
+from training.config.schema import at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,9 +74,7 @@ def checked(cfg: ImportConfig) -> ImportConfig:
     for key, known in choices.items():
         if getattr(cfg, key) not in known:
             raise ValueError(f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}.")
-    for key in ("shard_size", "block_size"):
-        if getattr(cfg, key) < 1:
-            raise ValueError(f"{key}={getattr(cfg, key)} must be at least 1.")
+    at_least(1, cfg, "shard_size", "block_size")
     if cfg.scale == 0.0 or not 0.0 <= cfg.held_out < 1.0:
         raise ValueError(f"scale={cfg.scale} must not be 0, and held_out={cfg.held_out} at least 0 and below 1.")
     return cfg
@@ -115,9 +113,7 @@ def import_latents(cfg: ImportConfig) -> Path:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"out={cfg.out}: no space is left ({error.strerror}); free some and try again.") from error
         raise
-    if out.exists():
-        out.rmdir()  # it is empty
-    unfinished.rename(out)
+    unfinished.rename(out)  # in the place of an empty folder, if there is one
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
     print(f"next: python -m scripts.verify_latents path={out}", flush=True)
     return out / "manifest.json"
@@ -127,11 +123,7 @@ def encoder_node(name: str) -> dict[str, Any]:
     file = CONF / "encoder" / f"{name}.yaml"
     if file.is_file() and name != "local":
         return from_yaml(file.read_text())
-    path = Path(name).expanduser()
-    return {
-        "_target_": "models.autoencoders.DiffusersAutoencoder",
-        "path": str(path.resolve()) if path.is_dir() else name,
-    }
+    return {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": name}
 
 
 def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,14 +147,11 @@ def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
     """ValueError if the encoder cannot have made these latents."""
-    import torch
-
     from accel.technique import first_line
 
     latents = chunk["latents"][:4]
     try:
-        with torch.no_grad():
-            autoencoder.decode(latents.to(next(autoencoder.parameters()).device))
+        autoencoder.decode(latents.to(next(autoencoder.parameters()).device))
     except RuntimeError as error:
         raise ValueError(
             f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "
@@ -183,19 +172,23 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
     import torch
 
     from data.manifest import Manifest
-    from encoding.statistics import ChannelSums, channel_statistics
-    from training.environment import describe_environment
+    from data.shards import ShardWriter
+    from encoding.job import facts
+    from encoding.statistics import ChannelSums
 
     held_out = round(cfg.held_out * foreign.count)
     shards = max(1, min(MOST_SHARDS, -(-(foreign.count - held_out) // cfg.shard_size)))
-    place = torch.empty(foreign.count, dtype=torch.long)
-    place[torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed))] = torch.arange(
-        foreign.count
-    )
+    place = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed)).argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)  # 0 is the held-out shard
+    names = [("held_out-00000.tar", "held_out")] + [(f"train-{i:05d}.tar", "train") for i in range(shards)]
     sums, classes, start, first = ChannelSums(), 0, 0, {}
     digest = hashlib.sha256()
-    with writers(out, shards, held_out > 0, cfg.block_size) as files:
+    with contextlib.ExitStack() as stack:
+        files = {
+            number: stack.enter_context(ShardWriter(out / file, split, cfg.block_size))
+            for number, (file, split) in enumerate(names)
+            if number or held_out
+        }
         for chunk in foreign.chunks():
             tensors = stored(cfg, raw(cfg, chunk), start)
             first = first or tensors
@@ -209,36 +202,19 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
                     sums.add(part)
             start += len(goes_to)
         described = [file.close() for file in files.values()]
-    mean, std = channel_statistics([{"shard": {"split": "train"}, "sums": sums.as_dict()}])
-    channels, height, width = first["latents"].shape[1:]
     return Manifest(
-        channels=channels,
-        height=height,
-        width=width,
+        **facts(autoencoder, node, described, [sums.as_dict()]),
+        height=first["latents"].shape[2],
+        width=first["latents"].shape[3],
         class_names=[str(i) for i in range(classes)],
         kind="mean_std" if cfg.moments != "none" else "sample",
         dtype=cfg.dtype,  # pyright: ignore[reportArgumentType]
         flips="mirrored" in first,
-        mean=mean,
-        std=std,
-        encoder=node | ({} if autoencoder.revision is None else {"revision": autoencoder.revision}),
-        encoder_class=autoencoder.kind,
-        encoder_sha256=autoencoder.weights_sha256,
-        scaling_factor=autoencoder.scaling_factor,
-        shift_factor=autoencoder.shift_factor,
-        input_range=[-1.0, 1.0],
         resize="not known: imported",
-        resolution=None,
-        psnr_db=None,
         precision="not known: imported",
-        count=sum(shard.count for shard in described if shard.split == "train"),
-        held_out=sum(shard.count for shard in described if shard.split == "held_out"),
-        skipped=[],
         source=str(cfg.source),
         source_sha256=digest.hexdigest(),
         seed=cfg.seed,
-        versions=describe_environment(torch.device("cpu"))["versions"],
-        shards=described,
     )
 
 
@@ -259,21 +235,6 @@ def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[st
                 f"dtype={cfg.dtype}; remove it, or use dtype=bfloat16 or float32."
             )
     return found
-
-
-@contextlib.contextmanager
-def writers(out: Path, shards: int, held_out: bool, block_size: int) -> Iterator[dict[int, Any]]:
-    """Opens a writer for each shard by number, the held-out one first; deletes all their files if one fails."""
-    from data.shards import ShardWriter
-
-    files = {0: ShardWriter(out / "held_out-00000.tar", "held_out", block_size)} if held_out else {}
-    files |= {i + 1: ShardWriter(out / f"train-{i:05d}.tar", "train", block_size) for i in range(shards)}
-    try:
-        yield files
-    except BaseException:
-        for file in files.values():
-            file.discard()
-        raise
 
 
 def main() -> None:

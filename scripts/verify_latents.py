@@ -49,9 +49,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
         raise ValueError("path is not set; say which latent set: path=<folder with manifest.json>.")
     source = open_source(cfg.path)
     manifest = read_manifest(source)
-    problems = []
-    for split in ("train", "held_out"):
-        problems += check_split(source, manifest, split)
+    problems = [problem for split in ("train", "held_out") for problem in check_split(source, manifest, split)]
     problems += check_files(source, manifest)
     for problem in problems:
         print(f"  ! {problem}")
@@ -86,7 +84,7 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
             )
         sums.add(tensors)
     if split == "train" and not problems:
-        mean, std = channel_statistics([{"shard": {"split": "train"}, "sums": sums.as_dict()}])
+        mean, std = channel_statistics([sums.as_dict()])
         for what, found, said in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
             scale = max(manifest.std)
             if any(abs(a - b) > 1e-5 * scale for a, b in zip(found, said, strict=True)):
@@ -147,11 +145,8 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
 def first_latents(blocks: BlockReader, count: int) -> Any:
     import torch
 
-    found, number = [], 0
-    while sum(map(len, found)) < min(count, blocks.count):
-        found.append(blocks.read(number)["latents"])
-        number += 1
-    return torch.cat(found)[:count]
+    parts = [blocks.read(i)["latents"] for i, place in enumerate(blocks.places) if place.first < count]
+    return torch.cat(parts)[:count]
 
 
 def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: int) -> Any:
