@@ -401,6 +401,32 @@ def test_the_readmes_figures_come_from_results():
         readme.rewritten("# no marks", results)
 
 
+def test_saves_say_how_much_longer_the_steps_take(tmp_path, monkeypatch):
+    from scripts.bench import saves
+
+    one_round = saves.one_round
+
+    def clocked(workload, checkpoints, described, steps):
+        one_round(workload, checkpoints, described, steps)
+        return [1.0, 0.0, 0.0] if checkpoints is None else [3.0, 0.5, 0.0]
+
+    monkeypatch.setattr(saves, "one_round", clocked)
+    monkeypatch.chdir(tmp_path)
+    ways = {way["name"]: way for way in result("saves", tmp_path)["ways"]}
+    assert {name: way["times_as_long"] for name, way in ways.items()} == {
+        "no save": 1.0,
+        "background": 3.0,
+        "foreground": 3.0,
+    }
+    assert ways["background"]["stall_ms"] == 500.0
+
+
+def test_a_ratio_is_the_second_run_over_the_first():
+    assert compare.ratio(200.0, 300) == "×1.500"
+    assert compare.ratio(0.0, 300) is None
+    assert compare.ratio(None, 300) is None
+
+
 def test_tables_align():
     lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
     assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]

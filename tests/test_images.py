@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from encoding.images import decode_image, list_images
+from models.images import psnr, to_uint8
 
 
 def encoded(image: Image.Image, **settings: object) -> bytes:
@@ -50,6 +51,17 @@ def test_images_are_turned_upright():
 def test_16_bit_grey_is_scaled_and_not_clipped():
     pixels = decode_image(encoded(Image.new("I;16", (32, 32), 0x4000)), 32)
     assert (pixels == 0x40).all()
+
+
+def test_values_become_the_nearest_of_256():
+    values = torch.tensor([-2.0, -1.0, 1.6 / 127.5 - 1.0, 2.4 / 127.5 - 1.0, 0.9999, 1.0]).view(1, 1, 2, 3)
+    assert to_uint8(values)[0, ..., 0].tolist() == [[0, 0, 2], [2, 255, 255]]
+
+
+def test_psnr_is_of_a_peak_to_peak_of_two():
+    black, nearly = torch.full((1, 3, 4, 4), -1.0), torch.full((1, 3, 4, 4), -0.98)
+    assert psnr(black, nearly) == pytest.approx(40.0, abs=1e-3)  # an error of a hundredth of the range
+    assert psnr(black - 5.0, black) > 100.0  # what lies outside is shown as the nearest colour
 
 
 def test_class_folders_are_listed_by_name(tmp_path: Path):

@@ -204,6 +204,13 @@ def test_rotary_positions_make_scores_depend_on_offsets_only():
     assert not torch.allclose(scores[0, 0, 1, 2], scores[0, 0, 2, 1])
 
 
+def test_the_first_half_of_a_head_turns_with_the_row():
+    """Swapped, weights trained on rectangles would sample nonsense."""
+    rotations = axial_rotations((3, 5), 16).view(2, 3, 5, 16)
+    assert torch.equal(rotations[..., :8], rotations[:, :, :1, :8].expand(2, 3, 5, 8))
+    assert torch.equal(rotations[..., 8:], rotations[:, :1, :, 8:].expand(2, 3, 5, 8))
+
+
 def test_positions_are_all_different():
     table = sincos_positions((4, 6), 30)[0]
     distances = torch.cdist(table, table) + torch.eye(24)

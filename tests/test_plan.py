@@ -45,6 +45,13 @@ def test_sharding_cuts_the_state():
     assert memory["fsdp"] == pytest.approx(20 * 648e6 / 64 + 8 * 23e6)
 
 
+def test_between_machines_hsdp_sends_only_a_machines_share_of_the_gradients():
+    """With nothing to hide behind and machines that are fast inside: 8 of them reduce 1/8 of 4 GB, at 1 GB/s."""
+    model, counts = Model(1_000_000_000, 0, 1, 0.0, 0.0), Counter(reduce_scatter=1)
+    found = forecast("hsdp", 64, model, ScaleConfig(), HW._replace(intra=1e18, inter=1e9), counts)
+    assert found.seconds == pytest.approx(2 * 7 / 8 * 0.5, rel=1e-3)
+
+
 def test_slow_networks_are_seen():
     model, counts = Model(648_000_000, 23_000_000, 28, 2e11, 0.0), Counter(reduce_scatter=29)
     fast = forecast("fsdp", 64, model, ScaleConfig(), HW, counts)

@@ -154,6 +154,17 @@ def test_samples_are_the_same_each_time_and_at_any_batch_size(job: Job):
     torch.testing.assert_close(all_of(first, "latents"), all_of(other, "latents"), rtol=1e-4, atol=1e-4)
 
 
+def test_a_damaged_image_does_not_move_the_draws_of_others(job: Job, more_photos: Path):
+    """A draw belongs to the image's place in the list, which is also what no other image shares."""
+    settings = ["kind=sample", "dtype=float32", "held_out=0", "batch_size=20", "shard_size=20"]
+    intact = load_set(job(*settings, source=more_photos)).train.floating()
+    (more_photos / "cat" / "004.jpg").write_bytes(b"no image at all")
+    rest = load_set(job(*settings, source=more_photos, out="rest")).train.floating()
+    distance = (rest.flatten(1)[:, None] - intact.flatten(1)[None]).abs().amax(2)
+    assert len(rest) == 19
+    assert distance.amin(1).max() < 1e-3
+
+
 def test_limit_and_seed_choose_the_images(job: Job):
     whole, some = (
         load_set(job("dtype=float32", "held_out=0", *limit, out=f"out{len(limit)}")) for limit in ([], ["limit=7"])

@@ -87,6 +87,15 @@ def test_the_loss_scale_grows_and_backs_off_like_gradscalers():
     assert ours.scale == 8.0 * theirs.get_growth_factor() * theirs.get_backoff_factor()
 
 
+def test_a_spike_does_not_move_the_loss_scale():
+    _, step, _, loader = assemble("mamba", "guards.spike_sigmas=6", "guards.spike_window=8", precision="fp16")
+    step.spikes.norms.copy_(1e-6 * torch.arange(8))  # so that any step is a spike
+    step.spikes.count.fill_(8)
+    output = step([next(loader)])
+    assert (output.skipped, output.backed_off) == (1.0, 0.0)
+    assert step.scaler.scale == 1024.0
+
+
 def test_the_loss_scale_is_part_of_the_state():
     training, other = tiny_training(precision="fp16"), tiny_training(precision="fp16")
     training.step.scaler.scale.fill_(256.0)

@@ -77,6 +77,15 @@ def test_labels_are_dropped_at_their_rate_in_training_only():
     assert torch.equal(seen[1], batch.labels)
 
 
+def test_a_dropped_label_becomes_the_one_that_no_class_has():
+    """Digits have the classes 0 … 9."""
+    training = tiny_training("mamba", "objective.label_dropout=1.0")
+    seen = []
+    training.step.forward = lambda x, t, y: seen.append(y) or x
+    training.step.losses(next(training.loader))
+    assert seen[0].unique().tolist() == [10]
+
+
 def test_draws_follow_the_position_not_the_batch():
     batch = batch_of(8)
     model = woken(tiny("mamba", channels=1, height=4, width=4))
@@ -103,6 +112,15 @@ def test_the_average_has_its_half_life_and_ramp():
         ema.update(torch.tensor(ema.weight(10**6, 10)))
     assert math.isclose(ema.averages[0].item(), 0.5, rel_tol=1e-5)
     assert math.isclose(ema.weight(200, 10), 0.5)  # half-life 0.05 · 200 = 10 samples
+
+
+def test_a_step_has_the_rates_of_the_samples_it_ends_at():
+    step = tiny_training("mamba", "schedule.warmup_samples=160").step  # 8 samples a step
+    step.schedule(72)
+    assert step.lr == pytest.approx(0.5e-3)  # half of the warm-up
+    step.schedule(152)
+    assert step.lr == pytest.approx(1e-3)
+    assert step.ema_weight.item() == pytest.approx(0.5)  # the half-life is 0.05 · 160 samples: one step
 
 
 def test_averages_do_not_depend_on_the_batch_size():
@@ -194,13 +212,16 @@ def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
     assert times == pytest.approx([1.0, 0.9, 0.75, 0.5])  # 3t / (1 + 2t) at 1, 3/4, 1/2, 1/4
 
 
-@pytest.mark.parametrize(("key", "value"), [("shift", 3.0), ("steps", 3), ("solver", "euler"), ("guidance", 3.0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("shift", 3.0), ("steps", 3), ("solver", "euler"), ("guidance", 3.0), ("guidance_interval", [0.1, 0.9])],
+)
 def test_every_setting_of_the_sampler_reaches_the_samples(key, value):
     training = tiny_training()
     spec, labels = training.loader.spec, torch.arange(4)
 
     def latents(**settings):
-        return draw_latents(training.model, spec, labels, labels, 0, SamplingConfig(**settings))
+        return draw_latents(training.model, spec, labels, labels, 0, SamplingConfig(**{"steps": 4} | settings))
 
     assert torch.equal(latents(), latents())
     assert not torch.allclose(latents(), latents(**{key: value}))
