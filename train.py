@@ -20,11 +20,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is 
 
 def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
-    from training.assemble import (
-        assemble,
-        identity,
-        restore,
-    )
+    from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick
     from training.evaluate import evaluate, sample_grid
     from training.guards import failures_explained, stop_if_hopeless
@@ -53,7 +49,7 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 3. Where we left off.
     checkpoints = run.checkpoints()
-    described = identity(composed, spec, ledger)
+    described = describe_run(composed, spec, ledger)
     where = restore(cfg, state, checkpoints, described)
 
     # 4. The loop: what is due after the step before, then a step.

@@ -148,7 +148,7 @@ def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> T
     return Training(cfg, device, ranks, loader, stack, model, state, step)
 
 
-def identity(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:
+def describe_run(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:
     """Describes a run for its checkpoints.
 
     `model`, `data`, `objective` and `optimizer` must be equal on resume; a change in `settings` is allowed, and said.
@@ -171,7 +171,7 @@ def plain(node: Any) -> Any:
     return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
 
-def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, identity: dict[str, Any]) -> str:
+def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, described: dict[str, Any]) -> str:
     """Continues the run, or starts it from `resume` or `init_from`; returns a sentence on that.
 
     A checkpoint that `resume` names is where a new run starts; the same command again continues that run from its own
@@ -183,9 +183,9 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, ident
         raise ValueError(
             f"resume={cfg.resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
         )
-    latest = None if cfg.resume == "never" else checkpoints.load_latest(state, identity)
+    latest = None if cfg.resume == "never" else checkpoints.load_latest(state, described)
     if latest is None and branch is not None:
-        latest = branch, load(branch, state, identity, checkpoints.ranks)
+        latest = branch, load(branch, state, described, checkpoints.ranks)
     if latest is not None:
         folder, changes = latest
         return f"resumed from {folder} at step {state.step}" + (f"; since then {changes}" if changes else "")

@@ -19,7 +19,7 @@ from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.timing import Spread, synchronise, times_as_fast
 from scripts.bench.workload import Workload
-from training.assemble import identity
+from training.assemble import describe_run
 from training.checkpoint.find import complete
 from training.checkpoint.save import Checkpoints
 
@@ -44,7 +44,7 @@ def one_round(
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "saves", words, __doc__ or "")
     workload = Workload(overrides)
-    described = identity(workload.composed, workload.loader.spec, workload.ledger)
+    described = describe_run(workload.composed, workload.loader.spec, workload.ledger)
     parent = Path(tempfile.mkdtemp(prefix="saves-", dir="."))
     try:
         ways: dict[str, Checkpoints | None] = {

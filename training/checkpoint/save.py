@@ -87,17 +87,17 @@ class Checkpoints:
         except Exception as failure:
             print(f"warning: {failure}", flush=True)
 
-    def save(self, state: Savable, identity: dict[str, Any], eval_loss: float | None = None) -> Path:
+    def save(self, state: Savable, run: dict[str, Any], eval_loss: float | None = None) -> Path:
         """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
 
-        `identity` describes the run (see `training.assemble`) and goes into `state.json`. All processes call it.
+        `run` describes the run (see `describe_run`) and goes into `state.json`. All processes call it.
         ValueError if it, or the one before it, cannot be written; complete ones stay.
         """
         began = time.perf_counter()
         self.finish()
         staged = stage(state.state_dict(), state.kept, self.ranks.first, self.copies)
         told = {"format": FORMAT, "step": state.step, "eval_loss": eval_loss, "world_size": self.ranks.world_size}
-        described = told | staged.values | identity
+        described = told | staged.values | run
         sizes = torch.cat(self.ranks.gathered(torch.tensor([staged.nbytes])))
         self.ranks.agreed(lambda: self.prepare(state.step, int(sizes.sum())))
         if self.copies is None:
@@ -244,14 +244,14 @@ class Checkpoints:
         except OSError as error:
             print(f"warning: {self.folder}: older checkpoints are not removed ({error}).", flush=True)
 
-    def load_latest(self, state: Savable, identity: dict[str, Any]) -> tuple[Path, str] | None:
+    def load_latest(self, state: Savable, run: dict[str, Any]) -> tuple[Path, str] | None:
         """Loads the newest checkpoint that verifies; returns folder and settings changed since, None without any.
 
         One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried. ValueError
         if there were some and none verifies: starting over is for the user to decide.
         """
         folder = self.ranks.agreed(self.newest_verified)
-        return None if folder is None else (folder, load_verified(folder, state, identity, self.ranks))
+        return None if folder is None else (folder, load_verified(folder, state, run, self.ranks))
 
     def newest_verified(self) -> Path | None:
         """The newest checkpoint that verifies. Clears half-done saves and removals away: the caller holds the lock."""
@@ -292,17 +292,17 @@ def remove(folder: Path) -> None:
     shutil.rmtree(removed)
 
 
-def load(folder: Path, state: Savable, identity: dict[str, Any], ranks: Ranks = SINGLE) -> str:
+def load(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
     """Loads a checkpoint, returns the settings changed since; ValueError if it is damaged or belongs to another run."""
-    return load_verified(verified(folder), state, identity, ranks)
+    return load_verified(verified(folder), state, run, ranks)
 
 
-def load_verified(folder: Path, state: Savable, identity: dict[str, Any], ranks: Ranks) -> str:
+def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks) -> str:
     described = description(folder)
     for name in ("model", "data", "objective", "optimizer"):
-        if described[name] != json.loads(json.dumps(identity[name])):
+        if described[name] != json.loads(json.dumps(run[name])):
             raise ValueError(
-                f"{folder} was made with another {name}: {difference(described[name], identity[name])}. "
+                f"{folder} was made with another {name}: {difference(described[name], run[name])}. "
                 f"Use a new run_dir, or init_from={folder} to start from its weights."
             )
     try:
@@ -310,7 +310,7 @@ def load_verified(folder: Path, state: Savable, identity: dict[str, Any], ranks:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is no checkpoint of this version of ours ({error}); use another step.") from error
     state.load_state_dict(content)
-    return difference(described["settings"], identity["settings"])
+    return difference(described["settings"], run["settings"])
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
