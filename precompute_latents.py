@@ -31,7 +31,7 @@ def precompute(composed: Composed) -> Path:
     from accel.stack import AccelerationStack
     from encoding.encoder import PSNR_IMAGES, EncodeStep, ShardEncoder, estimate, first_images, measure_psnr
     from encoding.images import list_images
-    from encoding.job import Measured, claim, job_description, locked, plan_shards, write_manifest
+    from encoding.job import claim, job_description, locked, plan_shards, write_manifest
     from models.autoencoders import Autoencoder
     from training.assemble import runtime_values
     from training.config.build import build
@@ -65,7 +65,7 @@ def precompute(composed: Composed) -> Path:
     # 3. Check that the encoder reconstructs the first images.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
-    measured = Measured(shape, quality, precision=str(ledger.as_dict()["precision"]["active"]))
+    precision = str(ledger.as_dict()["precision"]["active"])
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
     encoder = ShardEncoder(step, cfg, out, device, ranks)
@@ -74,7 +74,7 @@ def precompute(composed: Composed) -> Path:
         return out / "manifest.json"
 
     # 4. Encode all images, shard by shard; each rank has shards of its own.
-    job = job_description(images, cfg, autoencoder.weights_sha256, measured.precision)
+    job = job_description(images, cfg, autoencoder.weights_sha256, precision)
     with contextlib.ExitStack() as held:
         if ranks.first:  # the other ranks begin once the folder is ours
             held.enter_context(locked(out))
@@ -87,7 +87,7 @@ def precompute(composed: Composed) -> Path:
         if not ranks.first:
             ranks.close()
             return out / "manifest.json"
-        manifest = write_manifest(out, plan, images, cfg, autoencoder, measured)
+        manifest = write_manifest(plan, images, cfg, autoencoder, shape, quality, precision)
     ranks.close()
 
     # 5. Report.

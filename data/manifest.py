@@ -111,8 +111,8 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
         raise ValueError(
             f"{file} is not valid JSON ({error}); run precompute_latents.py again to rebuild it."
         ) from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        found = raw.get("format") if isinstance(raw, dict) else None
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
         raise ValueError(f"{file} has format {found}, this version reads {FORMAT}; run precompute_latents.py again.")
     expected = {f.name for f in fields(Manifest)}
     if missing := sorted(expected - raw.keys()):

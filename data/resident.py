@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.blocks import BlockReader, OnCorrupt, Skips
 from data.chunked import ChunkedLatents
-from data.loader import Batch, InMemoryLatents, Int8Latents, LatentSpec, LatentTensors, LoaderArgs
+from data.loader import Batch, InMemoryLatents, Int8Latents, LatentTensors, LoaderArgs
 from data.manifest import open_set
 
 GIB = 2**30
@@ -56,8 +56,14 @@ class ResidentLatents:
         whole = a_sample * (train.count + held_out.count)
         if whole <= allowed:
             what = "all of it on the device"
-            self.loader: InMemoryLatents | ChunkedLatents = in_memory(
-                self.spec, train, held_out, manifest.std, storage, args
+            tensors, ids, error = read_split(train, device, storage)
+            if storage == "int8":
+                worst = (error / torch.tensor(manifest.std)).max()
+                print(f"data: int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst channel)", flush=True)
+            held_out_tensors, _, _ = read_split(held_out, device, storage)
+            Skips().say(train.take_reports() + held_out.take_reports())
+            self.loader: InMemoryLatents | ChunkedLatents = InMemoryLatents(
+                self.spec, tensors, held_out_tensors, args, ids
             )
         else:
             if storage == "int8":
@@ -123,24 +129,6 @@ def memory_allowed(device: torch.device, given: float | None, world_size: int = 
 def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
     sample = [tensor[0] for tensor in blocks.read(0).values()]
     return sum(t.numel() + 4 * len(t) if storage == "int8" and t.ndim == 3 else t.nbytes for t in sample)
-
-
-def in_memory(
-    spec: LatentSpec,
-    train: BlockReader,
-    held_out: BlockReader,
-    std: list[float],
-    storage: Storage,
-    args: LoaderArgs,
-) -> InMemoryLatents:
-    """Reads both splits onto the device; `std` per channel is the unit of the error of int8."""
-    tensors, ids, error = read_split(train, args.device, storage)
-    if storage == "int8":
-        relative = (error / torch.tensor(std)).tolist()
-        print(f"data: int8 moves a latent by {max(relative):.2%} of its channel's std (RMS, worst channel)", flush=True)
-    held_out_tensors = read_split(held_out, args.device, storage)[0]
-    Skips().say(train.take_reports() + held_out.take_reports())
-    return InMemoryLatents(spec, tensors, held_out_tensors, args, ids)
 
 
 def read_split(

@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,16 +26,6 @@ from training.process import lock
 JOB = "job.json"
 Numbered = tuple[int, ImageEntry]
 """An image and its index in the shuffled list."""
-
-
-class Measured(NamedTuple):
-    """Measurements of the encoder on the first images."""
-
-    shape: tuple[int, ...]
-    """Of a latent: (C, H, W)."""
-    psnr_db: float
-    precision: str
-    """From the ledger."""
 
 
 @dataclass
@@ -145,9 +135,16 @@ def facts(
 
 
 def write_manifest(
-    out: Path, plan: Plan, images: ImageList, cfg: PrecomputeConfig, autoencoder: Autoencoder, measured: Measured
+    plan: Plan,
+    images: ImageList,
+    cfg: PrecomputeConfig,
+    autoencoder: Autoencoder,
+    shape: tuple[int, ...],
+    psnr_db: float,
+    precision: str,
 ) -> Manifest:
-    """Merges the sidecars of all shards into `manifest.json`."""
+    """Merges the sidecars of all shards into `manifest.json`; `shape` (C, H, W), PSNR and precision were measured."""
+    out = Path(str(cfg.out)).expanduser()
     sidecars = [json.loads((out / f"{name}.json").read_text()) for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
@@ -155,16 +152,16 @@ def write_manifest(
         raise ValueError(f"source={cfg.source}: no training image could be decoded; see the skipped ones above.")
     manifest = Manifest(
         **facts(autoencoder, cfg.encoder, shards, sums),
-        height=measured.shape[1],
-        width=measured.shape[2],
+        height=shape[1],
+        width=shape[2],
         class_names=images.class_names,
         kind=cfg.kind.value,
         dtype=cfg.dtype.value,
         flips=cfg.flips,
         resize=RESIZE,
         resolution=cfg.resolution,
-        psnr_db=measured.psnr_db,
-        precision=measured.precision,
+        psnr_db=psnr_db,
+        precision=precision,
         skipped=[line for s in sidecars for line in s["skipped"]],
         source=str(cfg.source),
         source_sha256=images.sha256(),

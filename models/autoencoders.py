@@ -144,30 +144,25 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS} is damaged ({error}); download it again.") from error
     pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key}) if kind == "AutoencoderTiny" else []
-    if not pools:
+    if config.get("mid_block_global_branch") and not pools:
+        raise ValueError(f"{folder / WEIGHTS} lacks the global branches that its config.json promises.")
+    try:
+        if pools:
+            known = {k: v for k, v in config.items() if k not in ("block_out_channels", "mid_block_global_branch")}
+            model = cls.from_config(known)
+            for name in pools:
+                add_global_branch(model.get_submodule(name), tensors[f"{name}.pool.0.weight"].shape[:2])
+            model.load_state_dict(tensors, strict=True)
+            return model
         # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
-        if config.get("mid_block_global_branch"):
-            raise ValueError(f"{folder / WEIGHTS} lacks the global branches that its config.json promises.")
         arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
         arguments["low_cpu_mem_usage"] = False  # True needs accelerate, and is for models much larger than these
-        try:
-            model, info = cls.from_pretrained(folder, **arguments)
-        except RuntimeError as error:  # a shape
-            raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: {error}") from error
-        problems = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]}
-        if problems:
-            raise ValueError(
-                f"{folder / WEIGHTS} does not fit {kind}: " + "; ".join(f"{k}: {v}" for k, v in problems.items())
-            )
-        return model
-    known = {k: v for k, v in config.items() if k not in ("block_out_channels", "mid_block_global_branch")}
-    model = cls.from_config(known)
-    for name in pools:
-        add_global_branch(model.get_submodule(name), tensors[f"{name}.pool.0.weight"].shape[:2])
-    try:
-        model.load_state_dict(tensors, strict=True)
-    except RuntimeError as error:
+        model, info = cls.from_pretrained(folder, **arguments)
+    except RuntimeError as error:  # a shape
         raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: {error}") from error
+    problems = [f"{k}: {info[k]}" for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]]
+    if problems:
+        raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: {'; '.join(problems)}")
     return model
 
 

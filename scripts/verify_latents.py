@@ -99,22 +99,16 @@ def check_files(source: Source, manifest: Manifest) -> list[str]:
 
     if not isinstance(source, LocalSource):
         return []
-    problems, named = [], {shard.file for shard in manifest.shards}
+    problems, known = [], {shard.file for shard in manifest.shards}
+    for sidecar in source.folder.glob("*.tar.json"):
+        if json.loads(sidecar.read_text())["shard"]["count"] == 0:  # Pillow could decode none of the shard's images
+            known.add(sidecar.stem)
     for shard in manifest.shards:
         file = source.folder / shard.file
         if file.is_file() and (file.stat().st_size != shard.bytes or file_sha256(file) != shard.sha256):
             problems.append(f"{file}: size or sha256 differs from the manifest's")
-    for file in sorted(source.folder.glob("*.tar")) + sorted(source.folder.glob("*.tmp")):
-        empty = file.suffix == ".tar" and counted(file) == 0  # Pillow could decode none of the shard's images
-        if file.name not in named and not empty:
-            problems.append(f"{file} is not in the manifest")
-    return problems
-
-
-def counted(file: Path) -> int | None:
-    """Samples in a shard, by its sidecar."""
-    sidecar = file.with_name(f"{file.name}.json")
-    return json.loads(sidecar.read_text())["shard"]["count"] if sidecar.is_file() else None
+    found = sorted(source.folder.glob("*.tar")) + sorted(source.folder.glob("*.tmp"))
+    return problems + [f"{file} is not in the manifest" for file in found if file.name not in known]
 
 
 def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
