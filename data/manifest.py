@@ -131,12 +131,7 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
 
 
 def open_set(
-    group: str,
-    path: str | None,
-    normalisation: str,
-    encoder: str | None,
-    latent_scale: float | None,
-    **remote: Any,
+    group: str, path: str | None, normalisation: str, encoder: str | None, latent_scale: float | None, **remote: Any
 ) -> tuple[Source, Manifest, LatentSpec]:
     """Opens the set at `path` for `data=<group>`: its source, manifest and spec.
 

@@ -49,11 +49,7 @@ def guided_velocity(
 
 @torch.no_grad()
 def sample(
-    velocity: Velocity,
-    noise: Float[Tensor, "B C H W"],
-    steps: int,
-    solver: str,
-    shift: float = 1.0,
+    velocity: Velocity, noise: Float[Tensor, "B C H W"], steps: int, solver: str, shift: float = 1.0
 ) -> Float[Tensor, "B C H W"]:
     """Integrates dx/dt = v(x, t) from t = 1 (`noise`) to t = 0 and returns the clean latents.
 

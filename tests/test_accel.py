@@ -11,18 +11,7 @@ from accel.fused_adamw import FusedAdamW
 from accel.precision import Precision
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
-from tests.harness import (
-    CPU,
-    EAGER,
-    VARIANTS,
-    assemble,
-    cannot_be_had,
-    key_of,
-    ledger_of,
-    named,
-    one_step,
-    technique,
-)
+from tests.harness import CPU, EAGER, VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named, one_step, technique
 from tests.helpers import pairwise
 
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}

@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from data.digits import DigitLatents
-from data.loader import (
-    Batch,
-    EpochOrder,
-    InMemoryLatents,
-    LatentLoader,
-    LatentSpec,
-    LatentTensors,
-    LoaderArgs,
-    sampled,
-)
+from data.loader import Batch, EpochOrder, InMemoryLatents, LatentLoader, LatentSpec, LatentTensors, LoaderArgs, sampled
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from data.synthetic import SyntheticLatents

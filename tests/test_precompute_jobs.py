@@ -108,11 +108,7 @@ def killed_until_done(words: list[str], out: Path, kills: int, seed: int) -> Non
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_anywhere_it_continues_to_the_same_bytes(
-    vae: Path,
-    many_photos: Path,
-    tmp_path: Path,
-    job: Job,
-    ranks: int,
+    vae: Path, many_photos: Path, tmp_path: Path, job: Job, ranks: int
 ):
     expected = contents(job(*MANY, "limit=60", source=many_photos))
     words = command(vae, many_photos, tmp_path / "killed", *MANY, "limit=60", ranks=ranks)
@@ -250,10 +246,7 @@ def test_a_folder_of_splits_asks_which(job: Job, rows: Path):
 def test_columns_that_cannot_be_told_apart_are_refused(job: Job, tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     image = Image.new("RGB", (20, 20))
-    for name, columns in (
-        ("two", {"a": [image], "b": [image], "label": [0]}),
-        ("none", {"a": [image], "text": ["x"]}),
-    ):
+    for name, columns in (("two", {"a": [image], "b": [image], "label": [0]}), ("none", {"a": [image], "text": ["x"]})):
         images = {key: datasets.Image() for key in columns if key in "ab"}
         features = datasets.Dataset.from_dict(columns).features | images
         datasets.Dataset.from_dict(columns, features=datasets.Features(features)).save_to_disk(tmp_path / name)

@@ -25,11 +25,7 @@ class FlowMatching:
     """
 
     def __init__(
-        self,
-        logit_mean: float = 0.0,
-        logit_std: float = 1.0,
-        timestep_shift: float = 1.0,
-        label_dropout: float = 0.1,
+        self, logit_mean: float = 0.0, logit_std: float = 1.0, timestep_shift: float = 1.0, label_dropout: float = 0.1
     ) -> None:
         if logit_std <= 0.0 or timestep_shift <= 0.0:
             raise ValueError(

@@ -246,38 +246,14 @@ def launch_backward(
     tiles = triton.cdiv(length, how["BLOCK"])
     dx = x.new_empty(batch, length, heads, head_dim)
     dD = sums.new_empty(batch, heads, tiles)
-    ssd_dx_kernel[(tiles, heads, batch)](
-        dy,
-        x,
-        B_in,
-        C_out,
-        steps,
-        sums,
-        D,
-        dx,
-        dD,
-        *strides,
-        **how,
-    )
+    ssd_dx_kernel[(tiles, heads, batch)](dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, **how)
     how = chosen("ds", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
     dS = x.new_empty(batch, 2, length, length)
     rows, columns = (sums.new_empty(batch, heads, tiles, length) for _ in range(2))
     rows_behind, columns_behind = (sums.new_empty(batch, heads, length) for _ in range(2))
     ssd_ds_kernel[(tiles, tiles, batch)](
-        dy,
-        x,
-        B_in,
-        C_out,
-        steps,
-        sums,
-        dS,
-        rows,
-        columns,
-        rows_behind,
-        columns_behind,
-        *strides,
-        **how,
+        dy, x, B_in, C_out, steps, sums, dS, rows, columns, rows_behind, columns_behind, *strides, **how
     )
     dsteps, dsums = torch.empty_like(steps), torch.empty_like(sums)
     ssd_decay_kernel[(heads, batch)](

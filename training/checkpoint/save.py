@@ -59,13 +59,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        keep: int = 1,
-        ranks: Ranks = SINGLE,
-        *,
-        keep_every: int = 0,
-        in_background: bool = False,
+        self, folder: Path, keep: int = 1, ranks: Ranks = SINGLE, *, keep_every: int = 0, in_background: bool = False
     ) -> None:
         self.folder, self.keep, self.keep_every, self.ranks = folder, keep, keep_every, ranks
         self.copies = HostCopies() if in_background else None

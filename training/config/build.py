@@ -14,11 +14,7 @@ from typing import Any, Literal
 from training.config.extensions import is_admitted
 
 PACKAGES = ("accel", "data", "models", "training")
-OUTSIDERS = (
-    "torch.optim.Adam",
-    "torch.optim.AdamW",
-    "torch.optim.SGD",
-)
+OUTSIDERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
 """What a `_target_` may name outside our packages, in full."""
 
 
