@@ -33,7 +33,7 @@ class Hardware(NamedTuple):
     """One kind of GPU and its network. Bandwidths are bytes a second per GPU in one direction, as collectives reach."""
 
     peak: float
-    """Dense 16-bit FLOP/s: training/peak_flops.py."""
+    """Dense 16-bit FLOP/s: training/metrics.py."""
     memory: float
     intra: float
     inter: float

@@ -25,11 +25,11 @@ from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.ema import EMA
 from training.evaluate import evaluate
+from training.metrics import peak_flops
 from training.objective import FlowMatching
-from training.peak_flops import peak_flops
+from training.optim import Schedule
 from training.process.loggers import NoLogger, SafeLogger, WandbLogger
 from training.sampling import draw_latents
-from training.schedule import Schedule
 from training.state import TrainState
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,10 @@ from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.ema import EMA
-from training.metrics import Meter
-from training.optim import parameter_groups
-from training.peak_flops import peak_flops
+from training.metrics import Meter, peak_flops
+from training.optim import Schedule, parameter_groups
 from training.pretrained import build_model
 from training.process.ranks import SINGLE, Ranks
-from training.schedule import Schedule
 from training.spikes import SpikeGuard
 from training.state import TrainState, load_weights
 from training.step import StepOutput, StepSettings, TrainStep
@@ -43,8 +41,7 @@ SETTINGS = (
 
 def spine(node: Any) -> dict[str, Any]:
     """A typed node as keyword arguments, choices as plain strings."""
-    values = {f.name: getattr(node, f.name) for f in fields(node)}
-    return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+    return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
 
 
 def runtime_values(runtime: RuntimeConfig) -> dict[str, Any]:

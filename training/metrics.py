@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,19 @@ from torch import Tensor
 
 from training.process.ranks import SINGLE, Ranks
 from training.step import StepOutput
+
+# Dense (no sparsity) 16-bit tensor-core rates in FLOP/s, from the vendors' data sheets.
+PEAK_16_BIT = {
+    "H200": 989e12,  # https://www.nvidia.com/en-us/data-center/h200/
+    "H100 PCIe": 756e12,  # https://www.nvidia.com/en-us/data-center/h100/
+    "H100": 989e12,
+    "A100": 312e12,  # https://www.nvidia.com/en-us/data-center/a100/
+    "A40": 149.7e12,  # https://www.nvidia.com/en-us/data-center/a40/
+    "L40S": 362e12,  # https://www.nvidia.com/en-us/data-center/l40s/
+    "A10": 125e12,  # https://www.nvidia.com/en-us/data-center/products/a10-gpu/
+    "RTX 4090": 165.2e12,  # NVIDIA Ada GPU architecture white paper, bf16 with fp32 accumulation
+    "RTX 3090": 71e12,  # NVIDIA Ampere GA102 white paper, bf16 with fp32 accumulation
+}
 
 
 class Meter:
@@ -78,10 +92,6 @@ class Meter:
         sums = {"loss": self.loss, "skipped": self.skipped, "backed_off": self.backed_off, "in_row": self.in_row}
         return {name: torch.as_tensor(value) for name, value in sums.items()} | {"steps": self.steps}
 
-    def loss_of_all(self) -> float:
-        """The sum of the window, averaged over processes."""
-        return float(self.ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64)))
-
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
         self.restart()
@@ -92,7 +102,8 @@ class Meter:
 
     def report(self, lr: float) -> dict[str, Any]:
         """Figures of the window since the last report (the one wait for the device), and starts the next window."""
-        loss, skipped = self.loss_of_all() / self.steps, int(float(self.skipped))
+        summed = self.ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64))
+        loss, skipped = float(summed) / self.steps, int(float(self.skipped))
         self.skipped_in_row = int(float(self.in_row))
         seconds = time.perf_counter() - self.since
         samples = (self.steps - self.carried) * self.batch_size
@@ -121,3 +132,13 @@ class Meter:
 def memory_reserved_peak() -> int | None:
     """Bytes that PyTorch's caching allocator held at most; None without a GPU."""
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s of `device` for 16-bit products; None where it is not known or products are not in 16 bits."""
+    if device.type != "cuda" or precision not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    if "Laptop" in name or "NVL" in name:  # lower rates than the boards of the same name
+        return None
+    return next((peak for part, peak in PEAK_16_BIT.items() if re.search(rf"\b{part}\b", name)), None)

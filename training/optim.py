@@ -1,10 +1,12 @@
-"""Parameter groups: what weight decay applies to."""
+"""Parameter groups, and the learning-rate schedule: in samples, so that it does not move with the batch size."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from models.denoiser import Denoiser
+from training.config.schema import ScheduleKind
 
 
 def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
@@ -15,3 +17,20 @@ def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any
         {"params": [p for name, p in named if name not in exempt], "weight_decay": weight_decay},
         {"params": [p for name, p in named if name in exempt], "weight_decay": 0.0},
     ]
+
+
+class Schedule:
+    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine to `final` of it."""
+
+    def __init__(self, kind: str, total_samples: int, warmup_samples: int = 0, final: float = 0.0) -> None:
+        self.kind, self.total_samples = kind, total_samples
+        self.warmup_samples, self.final = warmup_samples, final
+
+    def __call__(self, samples: int) -> float:
+        """Factor for the step that ends at `samples` samples."""
+        if samples < self.warmup_samples:
+            return samples / self.warmup_samples
+        if self.kind == ScheduleKind.constant:
+            return 1.0
+        progress = (samples - self.warmup_samples) / max(1, self.total_samples - self.warmup_samples)
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

@@ -64,15 +64,14 @@ class Run:
 
     def hold(self) -> bool:
         """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in it."""
+        where = f"run_dir={self.folder}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock.held(
-                self.folder, f"run_dir={self.folder}: another run writes to it; wait for it, or choose another folder."
+                self.folder, f"{where}: another run writes to it; wait for it, or choose another folder."
             )
         except OSError as error:
-            raise ValueError(
-                f"run_dir={self.folder} cannot be written to ({error.strerror}); choose another folder."
-            ) from error
+            raise ValueError(f"{where} cannot be written to ({error.strerror}); choose another folder.") from error
         return True
 
     def checkpoints(self) -> Checkpoints:
@@ -117,12 +116,8 @@ class Run:
             return
         file = self.folder / "metrics.jsonl"
         if file.is_file():
-            lines = [
-                line
-                for line in file.read_text().splitlines()
-                if line.endswith("}") and json.loads(line)["step"] <= step
-            ]
-            write_atomically(file, "".join(f"{line}\n" for line in lines))
+            whole = (line for line in file.read_text().splitlines() if line.endswith("}"))
+            write_atomically(file, "".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= step))
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         if not self.ranks.first:
@@ -180,7 +175,9 @@ class Run:
             return
         for folder in finished_runs(self.folder.parent, Path("runs")):
             try:
-                summary, environment = (read_json(folder / name) for name in ("summary.json", "environment.json"))
+                summary, environment = (
+                    json.loads((folder / f"{name}.json").read_text()) for name in ("summary", "environment")
+                )
                 then, versions, rate = environment["choices"], environment["versions"], summary["samples_per_s"]
             except (OSError, ValueError, KeyError):
                 continue  # not a run of ours
@@ -212,10 +209,6 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
     if backend != "NO" and not cfg.runtime.compile:
         raise ValueError(f"ACCELERATE_DYNAMO_BACKEND={backend}, but runtime.compile=false; change one of them.")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text())
 
 
 def finished_runs(*parents: Path) -> Iterator[Path]:

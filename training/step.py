@@ -16,7 +16,7 @@ from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA
 from training.objective import FlowMatching
-from training.schedule import Schedule
+from training.optim import Schedule
 from training.spikes import SpikeGuard
 
 

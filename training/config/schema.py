@@ -159,7 +159,7 @@ class RuntimeConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule, in samples (training/schedule.py)."""
+    """Learning-rate schedule, in samples (training/optim.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: int = 1280
