@@ -99,8 +99,9 @@ def test_a_spike_does_not_move_the_loss_scale():
 def test_the_loss_scale_is_part_of_the_state():
     training, other = tiny_training(precision="fp16"), tiny_training(precision="fp16")
     training.step.scaler.scale.fill_(256.0)
+    training.step.scaler.good_steps.fill_(7)
     other.state.load_state_dict(training.state.state_dict())
-    assert other.step.scaler.scale == 256.0
+    assert (other.step.scaler.scale, other.step.scaler.good_steps) == (256.0, 7)
 
 
 OPTIMIZERS = {"AdamW": [], "Adam": [], "SGD": ["~optim.betas"]}

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.digits import DigitLatents
 from data.loader import Batch
+from models.autoencoders import PixelAutoencoder
 from models.sampler import guided_velocity, sample, shifted
 from scripts.sample import SampleConfig, sample_run
 from tests.harness import assemble, tiny_training
@@ -24,13 +26,14 @@ from train import train
 from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.ema import EMA
-from training.evaluate import evaluate
-from training.metrics import peak_flops
+from training.evaluate import evaluate, sample_grid
+from training.metrics import Meter, peak_flops
 from training.objective import FlowMatching
 from training.optim import Schedule
 from training.process.loggers import NoLogger, SafeLogger, WandbLogger
 from training.sampling import draw_latents
 from training.state import TrainState
+from training.step import StepOutput
 
 CPU = torch.device("cpu")
 
@@ -196,6 +199,26 @@ def test_evaluation_is_fixed_and_uses_the_averages():
     assert training.model.training
     training.step.ema.averages[0].add_(0.1)
     assert evaluate(training) != first
+
+
+def test_a_grid_has_a_row_for_each_class(tmp_path, monkeypatch):
+    def shade_of_its_class(model, spec, labels, *_):
+        return (labels / 4.5 - 1).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+
+    monkeypatch.setattr("training.evaluate.draw_latents", shade_of_its_class)
+    file = sample_grid(tiny_training("mamba", "sampling.per_class=3"), PixelAutoencoder(), tmp_path / "grid.png")
+    with Image.open(file) as grid:
+        shades = np.asarray(grid)[20::40, 20::40, 0]  # 8 pixels and a frame, four times as large
+    assert shades.tolist() == [[round(255 * label / 9)] * 3 for label in range(10)]
+
+
+def test_the_first_rate_after_a_resume_is_of_new_steps_only():
+    meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    meter.load_state_dict({"loss": 3.0, "skipped": 0.0, "backed_off": 0.0, "in_row": 0.0, "steps": 3})
+    zero = torch.zeros(())
+    meter.update(StepOutput(torch.tensor(5.0), zero, zero, zero))
+    assert meter.report(lr=0.1)["loss"] == 2.0  # of all four
+    assert meter.trained_samples == 8
 
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])

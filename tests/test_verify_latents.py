@@ -83,7 +83,9 @@ def test_wrong_statistics_and_labels_are_said(folder: Path):
     (found,) = problems(folder)
     assert "manifest.json: mean is" in found
     edited(folder, mean=mean, class_names=["cat"])
-    assert all("labels from" in line and "there are 1 classes" in line for line in problems(folder))
+    found = problems(folder)
+    assert found
+    assert all("labels from" in line and "to 1, but there are 1 classes" in line for line in found)
 
 
 def test_a_set_without_a_path_is_asked_for():
