@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from models.solver import Solver
@@ -28,8 +28,6 @@ class SampleConfig:
     """Instead of a run: a .safetensors file of a checkpoint, wherever it lies; its header says what the model is."""
     encoder: str | None = None
     """Where the autoencoder lies now, if its folder was moved since the latents were made."""
-    extensions: list[str] = field(default_factory=list)
-    """Packages of your own that the run's model needs."""
     labels: list[int] | None = None
     """Classes to sample; null: all of them."""
     count: int = 64

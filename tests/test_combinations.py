@@ -16,7 +16,7 @@ def choices(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
-FAMILIES = sorted({name.rpartition("_")[0] for name in choices("model")})
+FAMILIES = sorted(name.removesuffix("_s") for name in choices("model") if name.endswith("_s"))
 DATA = {
     "digits": [],
     "synthetic": ["data.height=4", "data.width=8", "data.count=20", "data.num_classes=3"],

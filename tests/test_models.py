@@ -15,7 +15,7 @@ from models.mixers.bidirectional_ssd import BidirectionalSSD
 from models.mixers.convolution import Convolution
 from models.mixers.zigzag_ssd import PATHS, ZigzagSSD, zigzag_path
 from training.config.build import build
-from training.config.compose import CONF, compose
+from training.config.compose import compose
 
 SPEC = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
 # Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and every comparison.
@@ -47,7 +47,7 @@ PARAMETERS = {
     "zigzag_xl": 697_266_800,
 }
 SCANS = ("mamba", "ssd_mlp", "zigzag")
-MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+MODELS = sorted(PARAMETERS)
 FAMILIES = {
     "mamba": dict(mixer=partial(BidirectionalSSD, expand=2, state_dim=16)),
     "ssd_mlp": dict(mixer=partial(BidirectionalSSD, expand=1, state_dim=16), mlp_ratio=8 / 3),

@@ -100,16 +100,6 @@ def load_model(state: TrainState, weights: dict[str, Any]) -> None:
         raise ValueError(f"the checkpoint does not fit this model: {error}") from error
 
 
-def load_counters(state: TrainState, counters: dict[str, int]) -> None:
-    for name in COUNTERS:
-        setattr(state, name, counters[name])
-
-
-def load_spikes(state: TrainState, saved: dict[str, Any]) -> None:
-    if state.spikes is not None:
-        state.spikes.load_state_dict(saved)
-
-
 def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
     """Whole tensors into a model, sharded or not; RuntimeError if they do not fit."""
     own = model.state_dict()
@@ -179,9 +169,19 @@ PIECES = (
         lambda s, saved: load_moments(s.optimizer, saved),
     ),
     Piece("techniques", Kept.shared, lambda s: s.stack.state_dict(), lambda s, saved: s.stack.load_state_dict(saved)),
-    Piece("guards", Kept.shared, lambda s: s.spikes.state_dict() if s.spikes else {}, load_spikes),
+    Piece(
+        "guards",
+        Kept.shared,
+        lambda s: s.spikes.state_dict() if s.spikes else {},
+        lambda s, saved: s.spikes.load_state_dict(saved) if s.spikes else None,
+    ),
     Piece("loader", Kept.values, lambda s: s.loader.state_dict(), lambda s, saved: s.loader.load_state_dict(saved)),
-    Piece("counters", Kept.values, lambda s: {name: getattr(s, name) for name in COUNTERS}, load_counters),
+    Piece(
+        "counters",
+        Kept.values,
+        lambda s: {name: getattr(s, name) for name in COUNTERS},
+        lambda s, saved: vars(s).update({name: saved[name] for name in COUNTERS}),
+    ),
     Piece("window", Kept.sums, lambda s: s.meter.state_dict(), lambda s, saved: s.meter.load_state_dict(saved)),
     Piece("rng", Kept.each, lambda s: rng_state(), lambda s, saved: load_rng_state(saved)),
 )

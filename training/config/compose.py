@@ -100,9 +100,7 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             full = hydra_compose(config_name, overrides=[*words, *extensions.admit(words)], return_hydra_config=True)
-        with_hydra = OmegaConf.to_container(full, resolve=False)
-        assert isinstance(with_hydra, dict)
-        source = OmegaConf.create({k: v for k, v in with_hydra.items() if k != "hydra"})
+        source = OmegaConf.masked_copy(full, [str(key) for key in full if key != "hydra"])
         return settle(source, full.hydra.runtime.choices, words)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error, words, config_name)) from error
@@ -235,15 +233,18 @@ Words = TypeVar("Words")
 
 
 def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
-    """A frozen dataclass from `key=value` words, for commands that compose nothing. `--help` prints and exits."""
+    """A frozen dataclass from `key=value` words, for commands that compose nothing. `--help` prints and exits.
+
+    Every such command takes `extensions=[…]` too, for models and encoders of the user's own.
+    """
     if any(word in ("-h", "--help") for word in words):
-        print(help_text.strip() + "\n\nKeys:\n" + as_yaml(OmegaConf.structured(schema)))
+        print(help_text.strip() + "\n\nKeys:\n" + as_yaml(OmegaConf.structured(schema)) + "extensions: []")
         sys.exit(0)
     for word in words:
         if "=" not in word:
             raise ValueError(f"{word} is not of the form key=value; `--help` lists the keys.")
     extensions.admit(words)
-    given = OmegaConf.from_dotlist(words)
+    given = OmegaConf.from_dotlist([word for word in words if not word.startswith(f"{extensions.KEY}=")])
     refuse_unknown(given, schema)
     return typed(schema, given)
 
