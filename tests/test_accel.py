@@ -36,7 +36,9 @@ def test_every_technique_is_enrolled():
     ) - {"device", "on_unavailable", "mode", "timeout_minutes", "nccl"}  # of the process group
 
 
-@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "zigzag", "dit"])
+@pytest.mark.parametrize(
+    "family", ["mamba", "dit", *(pytest.param(family, marks=pytest.mark.slow) for family in ("ssd_mlp", "zigzag"))]
+)
 @EVERY
 def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(variant, family, any_precision):
     if reason := cannot_be_had(variant):

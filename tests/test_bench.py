@@ -333,6 +333,7 @@ def test_strided_inputs_give_the_same_answer():
         practices.strided_call(CPU, wrong)()
 
 
+@pytest.mark.slow
 def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
     from accel.precision import Precision
 
@@ -346,6 +347,7 @@ def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
         assert entry["eval_loss_min"] <= entry["eval_loss"] <= entry["eval_loss_max"]
 
 
+@pytest.mark.slow
 def test_claims_are_measured_or_say_why_not(tmp_path):
     found = result("claims", tmp_path)["claims"]
     assert len(found) == len(practices.CLAIMS) == 10

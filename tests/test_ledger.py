@@ -51,7 +51,7 @@ def test_the_residual_is_seen_in_16_bits_where_it_is():
     assert ledger_of(precision="bf16", residual_in_fp32=True)["residual_in_fp32"].active is True
 
 
-@pytest.mark.parametrize("family", ["mamba", "dit"])
+@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "dit"])
 @pytest.mark.parametrize("scope", [None, "blocks", "model"])
 @pytest.mark.parametrize("policy", ["blocks", "every_2", "selective"])
 def test_checkpointing_is_seen_in_what_the_blocks_keep(family, scope, policy):

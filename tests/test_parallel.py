@@ -82,7 +82,13 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("mode", "ranks"), [("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow), ("hsdp", 4)]
+    ("mode", "ranks"),
+    [
+        ("ddp", 2),
+        ("fsdp", 2),
+        pytest.param("fsdp", 3, marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: Path, tmp_path: Path):
     """Losses, held-out losses, samples, and the averages in the checkpoint; one folder, one voice."""
