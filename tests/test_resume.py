@@ -102,7 +102,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, sto
         ["data=synthetic", "data.height=8", "data.width=8"],
         ["runtime=fast", "model=dit_xs"],
         ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
-        ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # by windows
+        ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # in chunks
     ],
 )
 def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):

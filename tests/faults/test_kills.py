@@ -98,9 +98,9 @@ def test_kills_at_random(
     "words",
     [
         ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
-        ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # by windows
+        ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # in chunks
     ],
-    ids=["streamed", "by windows"],
+    ids=["streamed", "in chunks"],
 )
 def test_kills_with_other_loaders(
     words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
