@@ -52,7 +52,7 @@ def test_the_residual_is_seen_in_16_bits_where_it_is():
 
 
 @pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "dit"])
-@pytest.mark.parametrize("scope", [None, "blocks", "model"])
+@pytest.mark.parametrize("scope", [None, "blocks", pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["blocks", "every_2", "selective"])
 def test_checkpointing_is_seen_in_what_the_blocks_keep(family, scope, policy):
     compiled = {"compile": scope is not None, "compile_scope": scope or "blocks"}

@@ -164,7 +164,10 @@ def test_techniques_and_processes_do_not_disturb_each_other(row: tuple, single: 
 @pytest.mark.parametrize(
     "words",
     [
-        ["runtime.parallel.gradient_as_bucket_view=false", "runtime.parallel.bucket_cap_mb=1"],
+        pytest.param(
+            ["runtime.parallel.gradient_as_bucket_view=false", "runtime.parallel.bucket_cap_mb=1"],
+            marks=pytest.mark.slow,
+        ),
         ["runtime.parallel.mode=fsdp", "runtime.parallel.cpu_offload=true"],
         pytest.param(["runtime.parallel.mode=fsdp", "runtime.parallel.reduce_dtype=bf16"], marks=pytest.mark.slow),
         pytest.param(

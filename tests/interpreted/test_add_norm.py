@@ -11,7 +11,7 @@ from tests.interpreted.conftest import assert_near
 
 
 @pytest.mark.parametrize("dim", [96, 384, 768, 1152])
-@pytest.mark.parametrize("length", [1, 63, 64, 100])
+@pytest.mark.parametrize("length", [1, 63, pytest.param(64, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("variant", ["plain", "row maps", "narrow"])
 def test_kernels_equal_the_definition(dim, length, variant, poison):
     torch.manual_seed(dim + length)
