@@ -35,7 +35,7 @@ class VerifyConfig:
     count: int = 8
     """Samples to decode; 0 for none."""
     encoder: str | None = None
-    """Folder of the autoencoder, if somebody moved it after precompute."""
+    """The autoencoder's folder, where it is no longer the one that precompute used."""
     out: str = "latents_check.png"
     device: str = "auto"
 

@@ -134,6 +134,12 @@ def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="11 is no class"):
         load_run("runs/notebook").sample([11])
+    for change, said in (
+        ({"guidence": 2.0}, "did you mean guidance?"),
+        ({"steps": "many"}, "steps=many: Value 'many'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            load_run("runs/notebook").sample([3], **change)
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()))

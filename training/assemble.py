@@ -86,16 +86,13 @@ class Training:
     cfg: TrainConfig
     device: torch.device
     ranks: Ranks
+    micro_batch: int
+    """Samples in a micro-batch of this process."""
     loader: LatentLoader
     stack: AccelerationStack
     model: Denoiser
     state: TrainState
     step: TrainStep
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples in a micro-batch of this process."""
-        return self.cfg.batch_size // self.cfg.accumulation_steps // self.ranks.world_size
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
@@ -137,12 +134,11 @@ def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> T
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
     peak = peak_flops(device, str(stack.value("precision")))
     meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks)
-    guards = cfg.guards
-    spikes = SpikeGuard(guards.spike_sigmas, guards.spike_window, device) if guards.spike_sigmas else None
+    spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device) if cfg.guards.spike_sigmas else None
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
     settings = StepSettings(cfg.seed, cfg.batch_size, cfg.max_grad_norm)
     step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, settings, spikes))
-    return Training(cfg, device, ranks, loader, stack, model, state, step)
+    return Training(cfg, device, ranks, micro_batch, loader, stack, model, state, step)
 
 
 def describe_run(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:

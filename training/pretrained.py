@@ -46,10 +46,9 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not say which model it holds; name a file of a checkpoint of ours.") from error
     if outside := [name for name in targets(node) if not is_part_of_model(name)]:
-        package = str(outside[0]).partition(".")[0]
         raise ValueError(
             f"{file} names {outside[0]} as part of its model, which is none of ours; do not trust this file. If "
-            f"that code is your own, add extensions=[{package}] to the command."
+            f"that code is your own, add extensions=[{str(outside[0]).partition('.')[0]}] to the command."
         )
     model = build_model(node, spec, device)
     try:

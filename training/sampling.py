@@ -68,7 +68,9 @@ class TrainedModel:
             )
         if batch_size < 1 or not labels:
             raise ValueError(f"batch_size={batch_size} and the number of labels, {len(labels)}, must be at least 1.")
-        sampling = typed(SamplingConfig, asdict(self.sampling) | changes)
+        sampling = typed(
+            SamplingConfig, asdict(self.sampling) | changes, [f"{key}={value}" for key, value in changes.items()]
+        )
         sampling.check()
         wanted, images = torch.tensor(labels, device=self.device), []
         for position in torch.arange(len(labels), device=self.device).split(batch_size):
@@ -88,4 +90,4 @@ def load_run(path: str | Path, encoder: str | None = None, device: str = "auto",
     config = file.parents[2] / "config.yaml" if file.parent.parent.name == "checkpoints" else None
     found = from_yaml(config.read_text()).get("sampling", {}) if config and config.is_file() else {}
     autoencoder = build_autoencoder(spec, chosen, encoder)
-    return TrainedModel(model, spec, autoencoder, typed(SamplingConfig, found), file, chosen)
+    return TrainedModel(model, spec, autoencoder, typed(SamplingConfig, found, []), file, chosen)

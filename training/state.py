@@ -134,7 +134,7 @@ def copied(node: Any) -> Any:
         return node.detach().to("cpu", copy=True)
     if isinstance(node, dict):
         return {key: copied(value) for key, value in node.items()}
-    return [copied(value) for value in node] if isinstance(node, list) else node
+    return node
 
 
 def rng_state() -> dict[str, Any]:

@@ -107,9 +107,8 @@ def stage(state: Mapping[str, Any], kept: Mapping[str, Kept], first: bool, copie
             found = {name: host(f"{piece}.{name}", tensor) for name, tensor in gathered if first}
             staged.whole.update({piece: found} if first else {})
             continue
-        if how is not Kept.shared:
-            numbers = {k: v for k, v in state[piece].items() if not isinstance(v, Tensor)}
-            staged.values.update({piece: numbers} if how is not Kept.each else {})
+        if how in (Kept.values, Kept.sums):
+            staged.values[piece] = {k: v for k, v in state[piece].items() if not isinstance(v, Tensor)}
         for name, leaf in flat(state[piece], piece):
             if isinstance(leaf, DTensor):
                 if (start := rows_of(leaf)) is not None:

@@ -108,14 +108,12 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
 
 def composed_by_hydra(source: DictConfig) -> Composed:
     """The same for a function that `hydra.main` called."""
-    hydra_config = HydraConfig.get()
-    return settle(source, hydra_config.runtime.choices, list(hydra_config.overrides.task))
+    return settle(source, HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task))
 
 
 def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> Composed:
     """Refuses unknown keys, resolves, types, freezes and checks."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
-    refuse_unknown(source, kind)
     named = extensions.named_by(overrides)
     if unasked := [name for name in source.get("extensions") or [] if name not in named]:
         raise ValueError(
@@ -123,7 +121,7 @@ def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str])
             f"extensions=[{','.join(unasked)}] on the command line, or set {extensions.ENVIRONMENT}."
         )
     source["extensions"] = named
-    cfg = typed(kind, source)
+    cfg = typed(kind, source, overrides)
     cfg.check()
     chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}
     return Composed(cfg, chosen, redact_words(overrides), redacted(OmegaConf.to_container(source, resolve=False)))
@@ -245,10 +243,17 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             raise ValueError(f"{word} is not of the form key=value; `--help` lists the keys.")
     extensions.admit(words)
     given = OmegaConf.from_dotlist([word for word in words if not word.startswith(f"{extensions.KEY}=")])
-    refuse_unknown(given, schema)
-    return typed(schema, given)
+    return typed(schema, given, words)
 
 
-def typed(schema: type[Words], given: Any) -> Words:
-    """A frozen dataclass with the values of a mapping; the rest are its defaults."""
-    return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), given)))
+def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
+    """A frozen dataclass with the values of a mapping; the rest are its defaults.
+
+    ValueError, in one sentence, for a key that the schema lacks or a value of another type; `words` are what was typed.
+    """
+    node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
+    refuse_unknown(node, schema)
+    try:
+        return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error, words, "train")) from error
