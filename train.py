@@ -39,7 +39,8 @@ def train(composed: Composed) -> dict[str, Any]:
     logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
 
     # 2. What we train, on what, and what makes it fast; one observed step shows which of it is really on.
-    training = assemble(cfg, run.device, ranks)
+    training = assemble(cfg, run.device, ranks, run.folder)
+    run.keep_kernels(training.kernels)
     state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every else None
     began = time.perf_counter()

@@ -1,7 +1,11 @@
 """Fused Triton kernels in the place of their PyTorch references: one key each.
 
 Off, the reference is called directly, so that the compiler can fuse it with what surrounds it. On, one operator with
-its own backward pass is called. What it costs: nothing; equal within rounding. Speed on a GPU: not measured yet.
+its own backward pass is called. `true` and `auto` launch nothing that accel/proof.py has not proved on the run's own
+device: `true` asks for parity with the definition alone, `auto` also for a block that is not slower with the kernel.
+
+What it costs: a trial of a minute or so for each new model, batch, GPU or version. What it buys: time, which the trial
+measures, and memory, for a kernel keeps less for the backward pass.
 """
 
 import importlib.util
@@ -10,6 +14,7 @@ import torch
 
 from accel.evidence import Evidence
 from accel.ledger import UNUSED
+from accel.proof import Proof
 from accel.technique import Model, Observation, Technique, blocks_of
 
 
@@ -21,6 +26,15 @@ class FusedKernel(Technique):
     def __init__(self, value: bool | str, device: torch.device) -> None:
         super().__init__(value, device)
         self.switches: list[torch.nn.Module] = []
+        self.proof: Proof | None = None
+
+    def asks_for_proof(self, model: torch.nn.Module) -> bool:
+        """Whether the key is wanted and the model has something that it exchanges."""
+        return self.enabled and bool(self.switches_of(model))
+
+    def settle(self, proof: Proof) -> None:
+        """Takes the decision that was asked for."""
+        self.value, self.proof = proof.on, proof
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
@@ -32,16 +46,22 @@ class FusedKernel(Technique):
         return None
 
     def on_model(self, model: Model) -> Model:
-        self.switches = [m for block in blocks_of(model) for m in block.modules() if hasattr(m, self.key)]
+        self.switches = self.switches_of(model)
         for module in self.switches:
-            setattr(module, self.key, self.enabled)
+            setattr(module, self.key, self.proof is not None and self.proof.on)
         return model
+
+    def switches_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        return [m for block in blocks_of(model) for m in block.modules() if hasattr(m, self.key)]
 
     def observe(self, evidence: Evidence) -> Observation:
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {self.op}")
         launches = sum(n for name, n in evidence.ops.items() if name.startswith(f"{self.op}_"))
-        return Observation(launches > 0, f"{launches} launches of Triton kernels of {self.op} in one step")
+        note = f"{launches} launches of Triton kernels of {self.op} in one step"
+        if self.enabled and self.proof is None:
+            note = f"nobody proved it, so nothing may launch it; {note}"
+        return Observation(launches > 0, f"{self.proof.why}; {note}" if self.proof else note)
 
 
 class FusedAddNorm(FusedKernel):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from accel.cudnn_benchmark import CudnnBenchmark
 from accel.empty_cache_at_eval import EmptyCacheAtEval
 from accel.evidence import observe_ops, observe_step
 from accel.fused_adamw import FusedAdamW
-from accel.fused_kernels import FusedAddNorm, FusedConv, FusedScan
+from accel.fused_kernels import FusedAddNorm, FusedConv, FusedKernel, FusedScan
 from accel.gradient_checkpointing import CheckpointBlocks
-from accel.ledger import Ledger, LedgerRow
+from accel.ledger import AUTO, Ledger, LedgerRow
 from accel.parallel import DataParallel, agreed
 from accel.precision import Precision
+from accel.proof import Question, prove
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.technique import AnyStep, Model, Technique
 from accel.tf32 import Tf32
@@ -45,6 +47,11 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     EmptyCacheAtEval,
     CudaGraph,
 )
+
+ACT_ON_A_BLOCK = {
+    *("tf32", "cudnn_benchmark", "precision", "residual_in_fp32", "attention", "gradient_checkpointing", "compile")
+}
+"""Keys whose values a trial of kernels takes over from the run."""
 
 
 class FailedElsewhereError(RuntimeError):
@@ -74,7 +81,7 @@ class AccelerationStack:
         self.requested: dict[str, bool | str] = {}
         self.reasons: dict[str, str] = {}
         self.techniques: list[Technique] = []
-        self.strict, self.device = on_unavailable == "error", device
+        self.strict, self.device, self.deterministic = on_unavailable == "error", device, deterministic
         refused = []
         for kind in TECHNIQUES:
             if only is not None and kind.key not in only:
@@ -83,13 +90,17 @@ class AccelerationStack:
             self.requested[kind.key] = technique.value
             if technique.enabled:
                 if reason := technique.unavailable():
-                    refused.append(f"runtime.{kind.key}={technique.value}: {reason}")
+                    if technique.value != AUTO:
+                        refused.append(f"runtime.{kind.key}={technique.value}: {reason}")
                 elif deterministic and kind.nondeterministic:
                     reason = "switched off by deterministic=true"
                 if reason:
                     self.reasons[kind.key] = reason
                     technique.value = kind.off
             self.techniques.append(technique)
+        self.refuse(refused)
+
+    def refuse(self, refused: list[str]) -> None:
         if refused and self.strict:
             raise ValueError(
                 "runtime.on_unavailable=error, and these techniques cannot be had on this machine:\n  "
@@ -100,6 +111,31 @@ class AccelerationStack:
     def value(self, key: str) -> bool | str:
         """The value of a technique; its off value where the machine cannot have it."""
         return next(technique.value for technique in self.techniques if technique.key == key)
+
+    def prove_kernels(
+        self, model: nn.Module, forward: Callable[[], object], samples: int, folder: Path | None = None
+    ) -> dict[str, Any]:
+        """Decides about fused kernels on this device (accel/proof.py); returns what the run's `folder` has to keep.
+
+        `forward()` runs the model as it is on two samples; a micro-batch has `samples`. Call this before `on_model`. A
+        kernel that was asked for and fails its parity test is one that cannot be had.
+        """
+        kernels = [t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)]
+        if not kernels:
+            return {}
+        runtime = {t.key: t.value for t in self.techniques if t.key in ACT_ON_A_BLOCK}
+        runtime |= {name: v for t in self.techniques if t.key in ACT_ON_A_BLOCK for name, v in t.option.items()}
+        question = Question({t.key: t.value for t in kernels}, runtime, samples, self.device, self.deterministic)
+        with self.autocast(), torch.no_grad():
+            proofs, kept = prove(question, model, forward, folder)
+        for technique in kernels:
+            technique.settle(proofs[technique.key])
+        failed = [key for key, proof in proofs.items() if self.requested[key] is True and not proof.on]
+        self.refuse([f"runtime.{key}=true: {proofs[key].why}." for key in failed])
+        return kept
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return next((t.autocast() for t in self.techniques if isinstance(t, Precision)), nullcontext())
 
     def on_process(self) -> None:
         for technique in self.techniques:

@@ -93,6 +93,8 @@ class Training:
     model: Denoiser
     state: TrainState
     step: TrainStep
+    kernels: dict[str, Any]
+    """The choice of fused kernels and what it rests on; empty where there was nothing to choose."""
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
@@ -112,10 +114,21 @@ class Training:
             return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
 
 
-def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> Training:
+def prove_kernels(
+    stack: AccelerationStack, model: Denoiser, spec: LatentSpec, samples: int, folder: Path | None = None
+) -> dict[str, Any]:
+    """Has the stack decide about fused kernels for micro-batches of `samples`; returns what the run has to keep."""
+    device = model.pos_embed.device
+    latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
+    t, labels = torch.full((2,), 0.5, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    return stack.prove_kernels(model, lambda: model(latents, t, labels), samples, folder)
+
+
+def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE, folder: Path | None = None) -> Training:
     """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a configuration.
 
-    ValueError, in one sentence, for a part that cannot be built.
+    `folder` is the run's, which may hold a choice of kernels. ValueError, in one sentence, for a part that cannot be
+    built.
     """
     # What we train, and on what.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
@@ -126,6 +139,7 @@ def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> T
     # What makes it fast, then the optimizer: sharding replaces parameters.
     stack = build_stack(cfg, device)
     stack.on_process()
+    kernels = prove_kernels(stack, model, loader.spec, micro_batch, folder)
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
 
@@ -138,7 +152,7 @@ def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE) -> T
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
     settings = StepSettings(cfg.seed, cfg.batch_size, cfg.max_grad_norm)
     step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, settings, spikes))
-    return Training(cfg, device, ranks, micro_batch, loader, stack, model, state, step)
+    return Training(cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels)
 
 
 def describe_run(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from accel.ledger import Ledger
+from accel.proof import FILE as KERNELS_FILE
 from data.manifest import write_atomically
 from training.checkpoint.find import complete
 from training.checkpoint.save import Checkpoints
@@ -30,8 +31,8 @@ from training.state import TrainState
 class Run:
     """One run folder.
 
-    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, metrics.jsonl, samples/,
-    checkpoints/ and summary.json.
+    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, kernels.json (where there
+    was a choice), metrics.jsonl, samples/, checkpoints/ and summary.json.
     """
 
     def __init__(self, composed: Composed) -> None:
@@ -109,6 +110,13 @@ class Run:
         facts = {f"ledger.{key}": f"{row['requested']} -> {row['active']}" for key, row in ledger.as_dict().items()}
         versions = self.environment["versions"]
         logger.start(self.folder, {"config": self.config, "choices": self.choices, "versions": versions, **facts})
+
+    def keep_kernels(self, kernels: Mapping[str, Any]) -> None:
+        """Writes which kernels were chosen, so that a resumed run computes with the same."""
+        if kernels:
+            self.claimed = self.claimed or self.ranks.agreed(self.hold)
+            if self.ranks.first:
+                self.write_json(KERNELS_FILE, kernels)
 
     def keep_metrics_before(self, step: int) -> None:
         """Drops logged steps after `step`, which a killed run had reached and this one will do again."""

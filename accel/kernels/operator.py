@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
+
+
+class Operator(NamedTuple):
+    """The two ways to compute an operator; both take the arguments of its schema."""
+
+    definition: Callable[..., Any]
+    kernel: Callable[..., Any]
+
+
+OPERATORS: dict[str, Operator] = {}
+"""Every registered operator by name; accel/trial.py compares its two ways."""
 
 
 def register(schema: str, definition: Callable[..., Any], fake: Callable[..., Any], launcher: str) -> None:
@@ -25,6 +36,7 @@ def register(schema: str, definition: Callable[..., Any], fake: Callable[..., An
         with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
             return launch(*arguments)
 
+    OPERATORS[name] = Operator(definition, on_gpu)
     LIBRARY.define(schema)
     LIBRARY.impl(name, definition, "CPU")
     LIBRARY.impl(name, on_gpu, "CUDA")

@@ -106,9 +106,9 @@ class RuntimeConfig:
     cudnn_benchmark: bool = False
     precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device)
     residual_in_fp32: bool = True
-    fused_add_norm: bool = False  # the Triton kernel, or its PyTorch definition; so are the next two
-    fused_scan: bool = False
-    fused_conv: bool = False
+    fused_add_norm: bool | str = False  # the Triton kernel or its definition; auto: what a trial on this device favours
+    fused_scan: bool | str = False  # so are these two; true: whenever parity is shown
+    fused_conv: bool | str = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
     checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks  # selective keeps products, attention, scan
@@ -124,6 +124,9 @@ class RuntimeConfig:
     def check(self, accumulation_steps: int = 1, deterministic: bool = False) -> None:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
+        for key in ("fused_add_norm", "fused_scan", "fused_conv"):
+            if (value := getattr(self, key)) not in (False, True, "auto"):
+                raise ValueError(f"runtime.{key}={value} must be false, true or auto.")
         sharded = self.parallel.mode in (ParallelMode.fsdp, ParallelMode.hsdp)
         if sharded and self.compile and self.compile_scope is CompileScope.model:
             raise ValueError(
