@@ -309,7 +309,8 @@ def main() -> int:
     except Exception as error:  # the next process goes on with the rest: this one's device may be in any state
         state = json.loads((trial.folder / "found.json").read_text())
         earlier = trial.found.get(state["key"], {"error": 0.0, "definition_error": 0.0})
-        trial.found[state["key"]] = earlier | {"refusal": f"{state['doing']} failed: {first_line(error)}"}
+        why = f"{state['doing']} failed: {first_line(error)}"
+        trial.found[state["key"]] = earlier | {"refusal": why, "passing": not isinstance(error, ValueError)}
         trial.write("the rest")
         raise
     return 0

@@ -3,6 +3,8 @@
     python -m scripts.doctor             a table
     python -m scripts.doctor --json      the same for programs
     python -m scripts.doctor --measure   with measured rates: matrix products by precision, and memory traffic
+    python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256 runtime=production
+                                         tries the fused kernels as that run would, and says what it would choose
 
 Everything is asked of the machine and of the techniques themselves; nothing is copied from a guide.
 """
@@ -24,8 +26,14 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--measure", action="store_true", help="measure rates too; takes some seconds")
+    parser.add_argument("--kernels", nargs="*", metavar="KEY=VALUE", help="try the kernels of this run; takes a minute")
     options = parser.parse_args(words)
     found = examine(options.measure)
+    if options.kernels is not None:
+        from training.config.compose import one_sentence
+
+        with one_sentence():
+            found["kernels"] = kernels(options.kernels)
     print(json.dumps(found, indent=1) if options.json else as_text(found), flush=True)
     return 0
 
@@ -51,6 +59,31 @@ def examine(measure: bool = False) -> dict[str, Any]:
 
         found["rates"] = rates(device)
     return found
+
+
+def kernels(words: list[str]) -> list[dict[str, Any]]:
+    """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is trained or written."""
+    from accel.fused_kernels import FusedKernel
+    from training.assemble import build_loader, build_stack, prove_kernels
+    from training.config.compose import compose
+    from training.environment import pick_device
+    from training.pretrained import build_model
+
+    cfg = compose(words).cfg
+    device, samples = pick_device(cfg.runtime.device.value), cfg.batch_size // cfg.accumulation_steps
+    stack, spec = build_stack(cfg, device), build_loader(cfg.data, cfg.seed, samples, device).spec
+    stack.on_process()
+    prove_kernels(stack, build_model(cfg.model, spec, device), spec, samples)
+    return [
+        {
+            "key": f"runtime.{t.key}",
+            "requested": stack.requested[t.key],
+            "on": t.proof is not None and t.proof.on,
+            "why": t.proof.why if t.proof else stack.reasons.get(t.key, "not asked for, or no part of this model"),
+        }
+        for t in stack.techniques
+        if isinstance(t, FusedKernel)
+    ]
 
 
 def machine(device: Any) -> dict[str, Any]:
@@ -120,6 +153,9 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["", "planned, not in this version"]
     for row in found["planned"]:
         lines.append(f"  {row['name']:<22}hardware: {'yes' if row['hardware'] else 'no'} (needs {row['needs']})")
+    if "kernels" in found:
+        lines += ["", "fused kernels, as that run would choose"]
+        lines += [f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}" for row in found["kernels"]]
     if "rates" in found:
         lines += ["", "measured rates (median of 10)"]
         lines += [f"  {name:<22}{value:.1f}" for name, value in found["rates"].items()]

@@ -1,6 +1,7 @@
 """What torchrun starts in the tests: `train.py`, with a quick compiler and, where it is asked for, a fault.
 
 FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
+With KERNELS_ON_RANK fused kernels may be asked for, and can run in that process alone, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from accel.compilation import Compile
+from accel.fused_kernels import FusedKernel
 from tests.conftest import TINY_RUN
 from train import train
 from training.config.compose import compose, one_sentence
@@ -45,6 +47,10 @@ def faulty(kind: str, step: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    if rank := os.environ.get("KERNELS_ON_RANK"):
+        FusedKernel.unavailable = lambda self: None
+        if os.environ["RANK"] == rank:
+            os.environ["TRITON_INTERPRET"] = "1"  # for the process that tries them
     if fault := os.environ.get("FAULT"):
         kind, rank, step = fault.split(":")
         if os.environ.get("RANK") == rank:

@@ -1,9 +1,8 @@
-"""Kernels prove themselves in a process of their own before a run launches them; here with operators that have faults."""
+"""Kernels prove themselves in a process of their own before a run launches them; here, operators with faults."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ from torch import nn
 
 from accel import proof, trial
 from accel.fused_kernels import FusedKernel
-from accel.kernels.operator import OPERATORS
-from accel.proof import Proof, Question, judged, merged, prove
+from accel.proof import Question, judged, merged
 from accel.stack import AccelerationStack
 from scripts import doctor
 from tests.harness import CPU, EAGER, tiny_training
 from tests.planted import PlantedModel
+from tests.test_parallel import finished, launch, logged
 from training.config.compose import compose
 
 GOOD = {
@@ -305,16 +304,16 @@ def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path, monkeypatch
     import train
     from training.assemble import Training
 
-    class Stopped(Exception):
+    class StoppedError(Exception):
         pass
 
     def warm_up(self):
-        raise Stopped
+        raise StoppedError
 
     monkeypatch.setattr(Training, "warm_up", warm_up)
     words = ["model.dim=32", "model.depth=1", "model.head_dim=16", "model.mixer.state_dim=16", "runtime=eager"]
     words += ["runtime.fused_scan=auto", f"run_dir={tmp_path / 'run'}"]
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         train.train(compose(words))
     assert json.loads((tmp_path / "run" / proof.FILE).read_text())["chosen"] == {"fused_scan": True}
 
@@ -325,6 +324,32 @@ def test_the_ledger_tells_why(trials):
     assert ledger["fused_scan"].requested == "auto"
     assert "0.41 ms a block against 2.90 ms, keeps 1.9 of 15.0 MB a sample" in ledger["fused_scan"].evidence
     assert ledger["fused_conv"].evidence.startswith("error 3e-03 (definition 4e-03)")
+
+
+def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
+    words = ["model.dim=32", "model.depth=1", "model.head_dim=16", "model.mixer.state_dim=16", "runtime=eager"]
+    words += ["runtime.fused_scan=auto", "batch_size=32", "accumulation_steps=2"]
+    assert doctor.main(["--json", "--kernels", *words]) == 0
+    printed = capsys.readouterr().out
+    rows = {row["key"]: row for row in json.loads(printed[printed.index("{") :])["kernels"]}
+    assert rows["runtime.fused_scan"]["on"]
+    assert "0.41 ms a block against 2.90 ms" in rows["runtime.fused_scan"]["why"]
+    assert not rows["runtime.fused_conv"]["on"]
+    assert trials == [(["fused_scan"], ["fused_scan"])]
+    with pytest.raises(SystemExit):
+        doctor.main(["--kernels", "runtime.fused_scan=maybe"])
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_has_no_kernels_train_alike(tmp_path):
+    words = ["runtime.fused_conv=auto", "runtime.fused_scan=false"]
+    process = launch(tmp_path / "run", *words, KERNELS_ON_RANK="0", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    finished(process)
+    row = json.loads((tmp_path / "run" / "ledger.json").read_text())["fused_conv"]
+    assert row["active"] is False
+    assert "its parity test failed" in row["evidence"]
+    assert len(logged(tmp_path / "run", "loss")) == 4
+    assert not list((tmp_path / "cache").rglob("kernels/*"))  # the next run tries again
 
 
 def test_only_three_values_are_taken():
