@@ -83,7 +83,12 @@ def prove(
     elif alike and cached.get("facts") == facts and not unanswered(cached["found"], keys, timed):
         found = cached["found"]
     else:
+        began = time.monotonic()
+        if is_first() and keys:
+            print(f"Trying {', '.join(keys)} on this device, in a process of its own …", flush=True)
         found = merged(gathered(tried(question, uses, keys, timed)))
+        if is_first() and keys:
+            print(f"… {time.monotonic() - began:.0f} s, kept for the next run in {cache_file(facts)}", flush=True)
         if is_first() and not any(result.get("passing") for result in found.values()):
             remember(facts, found)
     proofs = {key: judged(found.get(key), key in timed) for key in question.asked}
@@ -180,8 +185,6 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
 
 def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]) -> dict[str, Any]:
     """What processes of their own found about `keys`; one that crashes or hangs costs the key that it was at."""
-    if is_first():
-        print(f"Trying {', '.join(keys)} on this device; the result is kept for the next run.", flush=True)
     if question.device.type == "cuda":
         torch.cuda.empty_cache()  # the trial takes its memory from the same device
     found: dict[str, Any] = {}
@@ -294,7 +297,8 @@ def cache_file(facts: Mapping[str, Any]) -> Path:
 def read(file: Path) -> dict[str, Any]:
     """The content of a file of ours; nothing where there is none, or it is damaged."""
     with suppress(OSError, ValueError):
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
+        return content if isinstance(content, dict) else {}
     return {}
 
 

@@ -1,0 +1,56 @@
+"""The kernels prove themselves on a GPU; run by `make test-gpu`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from accel import proof
+from tests.harness import tiny_training
+
+pytestmark = pytest.mark.gpu
+KEYS = ("fused_add_norm", "fused_scan", "fused_conv")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def trained(family="mamba", *words, **values):
+    return tiny_training(family, "data=synthetic", "batch_size=16", *words, device=torch.device("cuda"), **values)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("family", ["mamba", "zigzag", "conv", "dit"])
+def test_every_kernel_passes_its_parity_test(family, precision):
+    training = trained(family, **dict.fromkeys(KEYS, True), precision=precision)
+    rows = {row.key: row for row in training.warm_up() if row.key in KEYS}
+    uses = {"conv": ("fused_add_norm", "fused_conv"), "dit": ("fused_add_norm",)}.get(family, KEYS)
+    for key in uses:
+        assert training.kernels["found"][key]["refusal"] is None
+        assert rows[key].active is True, rows[key].evidence
+    assert all(rows[key].active == "unused" for key in set(KEYS) - set(uses))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
+    values = dict.fromkeys(KEYS, "auto") | {"precision": "bf16", "compile": compiled}
+    first = trained(**values)
+    for key in KEYS:
+        found = first.kernels["found"][key]
+        assert found["refusal"] is None
+        assert found["times"]["on"] > 0
+        assert found["kept_mb"]["on"] <= found["kept_mb"]["off"]
+    assert {row.key: row.active for row in first.warm_up() if row.key in KEYS} == first.kernels["chosen"]
+    monkeypatch.setattr(proof, "tried", None)
+    assert trained(**values).kernels == first.kernels
+
+
+def test_a_captured_run_chooses_before_its_capture(run, tmp_path):
+    summary = run("runtime=max", "runtime.device=cuda")
+    assert summary["ledger"]["cuda_graph"]["active"] is True
+    chosen = json.loads((tmp_path / "run" / proof.FILE).read_text())["chosen"]
+    assert {key: summary["ledger"][key]["active"] for key in chosen} == chosen
