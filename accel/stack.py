@@ -49,7 +49,8 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 )
 
 ACT_ON_A_BLOCK = {
-    *("tf32", "cudnn_benchmark", "precision", "residual_in_fp32", "attention", "gradient_checkpointing", "compile")
+    *("tf32", "cudnn_benchmark", "residual_in_fp32", "attention", "gradient_checkpointing", "compile", "precision"),
+    "cuda_graph",
 }
 """Keys whose values a trial of kernels takes over from the run."""
 

@@ -14,6 +14,7 @@ from accel.fused_kernels import FusedKernel
 from accel.proof import Question, judged, merged
 from accel.stack import AccelerationStack
 from scripts import doctor
+from tests.conftest import TINY_RUN
 from tests.harness import CPU, EAGER, tiny_training
 from tests.planted import PlantedModel
 from tests.test_parallel import finished, launch, logged
@@ -310,12 +311,19 @@ def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path, monkeypatch
     def warm_up(self):
         raise StoppedError
 
-    monkeypatch.setattr(Training, "warm_up", warm_up)
-    words = ["model.dim=32", "model.depth=1", "model.head_dim=16", "model.mixer.state_dim=16", "runtime=eager"]
-    words += ["runtime.fused_scan=auto", f"run_dir={tmp_path / 'run'}"]
-    with pytest.raises(StoppedError):
-        train.train(compose(words))
-    assert json.loads((tmp_path / "run" / proof.FILE).read_text())["chosen"] == {"fused_scan": True}
+    words = ["runtime=eager", "runtime.fused_scan=auto", f"run_dir={tmp_path / 'run'}", *TINY_RUN]
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "warm_up", warm_up)
+        with pytest.raises(StoppedError):
+            train.train(compose(words))
+    file = tmp_path / "run" / proof.FILE
+    kept = json.loads(file.read_text())
+    assert kept["chosen"] == {"fused_scan": True}
+    file.write_text(json.dumps(kept | {"chosen": {"fused_scan": False}}))
+    row = train.train(compose(words))["ledger"]["fused_scan"]
+    assert row["active"] is False
+    assert row["evidence"].startswith("this run has chosen before: error 3e-03")
+    assert len(trials) == 1
 
 
 def test_the_ledger_tells_why(trials):
