@@ -112,9 +112,9 @@ def judged(result: Mapping[str, Any] | None, timed: bool) -> Proof:
     if on is None:
         return Proof(off is None, f"{why}, memory ran out with it" + (" and without it" if off is None else ""))
     if off is None:
-        return Proof(True, f"{why}, {on:.2f} ms a block; memory ran out without it")
-    kept = "keeps {on:.1f} of {off:.1f} MB a sample".format(**result["kept_mb"])
-    return Proof(on <= SLOWER * off, f"{why}, {on:.2f} ms a block against {off:.2f} ms, {kept}")
+        return Proof(True, f"{why}, {on:.3g} ms a block; memory ran out without it")
+    kept = "keeps {on:.3g} of {off:.3g} MB a sample".format(**result["kept_mb"])
+    return Proof(on <= SLOWER * off, f"{why}, {on:.3g} ms a block against {off:.3g} ms, {kept}")
 
 
 class Use(NamedTuple):

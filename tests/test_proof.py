@@ -204,7 +204,7 @@ def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
 @pytest.mark.parametrize(
     ("on", "off", "chosen", "word"),
     [
-        (0.41, 2.9, True, "0.41 ms a block against 2.90 ms, keeps 1.9 of 15.0 MB a sample"),
+        (0.41, 2.9, True, "0.41 ms a block against 2.9 ms, keeps 1.9 of 15 MB a sample"),
         (1.03, 1.0, True, "1.03 ms"),  # ties go to the kernel
         (1.04, 1.0, False, "1.04 ms"),
         (0.41, None, True, "memory ran out without it"),
@@ -330,7 +330,7 @@ def test_the_ledger_tells_why(trials):
     training = tiny_training(fused_scan="auto", fused_conv=True)
     ledger = {row.key: row for row in training.warm_up()}
     assert ledger["fused_scan"].requested == "auto"
-    assert "0.41 ms a block against 2.90 ms, keeps 1.9 of 15.0 MB a sample" in ledger["fused_scan"].evidence
+    assert "0.41 ms a block against 2.9 ms, keeps 1.9 of 15 MB a sample" in ledger["fused_scan"].evidence
     assert ledger["fused_conv"].evidence.startswith("error 3e-03 (definition 4e-03)")
 
 
@@ -341,7 +341,7 @@ def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
     printed = capsys.readouterr().out
     rows = {row["key"]: row for row in json.loads(printed[printed.index("{") :])["kernels"]}
     assert rows["runtime.fused_scan"]["on"]
-    assert "0.41 ms a block against 2.90 ms" in rows["runtime.fused_scan"]["why"]
+    assert "0.41 ms a block against 2.9 ms" in rows["runtime.fused_scan"]["why"]
     assert not rows["runtime.fused_conv"]["on"]
     assert trials == [(["fused_scan"], ["fused_scan"])]
     with pytest.raises(SystemExit):
