@@ -14,12 +14,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from accel.evidence import Evidence
+from accel.evidence import WEIGHT_PRODUCTS, Evidence
 from accel.loss_scaler import LossScaler
 from accel.technique import AnyStep, Observation, Technique, TrainingStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
+NAMES |= {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
+TEMPLATES = ("triton_tem_fused", "cpp_CppMicroGemm", "cpp_gemm")
+"""How kernels begin that Inductor makes for products in the place of a library's."""
 
 
 class Precision(Technique):
@@ -73,10 +76,24 @@ class Precision(Technique):
             self.scaler.load_state_dict(state)
 
     def observe(self, evidence: Evidence) -> Observation:
-        dtypes = evidence.matmul_dtypes()
-        if not dtypes:
-            return Observation(False, "no matrix product ran")
-        most = dtypes.most_common(1)[0][0]
-        counts = ", ".join(f"{n} in {NAMES.get(dtype, dtype)}" for dtype, n in dtypes.most_common())
         scaled = "; the loss is scaled on the device" if self.scaler else ""
-        return Observation(NAMES.get(most, most), f"matrix products of one step: {counts}{scaled}")
+        weights, dtypes = evidence.dtypes(WEIGHT_PRODUCTS), evidence.dtypes()
+        templates = sum(n for op, n in evidence.ops.items() if op.startswith(TEMPLATES))
+        branches = {NAMES.get(str(call.branch_dtype), "?") for calls in evidence.blocks for call in calls}
+        if not weights:
+            found = evidence.where(lambda call: True)
+            if not templates or len(branches) != 1 or not all(found):
+                return Observation(False, "no matrix product ran")
+            name = branches.pop()
+            note = f"all products ran in {templates} kernels of Inductor's, whose dtype the profiler does not know"
+            return Observation(name, f"{note}; {evidence.share(found)} returned a branch of {name}{scaled}")
+        most = weights.most_common(1)[0][0]
+        meant = 0 if most == "float" else dtypes["float"] - weights["float"]
+        name, right = NAMES.get(most, most), dtypes[most]
+        note = f"{right} of {dtypes.total()} products in {name}"
+        if meant:
+            note += f", {meant} meant to be fp32 (of activations)"
+        if templates:
+            note += f"; more in {templates} kernels of Inductor's, between branches of {' and '.join(sorted(branches))}"
+        complete = right + meant == dtypes.total() and (not templates or branches <= {name})
+        return Observation(name if complete else "mixed", note + scaled)
