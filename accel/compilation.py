@@ -12,7 +12,9 @@ What it costs: seconds to minutes in warm-up, reported apart from training time.
 import importlib.util
 import os
 import shutil
+import traceback
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -77,8 +79,10 @@ class Compile(Technique):
         for module in self.compiled:
             module._compiled_call_impl = None  # what Module.compile() set; there is no public way back
         self.compiled = []
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{first_line(error)} (in {Path(where.filename).name}, {where.name})"
         advice = "" if self.mode == "default" else f"; without runtime.compile_mode={self.mode} it may not"
-        self.failure = f"the compiler failed, so nothing runs compiled: {first_line(error)}{advice}"
+        self.failure = f"the compiler failed, so nothing runs compiled: {what}{advice}"
         return self.failure
 
     def observe(self, evidence: Evidence) -> Observation:

@@ -7,7 +7,7 @@ import torch
 
 from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
-from accel.evidence import Evidence, observe_step
+from accel.evidence import BlockProbe, Evidence, observe_step
 from accel.fused_adamw import FusedAdamW
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.ledger import UNUSED, Ledger, LedgerRow
@@ -99,6 +99,107 @@ def test_the_ledger_tells_when_a_policy_does_nothing(policy, monkeypatch):
     assert ledger_of(gradient_checkpointing=True, checkpoint_policy=policy)["gradient_checkpointing"].missing
 
 
+def in_fp32(block):
+    forward = block.forward
+    block.forward = torch.amp.autocast("cpu", enabled=False)(lambda *inputs: forward(*(t.float() for t in inputs)))
+
+
+def unwrapped(block):
+    """Without the forward that recomputes."""
+    del block.forward
+
+
+def narrow(block):
+    block.residual_in_fp32 = False
+
+
+def rounding(block):
+    """What it returns is fp32, and went through bf16."""
+    block.register_forward_hook(lambda _, inputs, found: (*found[:2], found[2].bfloat16().float()))
+
+
+def uncompiled(block):
+    block._compiled_call_impl = None
+
+
+def compiled_by_nothing(block):
+    block.compile(backend="eager")
+
+
+def on_math(block):
+    block.layers[0].attention_backend = "math"
+
+
+RECOMPUTED = {"gradient_checkpointing": True}
+SABOTAGED = {
+    "half in fp32": ({"precision": "bf16"}, in_fp32, slice(0, None, 2)),
+    "recomputing left to the last two": (RECOMPUTED, unwrapped, slice(0, -2)),
+    "selective left to the last": (RECOMPUTED | {"checkpoint_policy": "selective"}, unwrapped, slice(0, -1)),
+    "compiled, selective left to the last": (
+        RECOMPUTED | {"checkpoint_policy": "selective", "compile": True},
+        unwrapped,
+        slice(0, -1),
+    ),
+    "a narrow stream but for the last": ({"residual_in_fp32": True, "precision": "bf16"}, narrow, slice(0, -1)),
+    "a rounded stream": ({"residual_in_fp32": True, "precision": "bf16"}, rounding, slice(None)),
+    "one block compiled": ({"compile": True}, uncompiled, slice(0, -1)),
+    "half on math": ({"attention": "flash"}, on_math, slice(0, None, 2)),
+    "compiled, half on math": ({"attention": "flash", "compile": True}, on_math, slice(0, None, 2)),
+}
+
+
+@pytest.mark.parametrize("case", SABOTAGED)
+def test_a_technique_in_a_part_of_the_blocks_is_not_on(case):
+    values, sabotage, where = SABOTAGED[case]
+    key = key_of(values)
+    clean, sabotaged = (sabotaged_ledger(values, blocks, sabotage) for blocks in (slice(0, 0), where))
+    assert clean[key].active == values[key]
+    assert sabotaged[key].missing, sabotaged[key].evidence
+
+
+def sabotaged_ledger(values, where, sabotage):
+    model, step, stack, loader = assemble("dit", depth=3 if "compile" in values else 4, **values)
+    for block in model.blocks[where]:
+        sabotage(block)
+    return {row.key: row for row in stack.warm_up(lambda: step([next(loader)]), model.blocks)}
+
+
+def test_graphs_that_inductor_did_not_make_are_not_compiled(monkeypatch):
+    """That those it made are is in test_accel.py, beside the one run with it."""
+    monkeypatch.setattr(Compile, "backend", "inductor")
+    row = sabotaged_ledger({"compile": True}, slice(None), compiled_by_nothing)["compile"]
+    assert row.missing
+    assert "0 of 3 blocks" in row.evidence
+
+
+def test_micro_batches_are_all_looked_at():
+    model, step, stack, loader = assemble("dit", depth=4, gradient_checkpointing=True)
+    ledger = stack.warm_up(lambda: step([next(loader), next(loader)]), model.blocks)
+    rows = {row.key: row for row in ledger}
+    assert "4 of 4 blocks" in rows["gradient_checkpointing"].evidence
+    assert "4 of 4 layers" in rows["attention"].evidence
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision):
+    (B, L, D), heads, size = (8, 16, 64), 2, 2 if precision == "bf16" else 4
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((B, L, D), (B, D), (B, L, D), (B, 6, D))]
+    kept = {}
+    for policy in ("", "blocks", "selective"):
+        words = RECOMPUTED | {"checkpoint_policy": policy} if policy else {}
+        block, notes = assemble("dit", **words)[0].blocks[1], []
+        with torch.amp.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            outputs = BlockProbe(block, notes)(*inputs)
+        kept[policy] = notes[-1].saved_bytes
+        del outputs
+    hidden = block.layers[1].w2.in_features
+    assert kept["blocks"] == notes[-1].input_bytes
+    # The results of qkv, attention, out_proj, w13 and w2; the logarithms of the sums of attention are fp32.
+    results = size * B * L * (3 * D + D + D + 2 * hidden + D) + 4 * B * heads * L
+    assert kept["selective"] == notes[-1].input_bytes + results
+    assert kept[""] > kept["selective"]
+
+
 def test_error_stops_where_a_step_shows_a_technique_to_be_off(monkeypatch):
     monkeypatch.setattr(FusedAdamW, "optimizer_kwargs", lambda self: {})
     model, step, _, loader = assemble()
@@ -112,8 +213,8 @@ def test_the_probe_leaves_the_model_as_it_was():
     blocks = list(model.blocks)
     evidence = observe_step(lambda: step([next(loader)]), model.blocks)
     assert [a is b for a, b in zip(blocks, model.blocks, strict=True)] == [True] * 2
-    assert [block.residual_dtype for block in evidence.blocks] == [torch.float32] * 2
-    assert all(block.saved_bytes > block.input_bytes for block in evidence.blocks)
+    assert [[call.residual_dtype for call in calls] for calls in evidence.blocks] == [[torch.float32]] * 2
+    assert evidence.where(lambda call: call.saved_bytes > call.input_bytes) == [True] * 2
     with pytest.raises(RuntimeError, match="boom"):
         observe_step(lambda: (_ for _ in ()).throw(RuntimeError("boom")), model.blocks)
     assert model.blocks[-1] is blocks[-1]
