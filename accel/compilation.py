@@ -22,7 +22,6 @@ from torch import nn
 from accel.evidence import Evidence
 from accel.technique import Model, Observation, Technique, blocks_of, first_line
 
-
 REGION, INDUCTOR = "Torch-Compiled Region", "## Call CompiledFxGraph"
 """How events of the profiler begin that are calls of compiled functions, and of graphs that Inductor compiled."""
 

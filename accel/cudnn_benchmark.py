@@ -53,4 +53,6 @@ class CudnnBenchmark(Technique):
             return Observation(UNUSED, note)
         if not self.chosen:
             return Observation(UNUSED, f"{note}; the autotuner chose the kernels that run without it")
-        return Observation(True, f"{note}; {len(self.chosen)} kernels that do not run without it: {min(self.chosen)[:60]}")
+        return Observation(
+            True, f"{note}; {len(self.chosen)} kernels that do not run without it: {min(self.chosen)[:60]}"
+        )

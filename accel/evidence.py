@@ -75,7 +75,7 @@ class Evidence:
         return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
 
     def share(self, found: list[bool]) -> str:
-        """"23 of 24 blocks"."""
+        """ "23 of 24 blocks"."""
         return f"{sum(found)} of {len(found)} blocks" + " (in an uncompiled step)" * self.blocks_uncompiled
 
 
@@ -257,7 +257,7 @@ def graphs() -> int:
 
 
 def reason_of_last_graph() -> str:
-    """Why the newest graph was compiled: the first guard that failed, or that its code was new."""
+    """Why the newest graph was compiled: the guard of each graph before it that failed, or that its code was new."""
     found = torch._dynamo.utils.get_compilation_metrics()
     reason = found[-1].recompile_reason if found else None
-    return (reason or "code that had not run before").strip().splitlines()[0]
+    return "; ".join((reason or "code that had not run before").strip().splitlines())

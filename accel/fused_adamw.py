@@ -29,7 +29,9 @@ class FusedAdamW(Technique):
         return {"fused": True} if self.enabled else {}
 
     def observe(self, evidence: Evidence) -> Observation:
-        fused, foreach, loop = (evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_"))
+        fused, foreach, loop = (
+            evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")
+        )
         other = "foreach kernels" if foreach else "a loop over tensors"
         if fused:
             note = f"{fused} calls of _fused_adamw_ in one optimizer step"

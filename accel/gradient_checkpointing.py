@@ -83,7 +83,9 @@ class CheckpointBlocks(Technique):
         elif policy == "selective":
             found = evidence.where(lambda call: call.cached) if any(call.cached for call in calls) else alike(evidence)
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
-        note = f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to {kept[-1]:.2f} MiB for backward "
+        note = (
+            f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to {kept[-1]:.2f} MiB for backward "
+        )
         note += f"and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
             note += f"; of a block's results {self.decisions[True]} were to be kept, {self.decisions[False]} not"

@@ -7,15 +7,29 @@ import torch
 
 from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
-from accel.evidence import BlockProbe, Evidence, observe_step
+from accel.evidence import BlockProbe, Evidence, observe_ops, observe_step
 from accel.fused_adamw import FusedAdamW
 from accel.gradient_checkpointing import CheckpointBlocks
+from accel.kernels.attend import attend
 from accel.ledger import UNUSED, Ledger, LedgerRow
 from accel.precision import Precision
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.tf32 import Tf32
-from tests.harness import CPU, EAGER, VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named, technique
+from data.loader import Batch
+from tests.harness import (
+    CPU,
+    EAGER,
+    VARIANTS,
+    assemble,
+    cannot_be_had,
+    key_of,
+    ledger_of,
+    named,
+    technique,
+    tiny_training,
+)
+from training.metrics import Meter
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +212,65 @@ def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision):
     results = size * B * L * (3 * D + D + D + 2 * hidden + D) + 4 * B * heads * L
     assert kept["selective"] == notes[-1].input_bytes + results
     assert kept[""] > kept["selective"]
+
+
+def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reason():
+    training = tiny_training("dit", depth=1, compile=True)
+    training.warm_up()
+    meter, smaller = training.state.meter, Batch(*(t[:4] for t in next(training.loader)))
+    meter.start()
+    meter.update(training.take_step())
+    with meter.paused(), torch.no_grad():
+        training.step.losses(smaller, held_out=True)  # an evaluation of another size
+    report = meter.report(0.0)
+    assert report["graphs"] > 1
+    assert report["recompiles"] == 0
+    meter.update(training.step([Batch(*(t[:2] for t in smaller))]))
+    with pytest.warns(UserWarning, match=r"1 graphs were compiled after warm-up.*size mismatch"):
+        assert meter.report(0.0)["recompiles"] == 1
+    meter.update(training.take_step())
+    assert meter.report(0.0)["recompiles"] == 1  # and no warning
+
+
+def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
+    """On a pretended GPU, whose queue holds work when the host looks."""
+    done = []
+
+    class Mark:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("mark")
+
+        def query(self):
+            return "end" in done
+
+        def elapsed_time(self, later):
+            return 250.0
+
+    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronised"))
+    meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    with meter.waiting():
+        done.append("data")
+    assert (done, meter.wait) == (["mark", "data", "mark"], 0.0)
+    with meter.paused():
+        done.append("end")
+    assert done[3:] == ["synchronised", "end"]
+    meter.sum_waits()
+    assert meter.wait == 0.25
+
+
+def test_flex_stays_compiled_in_evaluation():
+    q, k, v = torch.randn(3, 1, 2, 16, 16)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        found = attend(q, k, v, "flex")
+        ops = observe_ops(lambda: attend(q, k, v, "flex"))
+    assert any(op.startswith("## Call CompiledFxGraph") for op in ops)
+    assert not {"aten::bmm", "aten::matmul", "aten::_softmax"} & ops.keys()  # no scores
+    torch.testing.assert_close(found, attend(q, k, v, "math"), rtol=1e-4, atol=1e-5)
 
 
 def test_error_stops_where_a_step_shows_a_technique_to_be_off(monkeypatch):

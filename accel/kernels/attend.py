@@ -40,7 +40,7 @@ def attend(
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it would store all scores.
+    """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it stores all scores.
 
     It stays compiled where everything else is told to run eagerly, as in evaluation.
     """
