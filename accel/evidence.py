@@ -257,7 +257,7 @@ def graphs() -> int:
 
 
 def reason_of_last_graph() -> str:
-    """Why the newest graph was compiled: the guard of each graph before it that failed, or that its code was new."""
+    """Why the newest graph was compiled: the first guard that failed, or that its code was new."""
     found = torch._dynamo.utils.get_compilation_metrics()
     reason = found[-1].recompile_reason if found else None
-    return "; ".join((reason or "code that had not run before").strip().splitlines())
+    return (reason or "code that had not run before").strip().splitlines()[0]
