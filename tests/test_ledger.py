@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
-from accel.evidence import BlockProbe, Evidence, observe_ops, observe_step
+from accel.cudnn_benchmark import CudnnBenchmark
+from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_ops, observe_step
 from accel.fused_adamw import FusedAdamW
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.attend import attend
@@ -15,7 +19,7 @@ from accel.ledger import UNUSED, Ledger, LedgerRow
 from accel.precision import Precision
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.stack import TECHNIQUES, AccelerationStack
-from accel.tf32 import Tf32
+from accel.tf32 import Tf32, rounds
 from data.loader import Batch
 from tests.harness import (
     CPU,
@@ -293,10 +297,91 @@ def test_the_probe_leaves_the_model_as_it_was():
     assert model.blocks[-1] is blocks[-1]
 
 
-def test_a_flag_that_nothing_used_is_not_called_on():
-    assert Tf32(True, torch.device("cuda")).observe(Evidence()).active in (False, UNUSED)
-    row = LedgerRow("tf32", True, UNUSED, "allowed; 0 products in fp32")
-    assert not row.missing  # nothing is lost, so on_unavailable=error does not stop
+@pytest.mark.parametrize(
+    ("rounded", "products", "convolutions", "active"),
+    [
+        ((True, True), 0, 0, UNUSED),
+        ((True, False), 3, 0, True),
+        ((True, False), 3, 1, False),  # its convolution keeps fp32
+        ((False, True), 0, 1, True),
+        ((False, True), 3, 1, False),
+        ((False, False), 3, 1, False),
+    ],
+)
+def test_tf32_is_what_a_product_shows(rounded, products, convolutions, active, monkeypatch):
+    monkeypatch.setattr("accel.tf32.rounds", lambda device: rounded)
+    ran = Counter({("aten::mm", "float"): products, ("aten::convolution", "float"): convolutions})
+    row = Tf32(True, torch.device("cuda")).observe(Evidence(products=ran))
+    assert row.active == active
+    assert not LedgerRow("tf32", True, UNUSED, "").missing  # nothing is lost, so on_unavailable=error does not stop
+
+
+def test_a_product_in_fp32_does_not_round():
+    assert rounds(CPU) == (False, False)
+
+
+def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
+    kernels = {True: {"gemm", "implicit_gemm"}, False: {"gemm", "winograd"}}
+    monkeypatch.setattr("accel.cudnn_benchmark.observe_kernels", lambda run: kernels[torch.backends.cudnn.benchmark])
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    evidence = Evidence(ops=Counter({"aten::cudnn_convolution": 2}))
+    tuned = CudnnBenchmark(True, torch.device("cuda"))
+    tuned.compare(lambda: None, evidence)
+    assert tuned.observe(evidence).active is True
+    assert "implicit_gemm" in tuned.observe(evidence).evidence
+    assert torch.backends.cudnn.benchmark
+    kernels[False] = kernels[True]
+    tuned.compare(lambda: None, evidence)
+    assert tuned.observe(evidence).active == UNUSED
+    assert tuned.observe(Evidence()).active == UNUSED
+
+
+@pytest.mark.parametrize("branch", [torch.bfloat16, torch.float32])
+def test_products_that_are_all_kernels_of_inductor_are_judged_by_what_the_blocks_return(branch):
+    call = BlockEvidence(1, 1, torch.float32, branch, (True, True), False, ())
+    evidence = Evidence(ops=Counter({"triton_tem_fused_mm_1": 8}), blocks=[[call], [call]])
+    row = Precision("bf16", CPU).observe(evidence)
+    assert row.active == {torch.bfloat16: "bf16", torch.float32: "fp32"}[branch]
+    assert "2 of 2 blocks" in row.evidence
+    evidence.products["aten::mm", "BFloat16"] = 2  # and where a library computes some
+    assert Precision("bf16", CPU).observe(evidence).active == {torch.bfloat16: "bf16", torch.float32: "mixed"}[branch]
+
+
+def test_a_product_counts_once_however_often_it_is_entered():
+    class Entered(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            return op(*args, **(kwargs or {}))
+
+    a, image, weight = torch.randn(4, 4), torch.randn(1, 2, 4, 4, requires_grad=True), torch.randn(2, 2, 3, 3)
+
+    def run():
+        with Entered(), torch.amp.autocast("cpu", torch.bfloat16):
+            torch.mm(a, a)
+            torch.nn.functional.linear(a, a, a[0])
+            torch.nn.functional.conv2d(image, weight).sum().backward()
+
+    products = observe_step(run, None).products
+    assert products == {
+        ("aten::mm", "BFloat16"): 1,
+        ("aten::addmm", "BFloat16"): 1,
+        ("aten::convolution", "BFloat16"): 1,
+        ("aten::convolution_backward", "BFloat16"): 1,
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [True, False])
+def test_tf32_is_measured(asked):
+    technique = Tf32(asked, torch.device("cuda"))
+    technique.on_process()
+    assert rounds(technique.device) == (asked, asked)
+
+
+@pytest.mark.gpu
+def test_flex_and_the_kernels_of_inductor_are_seen_in_every_block(monkeypatch):
+    monkeypatch.setattr(Compile, "backend", "inductor")
+    rows = ledger_of("dit", device=torch.device("cuda"), attention="flex", compile=True, precision="bf16")
+    assert [rows[key].active for key in ("attention", "compile", "precision")] == ["flex", True, "bf16"]
 
 
 def test_the_ledgers_table_marks_what_is_missing():
