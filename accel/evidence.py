@@ -100,7 +100,9 @@ class BlockProbe(nn.Module):
             return getattr(self.block, name)  # switches that the model reads
 
     def forward(self, *inputs: Tensor) -> Any:
-        given = {t.untyped_storage().data_ptr(): nbytes(t) for t in inputs}
+        given: Counter[int] = Counter()
+        for tensor in inputs:
+            given[tensor.untyped_storage().data_ptr()] += nbytes(tensor)
         own: set[int] = set()
         kept: dict[int, int] = {}
 
@@ -109,7 +111,7 @@ class BlockProbe(nn.Module):
                 own.update(p.untyped_storage().data_ptr() for p in (*self.block.parameters(), *self.block.buffers()))
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = given.get(storage.data_ptr(), storage.nbytes())
+                kept[storage.data_ptr()] = given[storage.data_ptr()] or storage.nbytes()
             return tensor
 
         caches: list[Any] = []
@@ -126,12 +128,10 @@ class BlockProbe(nn.Module):
         for tensor in cached:
             pack(tensor)
         needs = tuple(t.requires_grad for t in inputs)
-        unlike = (sum(given.values()), sum(p.numel() for p in self.block.parameters()), needs)
+        unlike = (given.total(), sum(p.numel() for p in self.block.parameters()), needs)
         fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
         dtypes = (outputs[2].dtype, outputs[0].dtype)
-        self.notes.append(
-            BlockEvidence(sum(nbytes(t) for t in inputs), sum(kept.values()), *dtypes, fine, bool(cached), unlike)
-        )
+        self.notes.append(BlockEvidence(given.total(), sum(kept.values()), *dtypes, fine, bool(cached), unlike))
         return outputs
 
 

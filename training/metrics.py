@@ -37,8 +37,9 @@ class Meter:
     Of several processes the loss is the mean, waiting for data and memory are the most of all; `batch_size` is global
     and `mfu` per process. Time spent inside `paused()` (evaluation, sampling, saving) counts as maintenance, not as
     training, and so do graphs that are compiled there. `waiting()` wraps the calls that wait for data: `data_wait` is
-    the share of the time in which the device had nothing else to do. A step counts as three forward passes, the custom
-    for `mfu`; recomputation, and what backward kernels compute once more, is left out.
+    the share of the time in which the device had nothing else to do. A step counts as three forward passes, and
+    recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but where it takes the
+    backward pass of a depthwise convolution for that of a dense one: then up to 9.8.
     """
 
     def __init__(
