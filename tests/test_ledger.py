@@ -182,6 +182,14 @@ def sabotaged_ledger(values, where, sabotage):
     return {row.key: row for row in stack.warm_up(lambda: step([next(loader)]), model.blocks)}
 
 
+def test_a_stream_rounded_between_two_blocks_is_seen(monkeypatch):
+    monkeypatch.setattr(BlockProbe, "own_forward", BlockProbe.forward, raising=False)
+    monkeypatch.setattr(BlockProbe, "forward", lambda self, b, g, r, c: self.own_forward(b, g, r.bfloat16().float(), c))
+    row = ledger_of("dit", depth=4, precision="bf16")["residual_in_fp32"]
+    assert row.missing
+    assert "1 of 4 blocks passed" in row.evidence  # nothing came before the first
+
+
 def test_graphs_that_inductor_did_not_make_are_not_compiled(monkeypatch):
     """That those it made are is in test_accel.py, beside the one run with it."""
     monkeypatch.setattr(Compile, "backend", "inductor")
@@ -336,10 +344,11 @@ def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
     assert tuned.observe(Evidence()).active == UNUSED
 
 
+@pytest.mark.parametrize("kernel", ["triton_tem_fused_mm_1", "## Call CompiledFxGraph a ##"])
 @pytest.mark.parametrize("branch", [torch.bfloat16, torch.float32])
-def test_products_that_are_all_kernels_of_inductor_are_judged_by_what_the_blocks_return(branch):
+def test_products_that_are_kernels_of_inductor_are_judged_by_what_the_blocks_return(branch, kernel):
     call = BlockEvidence(1, 1, torch.float32, branch, (True, True), False, ())
-    evidence = Evidence(ops=Counter({"triton_tem_fused_mm_1": 8}), blocks=[[call], [call]])
+    evidence = Evidence(ops=Counter({kernel: 8}), blocks=[[call], [call]])
     row = Precision("bf16", CPU).observe(evidence)
     assert row.active == {torch.bfloat16: "bf16", torch.float32: "fp32"}[branch]
     assert "2 of 2 blocks" in row.evidence
