@@ -92,8 +92,8 @@ class Precision(Technique):
         if meant:
             note += f", {meant} meant to be fp32 (of activations)"
         if unseen:
-            note += "; the others in Inductor's own kernels, which do not tell; "
-            note += f"{evidence.share(evidence.where(lambda call: name_of(str(call.branch_dtype)) == name))} returned {name}"
+            found = evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
+            note += f"; others in Inductor's own kernels, which do not tell; {evidence.share(found)} returned {name}"
         if self.scaler:
             note += "; the loss is scaled on the device"
         complete = right + meant == dtypes.total() and (not unseen or branches.keys() == {name})
