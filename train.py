@@ -7,6 +7,7 @@ python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the sam
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import hydra
@@ -75,11 +76,13 @@ def train(composed: Composed) -> dict[str, Any]:
                     progress.say(log_line(metrics))
                     stop_if_hopeless(training, run.folder, batches)
                     eval_loss = metrics.get("eval_loss")
-            with meter.paused():
-                if autoencoder and state.due(cfg.sample_every):
+            drawing = autoencoder if state.due(cfg.sample_every) else None
+            saving = state.due(cfg.save_every) or (stopping and state.moved and cfg.save_every)
+            with meter.paused() if drawing or saving else nullcontext():
+                if drawing:
                     file = run.folder / "samples" / f"step-{state.step}.png"
-                    logger.image("samples", sample_grid(training, autoencoder, file), state.samples)
-                if state.due(cfg.save_every) or (stopping and state.moved and cfg.save_every):
+                    logger.image("samples", sample_grid(training, drawing, file), state.samples)
+                if saving:
                     checkpoints.save(state, described, eval_loss)
             if done:
                 break

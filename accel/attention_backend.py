@@ -8,9 +8,13 @@ References: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.s
 https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 """
 
+import functools
+from collections import Counter
+
 import torch
 
-from accel.evidence import Evidence
+from accel.compilation import REGION
+from accel.evidence import ACTIVATION_PRODUCTS, Evidence
 from accel.ledger import AUTO, UNUSED
 from accel.technique import Model, Observation, Technique, blocks_of
 
@@ -35,6 +39,8 @@ class AttentionBackend(Technique):
     def __init__(self, value: bool | str, device: torch.device) -> None:
         super().__init__(value, device)
         self.switches: list[torch.nn.Module] = []
+        self.layers: list[int] = []
+        """How many of them each block has."""
         self.failure: str | None = None
 
     def unavailable(self) -> str | None:
@@ -45,7 +51,8 @@ class AttentionBackend(Technique):
         return None
 
     def on_model(self, model: Model) -> Model:
-        self.switches = [m for block in blocks_of(model) for m in block.modules() if hasattr(m, "attention_backend")]
+        found = [[m for m in block.modules() if hasattr(m, "attention_backend")] for block in blocks_of(model)]
+        self.switches, self.layers = [m for modules in found for m in modules], [len(modules) for modules in found]
         self.switch(str(self.value))
         return model
 
@@ -61,12 +68,38 @@ class AttentionBackend(Technique):
         return self.failure
 
     def observe(self, evidence: Evidence) -> Observation:
-        ran = {name: sum(evidence.ops[op] for op in ops) for name, ops in OPS.items()}
-        ran["flex"] = sum(n for op, n in evidence.ops.items() if "flex_attention" in op)
         if not self.switches:
             return Observation(UNUSED, "the model has no softmax attention")
-        note = ", ".join(f"{name} ran {n} times in one step" for name, n in ran.items() if n)
-        if not note and evidence.matmul_dtypes():  # compiling dissolves `math` into products and a softmax
-            ran["math"], note = 1, "no attention kernel ran in one step, but products"
-        active = max(ran, key=lambda name: ran[name]) if any(ran.values()) else False
+        ran = self.layers_by_backend(evidence)
+        note = ", ".join(f"{name} in {n} of {len(self.switches)} layers" for name, n in ran.items())
+        note = (note or "no attention ran") + " (in an uncompiled step)" * evidence.blocks_uncompiled
+        complete = ran.total() == len(self.switches)
+        active = "mixed" if len(ran) > 1 else next(iter(ran)) if complete else False
         return Observation(active, f"{self.failure}; {note}" if self.failure else note)
+
+    def layers_by_backend(self, evidence: Evidence) -> Counter[str]:
+        """Backend -> number of attention layers whose forward pass it computed in every micro-batch."""
+        total: Counter[str] = Counter()
+        flex_on_device = any("flex_attention" in op for op in evidence.ops)
+        for layers, calls in zip(self.layers, evidence.blocks, strict=False):
+            found = [backends(call.ops) for call in calls]
+            ran = functools.reduce(Counter.__and__, found) if found else Counter()
+            ran = Counter({name: min(n, layers) for name, n in ran.items()})
+            if calls and not ran and flex_on_device:  # its kernel has no event on the host
+                ran["flex"] = layers
+            elif calls and all(is_dissolved(call.ops) for call in calls):
+                ran["math"] += max(0, layers - ran.total())
+            total += ran
+        return total
+
+
+def backends(ops: Counter[str]) -> Counter[str]:
+    """Backend -> its calls among these ops."""
+    ran = Counter({name: sum(ops[op] for op in its) for name, its in OPS.items()})
+    ran["flex"] = sum(n for op, n in ops.items() if "flex_attention" in op)
+    return +ran
+
+
+def is_dissolved(ops: Counter[str]) -> bool:
+    """Whether attention can have run as products and a softmax, into which compiling turns `math`."""
+    return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION) for op in ops)

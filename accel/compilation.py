@@ -12,12 +12,18 @@ What it costs: seconds to minutes in warm-up, reported apart from training time.
 import importlib.util
 import os
 import shutil
+import traceback
+from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from accel.evidence import Evidence
 from accel.technique import Model, Observation, Technique, blocks_of, first_line
+
+REGION, INDUCTOR = "Torch-Compiled Region", "## Call CompiledFxGraph"
+"""How events of the profiler begin that are calls of compiled functions, and of graphs that Inductor compiled."""
 
 
 class Compile(Technique):
@@ -42,7 +48,7 @@ class Compile(Technique):
         self.failure: str | None = None
 
     def unavailable(self) -> str | None:
-        if self.backend != "inductor":
+        if not self.by_inductor:
             return None
         if self.device.type == "cuda":
             if importlib.util.find_spec("triton") is None:
@@ -61,7 +67,7 @@ class Compile(Technique):
             torch._dynamo.reset()  # a run before this one, in the same process, would count against the limits
             torch._dynamo.utils.counters.clear()
             self.compiled = [model] if self.scope == "model" else list(blocks_of(model))
-            how = {} if self.mode == "default" or self.backend != "inductor" else {"mode": self.mode}
+            how = {} if self.mode == "default" or not self.by_inductor else {"mode": self.mode}
             for module in self.compiled:
                 module.compile(fullgraph=True, backend=self.backend, **how)
         return model
@@ -72,17 +78,34 @@ class Compile(Technique):
         for module in self.compiled:
             module._compiled_call_impl = None  # what Module.compile() set; there is no public way back
         self.compiled = []
-        self.failure = f"the compiler failed, so nothing runs compiled: {first_line(error)}"
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{first_line(error)} (in {Path(where.filename).name}, {where.name})"
+        advice = "" if self.mode == "default" else f"; without runtime.compile_mode={self.mode} it may not"
+        self.failure = f"the compiler failed, so nothing runs compiled: {what}{advice}"
         return self.failure
 
     def observe(self, evidence: Evidence) -> Observation:
-        regions = sum(n for op, n in evidence.ops.items() if op.startswith("Torch-Compiled Region"))
+        regions = sum(n for op, n in evidence.ops.items() if op.startswith(REGION))
         if self.failure:
             return Observation(False, self.failure)
         if not self.enabled:
             return Observation(regions > 0, f"{regions} compiled calls in one step")
-        note = f"{evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, {regions} compiled calls in one step"
-        return Observation(regions > 0, f"{note}; scope {self.scope}, mode {self.mode}")
+        if self.scope == "model":
+            wanted = max(1, *(len(calls) for calls in evidence.blocks)) if evidence.blocks else 1
+            on, what = self.is_compiled(evidence.ops) and regions >= wanted, "the model"
+        else:
+            found = evidence.where(lambda call: self.is_compiled(call.ops))
+            on, what = bool(found) and all(found), evidence.share(found)
+        note = f"{what} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, {regions} calls"
+        return Observation(on, f"{note}; scope {self.scope}, mode {self.mode}")
+
+    def is_compiled(self, ops: Counter[str]) -> bool:
+        """Whether these ops hold a call of a compiled function and, with Inductor, one of a graph that it compiled."""
+        return all(any(op.startswith(what) for op in ops) for what in (REGION, INDUCTOR)[: 1 + self.by_inductor])
+
+    @property
+    def by_inductor(self) -> bool:
+        return self.backend == "inductor"
 
 
 def cxx_compiler() -> str | None:

@@ -4,11 +4,15 @@ What it costs: a slower first step for each new shape, and run-to-run determinis
 convolutions and to the autoencoder of `precompute_latents.py`. Speed: not measured yet.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from accel.evidence import Evidence
+from accel.evidence import Evidence, observe_kernels
 from accel.ledger import UNUSED
 from accel.technique import Observation, Technique
+
+CONVOLUTION = "aten::cudnn_convolution"
 
 
 class CudnnBenchmark(Technique):
@@ -16,6 +20,11 @@ class CudnnBenchmark(Technique):
     summary = "tries cuDNN's algorithms once per shape"
     loss_rtol = 1e-5
     nondeterministic = True
+
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.chosen: set[str] = set()
+        """Names of kernels that a step runs with the autotuner only."""
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda" or not torch.backends.cudnn.is_available():
@@ -25,8 +34,25 @@ class CudnnBenchmark(Technique):
     def on_process(self) -> None:
         torch.backends.cudnn.benchmark = self.enabled
 
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        if not self.enabled or not evidence.ops[CONVOLUTION]:
+            return
+        tuned = observe_kernels(run)
+        torch.backends.cudnn.benchmark = False
+        try:
+            self.chosen = tuned - observe_kernels(run)
+        finally:
+            torch.backends.cudnn.benchmark = True
+
     def observe(self, evidence: Evidence) -> Observation:
-        on = torch.backends.cudnn.benchmark
-        calls = evidence.ops["aten::cudnn_convolution"]
-        note = f"cudnn.benchmark is {on}; {calls} cuDNN convolutions in one step"
-        return Observation((True if calls else UNUSED) if on else False, note)
+        calls = evidence.ops[CONVOLUTION]
+        note = f"{calls} cuDNN convolutions in one step"
+        if not self.enabled:
+            return Observation(torch.backends.cudnn.benchmark and calls > 0, note)
+        if not calls:
+            return Observation(UNUSED, note)
+        if not self.chosen:
+            return Observation(UNUSED, f"{note}; the autotuner chose the kernels that run without it")
+        return Observation(
+            True, f"{note}; {len(self.chosen)} kernels that do not run without it: {min(self.chosen)[:60]}"
+        )

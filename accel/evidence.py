@@ -1,28 +1,49 @@
-"""Evidence from one real step: the ops that ran, their dtypes, graphs, and the bytes that blocks kept for backward."""
+"""Evidence from one real step: what each block did, the products and kernels that ran, graphs, and kept bytes."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-MATMUL_OPS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
+WEIGHT_PRODUCTS = ("aten::mm", "aten::addmm", "aten::convolution", "aten::convolution_backward")
+"""Products of a weight, or of its gradient: autocast decides about their dtype."""
+ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
+"""Batched, so products of two activations. One in fp32 under autocast is meant to be: only a layer that switches
+autocast off gets it."""
+PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
+BLOCK = "fastlatent block"
+"""What the profiler calls a call of a probed block, before the block's index."""
+FINE_BITS = 0x1FFF
+"""The 13 bits of an fp32 mantissa that neither bf16 nor fp16 has."""
 
 
 @dataclass
 class BlockEvidence:
-    """What one block did in one step."""
+    """What one call of a block did."""
 
     input_bytes: int
     saved_bytes: int
-    """Kept for the backward pass, parameters and buffers left out."""
+    """Storages kept for the backward pass, each once, and caches of selective checkpointing; parameters and buffers
+    left out. Of a view that came in, its own bytes."""
     residual_dtype: torch.dtype
     """Of the residual stream as the block returned it."""
+    branch_dtype: torch.dtype
+    fine: tuple[bool, bool]
+    """Whether the residual that came in, and the one that went out, had bits that no 16-bit format has."""
+    cached: bool
+    """Whether some of the kept bytes lie in a cache of selective checkpointing."""
+    unlike: tuple[Any, ...]
+    """Equal in calls that may share a compiled graph: sizes, and which inputs need a gradient."""
+    ops: Counter[str] = field(default_factory=Counter)
+    """Profiler event name -> how often it began on the host during the call."""
 
 
 @dataclass
@@ -31,36 +52,46 @@ class Evidence:
 
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it ran (CPU ops and, on a GPU, kernels)."""
-    op_dtypes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Op name -> dtype of its second tensor argument, the one that is never a bias -> how often."""
+    products: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(Op name, dtype) -> number of matrix products, convolutions included; nested events count once."""
     graphs: int = 0
     graph_breaks: int = 0
-    blocks: list[BlockEvidence] = field(default_factory=list)
-    """The last two blocks, in order."""
+    blocks: list[list[BlockEvidence]] = field(default_factory=list)
+    """Of every block its calls, one for each micro-batch."""
     blocks_uncompiled: bool = False
     """True if the blocks were seen in an uncompiled step, because the compiled one has no blocks to look at."""
     warm_ops: Counter[str] = field(default_factory=Counter)
     """Like `ops`, in the step as it runs after `Technique.on_warm`."""
 
-    def matmul_dtypes(self) -> Counter[str]:
-        """Dtype -> number of matrix products (convolutions included) that ran in it."""
+    def dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
+        """Dtype -> number of products of these kinds that ran in it."""
         total: Counter[str] = Counter()
-        for op in MATMUL_OPS:
-            total.update(self.op_dtypes.get(op, {}))
-        return total
+        for (op, dtype), n in self.products.items():
+            total[dtype] += n * (op in ops)
+        return +total
+
+    def where(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
+        """For each block, whether `holds` in all of its calls; a block that was not called has not shown it."""
+        return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
+
+    def share(self, found: list[bool]) -> str:
+        """ "23 of 24 blocks"."""
+        return f"{sum(found)} of {len(found)} blocks" + " (in an uncompiled step)" * self.blocks_uncompiled
 
 
 class BlockProbe(nn.Module):
-    """Stands in for a block during one step and notes what passes through it.
+    """Stands in for a block during one step and notes what passes through it and what it keeps for backward.
 
     It goes by the block contract, `(branch, gate, residual, cond) -> (branch, gate, residual)`, so it needs no hook,
     which `torch.compile` would either ignore or trace.
     """
 
-    def __init__(self, block: nn.Module, notes: list[BlockEvidence]) -> None:
+    listening: list[list[Any]] = []  # noqa: RUF012 - one for the process: a cache does not know in which block it is made
+    """Of each probe that is running, the caches that selective checkpointing made."""
+
+    def __init__(self, block: nn.Module, notes: list[BlockEvidence], index: int = 0) -> None:
         super().__init__()
-        self.block = block
-        self.notes = notes
+        self.block, self.notes, self.index = block, notes, index
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -68,41 +99,63 @@ class BlockProbe(nn.Module):
         except AttributeError:
             return getattr(self.block, name)  # switches that the model reads
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        parameters: set[int] = set()
-        seen: set[int] = set()
-        saved = 0
+    def forward(self, *inputs: Tensor) -> Any:
+        given: Counter[int] = Counter()
+        for tensor in inputs:
+            given[tensor.untyped_storage().data_ptr()] += nbytes(tensor)
+        own: set[int] = set()
+        kept: dict[int, int] = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal saved
-            if not parameters:  # only now: sharded ones have been gathered
-                own = [*self.block.parameters(), *self.block.buffers()]
-                parameters.update(p.untyped_storage().data_ptr() for p in own)
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in parameters and storage not in seen:
-                seen.add(storage)
-                saved += tensor.numel() * tensor.element_size()
+        def pack(tensor: Tensor) -> Tensor:
+            if not own:  # only now: sharded ones have been gathered
+                own.update(p.untyped_storage().data_ptr() for p in (*self.block.parameters(), *self.block.buffers()))
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = given[storage.data_ptr()] or storage.nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self.block(*inputs)
-        input_bytes = sum(t.numel() * t.element_size() for t in inputs)
-        self.notes.append(BlockEvidence(input_bytes, saved, outputs[2].dtype))
+        caches: list[Any] = []
+        self.listening.append(caches)
+        try:
+            with (
+                torch.profiler.record_function(f"{BLOCK} {self.index}"),
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            ):
+                outputs = self.block(*inputs)
+        finally:
+            self.listening.pop()
+        cached = [leaf.val for cache in caches for leaf in tree_leaves(dict(cache)) if hasattr(leaf, "val")]
+        for tensor in cached:
+            pack(tensor)
+        needs = tuple(t.requires_grad for t in inputs)
+        unlike = (given.total(), sum(p.numel() for p in self.block.parameters()), needs)
+        fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
+        dtypes = (outputs[2].dtype, outputs[0].dtype)
+        self.notes.append(BlockEvidence(given.total(), sum(kept.values()), *dtypes, fine, bool(cached), unlike))
         return outputs
 
 
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def has_fine_bits(tensor: Tensor) -> bool:
+    """True for an fp32 tensor that has not been rounded to 16 bits. Waits for the device."""
+    return tensor.dtype == torch.float32 and bool((tensor.detach().view(torch.int32) & FINE_BITS).any())
+
+
 @contextmanager
-def probed(blocks: nn.ModuleList, notes: list[BlockEvidence], count: int = 2) -> Iterator[None]:
-    """The last `count` blocks write to `notes` inside."""
-    last = list(blocks)[-count:]
-    start = len(blocks) - len(last)
+def probed(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[None]:
+    """Every block writes to its own list in `notes` inside."""
+    own = list(blocks)
+    notes[:] = [[] for _ in own]
     try:
-        for i, block in enumerate(last):
-            blocks[start + i] = BlockProbe(block, notes)
+        for i, block in enumerate(own):
+            blocks[i] = BlockProbe(block, notes[i], i)
         yield
     finally:
-        for i, block in enumerate(last):
-            blocks[start + i] = block
+        for i, block in enumerate(own):
+            blocks[i] = block
 
 
 def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
@@ -122,8 +175,52 @@ def profiled_events(run: Callable[[], object]) -> list[Any]:
     return list(profiler.profiler.kineto_results.events())
 
 
+def on_host(events: Iterable[Any]) -> list[Any]:
+    """Events of the host in the order in which they began, an outer one before those in it."""
+    found = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    return sorted(found, key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
+
+
+def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
+    """(Op name, dtype) -> number of products among the host's events.
+
+    Of an op inside one of the same name (a dispatch mode or autocast enters it twice) the inner one counts; one inside
+    another product is a part of that. The dtype is that of the second tensor argument, which is never a bias.
+    """
+    open_ones: list[list[Any]] = []  # [event, whether it counts], those around the present one
+    found: list[list[Any]] = []
+    for event in events:
+        if event.name() not in PRODUCTS or len(event.dtypes()) < 2:
+            continue
+        while open_ones and not contains(open_ones[-1][0], event):
+            open_ones.pop()
+        entry = [event, all(outer.name() == event.name() for outer, _ in open_ones)]
+        if entry[1] and open_ones:
+            open_ones[-1][1] = False
+        open_ones.append(entry)
+        found.append(entry)
+    return Counter((event.name(), event.dtypes()[1].removeprefix("c10::")) for event, counts in found if counts)
+
+
+def contains(outer: Any, event: Any) -> bool:
+    same_thread = outer.start_thread_id() == event.start_thread_id()
+    return same_thread and event.start_ns() + event.duration_ns() <= outer.start_ns() + outer.duration_ns()
+
+
+def tell_calls(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
+    """Gives each call of a block the host's events that began during it."""
+    calls = [event for event in events if event.name().startswith(BLOCK)]
+    starts = [call.start_ns() for call in calls]
+    waiting = [iter(notes) for notes in blocks]
+    notes = [next(waiting[int(call.name().removeprefix(BLOCK))]) for call in calls]
+    for event in events:
+        i = bisect_right(starts, event.start_ns()) - 1
+        if i >= 0 and event is not calls[i] and contains(calls[i], event):
+            notes[i].ops[event.name()] += 1
+
+
 def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden: bool = False) -> Evidence:
-    """Calls `run` once under the profiler, with the last blocks probed if there are any, and returns the evidence.
+    """Calls `run` once under the profiler, with all blocks probed if there are any, and returns the evidence.
 
     `hidden` blocks, inside a model compiled as a whole, are probed in one more step that runs uncompiled. Compile
     before: graphs are counted since dynamo's counters were last cleared.
@@ -131,20 +228,36 @@ def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden
     evidence = Evidence(blocks_uncompiled=hidden)
     with probed(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
         events = profiled_events(run)
-    for event in events:
-        evidence.ops[event.name()] += 1
-        dtypes = event.dtypes()
-        if event.name() in MATMUL_OPS and len(dtypes) > 1:
-            evidence.op_dtypes[event.name()][dtypes[1].removeprefix("c10::")] += 1
-    evidence.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    evidence.ops.update(event.name() for event in events)
+    host = on_host(events)
+    evidence.products = products_of(host)
+    evidence.graphs = graphs()
     evidence.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     if blocks and hidden:
         with torch.compiler.set_stance("force_eager"), probed(blocks, evidence.blocks):
-            run()
-    evidence.blocks = evidence.blocks[-2:]  # accumulation runs each block more than once
+            host = on_host(profiled_events(run))
+    tell_calls(evidence.blocks, host)
     return evidence
 
 
 def observe_ops(run: Callable[[], object]) -> Counter[str]:
     """Profiler event name -> how often it ran in one call of `run`."""
     return Counter(event.name() for event in profiled_events(run))
+
+
+def observe_kernels(run: Callable[[], object]) -> set[str]:
+    """Names of the device's kernels in one call of `run`; copies and fills left out."""
+    events = (e for e in profiled_events(run) if e.device_type() != torch.autograd.DeviceType.CPU)
+    return {e.name() for e in events if not e.name().startswith(("Memcpy", "Memset"))}
+
+
+def graphs() -> int:
+    """Graphs that this process has compiled since dynamo's counters were last cleared."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def reason_of_last_graph() -> str:
+    """Why the newest graph was compiled: the first guard that failed, or that its code was new."""
+    found = torch._dynamo.utils.get_compilation_metrics()
+    reason = found[-1].recompile_reason if found else None
+    return (reason or "code that had not run before").strip().splitlines()[0]

@@ -29,11 +29,14 @@ class FusedAdamW(Technique):
         return {"fused": True} if self.enabled else {}
 
     def observe(self, evidence: Evidence) -> Observation:
-        fused = evidence.ops["aten::_fused_adamw_"]
+        fused, foreach, loop = (
+            evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")
+        )
+        other = "foreach kernels" if foreach else "a loop over tensors"
         if fused:
-            return Observation(True, f"{fused} calls of _fused_adamw_ in one optimizer step")
-        foreach = evidence.ops["aten::_foreach_addcdiv_"]
-        return Observation(False, f"{'foreach kernels' if foreach else 'a loop over tensors'}, no _fused_adamw_")
+            note = f"{fused} calls of _fused_adamw_ in one optimizer step"
+            return Observation(not (foreach or loop), f"{note}, and {other}" if foreach or loop else note)
+        return Observation(False, f"{other}, no _fused_adamw_")
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

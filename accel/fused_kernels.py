@@ -58,10 +58,12 @@ class FusedKernel(Technique):
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {self.op}")
         launches = sum(n for name, n in evidence.ops.items() if name.startswith(f"{self.op}_"))
-        note = f"{launches} launches of Triton kernels of {self.op} in one step"
+        called = evidence.where(lambda call: any(op.startswith(f"fastlatent::{self.op}") for op in call.ops))
+        note = f"{evidence.share(called)} called {self.op}; {launches} launches of its Triton kernels in one step"
         if self.enabled and self.proof is None:
             note = f"nobody proved it, so nothing may launch it; {note}"
-        return Observation(launches > 0, f"{self.proof.why}; {note}" if self.proof else note)
+        on = launches > 0 and sum(called) >= min(len(called), len(self.switches))
+        return Observation(on, f"{self.proof.why}; {note}" if self.proof else note)
 
 
 class FusedAddNorm(FusedKernel):

@@ -10,20 +10,21 @@ Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthi
 https://arxiv.org/abs/2205.05198
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from accel.evidence import Evidence
+from accel.evidence import BlockProbe, Evidence
 from accel.technique import Model, Observation, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
 """"selective" keeps the results of these products, of ops whose names start so, and of the scan."""
 SCAN = "fastlatent::ssd"
+DOES = {"blocks": "recompute", "every_2": "recompute or keep in turn", "selective": "recompute all but products"}
 
 
 class CheckpointBlocks(Technique):
@@ -53,7 +54,10 @@ class CheckpointBlocks(Technique):
 
         def contexts():
             decisions.clear()
-            return create_selective_checkpoint_contexts(decide)
+            first, again = create_selective_checkpoint_contexts(decide)
+            if BlockProbe.listening and not torch.compiler.is_compiling():
+                BlockProbe.listening[-1].append(first.storage)  # hooks on saved tensors cannot see it
+            return first, again
 
         def forward_recomputed(*inputs):
             keep = keeps_generator()
@@ -68,21 +72,35 @@ class CheckpointBlocks(Technique):
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def observe(self, evidence: Evidence) -> Observation:
-        if not evidence.blocks:
+        calls = [call for calls in evidence.blocks for call in calls]
+        if not calls:
             return Observation(False, "no block ran")
         # A block that recomputes keeps its inputs and a generator's state; one that does not, several times that.
-        recomputing = [block.saved_bytes < 1.5 * block.input_bytes for block in evidence.blocks]
-        kept = " and ".join(f"{block.saved_bytes / 2**20:.2f}" for block in evidence.blocks)
-        inputs = evidence.blocks[-1].input_bytes / 2**20
-        note = f"the last blocks kept {kept} MiB for backward; the inputs of one are {inputs:.2f} MiB"
-        if evidence.blocks_uncompiled:
-            note += " (in an uncompiled step)"
-        if self.enabled and self.policy == "selective":
-            note += f"; of a block's ops {self.decisions[True]} results were kept, {self.decisions[False]} not"
-            return Observation(min(self.decisions[True], self.decisions[False]) > 0, note)
-        if self.enabled and self.policy == "every_2":
-            return Observation(any(recomputing) and (len(recomputing) == 1 or not all(recomputing)), f"every_2: {note}")
-        return Observation(all(recomputing), note)
+        found = evidence.where(lambda call: call.saved_bytes < 1.5 * call.input_bytes)
+        policy = self.policy if self.enabled else "blocks"
+        if policy == "every_2":
+            found = [one == (i % 2 == 0) for i, one in enumerate(found)]
+        elif policy == "selective":
+            found = evidence.where(lambda call: call.cached) if any(call.cached for call in calls) else alike(evidence)
+        kept = sorted(call.saved_bytes / 2**20 for call in calls)
+        note = (
+            f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to {kept[-1]:.2f} MiB for backward "
+        )
+        note += f"and took in {calls[-1].input_bytes / 2**20:.2f}"
+        if policy == "selective":
+            note += f"; of a block's results {self.decisions[True]} were to be kept, {self.decisions[False]} not"
+            found.append(min(self.decisions[True], self.decisions[False]) > 0)
+        return Observation(all(found), note)
+
+
+def alike(evidence: Evidence) -> list[bool]:
+    """For each compiled block, whether it keeps as much as most of its like: a compiled one has no cache to look at."""
+    kept: dict[Any, list[int]] = defaultdict(list)
+    for calls in evidence.blocks:
+        for call in calls:
+            kept[call.unlike].append(call.saved_bytes)
+    most = {unlike: Counter(sizes).most_common(1)[0][0] for unlike, sizes in kept.items()}
+    return evidence.where(lambda call: call.saved_bytes == most[call.unlike])
 
 
 def recomputed(forward: Callable) -> Callable:

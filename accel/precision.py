@@ -8,18 +8,23 @@ it counts as unavailable. Speed on a GPU: not measured yet.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from accel.evidence import Evidence
+from accel.compilation import INDUCTOR
+from accel.evidence import WEIGHT_PRODUCTS, BlockEvidence, Evidence
 from accel.loss_scaler import LossScaler
 from accel.technique import AnyStep, Observation, Technique, TrainingStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
+NAMES |= {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
+TEMPLATES = "triton_tem_fused"
+"""How kernels for a GPU begin that Inductor makes for products in the place of a library's."""
 
 
 class Precision(Technique):
@@ -73,10 +78,33 @@ class Precision(Technique):
             self.scaler.load_state_dict(state)
 
     def observe(self, evidence: Evidence) -> Observation:
-        dtypes = evidence.matmul_dtypes()
-        if not dtypes:
+        weights, dtypes = evidence.dtypes(WEIGHT_PRODUCTS), evidence.dtypes()
+        calls = [call for calls in evidence.blocks for call in calls]
+        branches = Counter(name_of(str(call.branch_dtype)) for call in calls)
+        unseen = any(op.startswith(INDUCTOR) for op in evidence.ops) and not all(shows_products(call) for call in calls)
+        unseen |= any(op.startswith(TEMPLATES) for op in evidence.ops)
+        if not weights and not (unseen and branches):
             return Observation(False, "no matrix product ran")
-        most = dtypes.most_common(1)[0][0]
-        counts = ", ".join(f"{n} in {NAMES.get(dtype, dtype)}" for dtype, n in dtypes.most_common())
-        scaled = "; the loss is scaled on the device" if self.scaler else ""
-        return Observation(NAMES.get(most, most), f"matrix products of one step: {counts}{scaled}")
+        name = name_of(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
+        right = sum(n for dtype, n in dtypes.items() if name_of(dtype) == name)
+        meant = 0 if name == "fp32" else dtypes["float"] - weights["float"]
+        note = f"{right} of {dtypes.total()} products in {name}"
+        if meant:
+            note += f", {meant} meant to be fp32 (of activations)"
+        if unseen:
+            found = evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
+            note += f"; others in Inductor's own kernels, which do not tell; {evidence.share(found)} returned {name}"
+        if self.scaler:
+            note += "; the loss is scaled on the device"
+        complete = right + meant == dtypes.total() and (not unseen or branches.keys() == {name})
+        return Observation(name if complete else "mixed", note)
+
+
+def shows_products(call: BlockEvidence) -> bool:
+    """Whether a library computed products of the block's, which the profiler sees."""
+    return any(op in call.ops for op in WEIGHT_PRODUCTS)
+
+
+def name_of(dtype: str) -> str:
+    """`precision`'s name for a dtype of the profiler's or of PyTorch's; the dtype where it has none."""
+    return NAMES.get(dtype, dtype)

@@ -21,8 +21,23 @@ class ResidualInFp32(Technique):
         return model
 
     def observe(self, evidence: Evidence) -> Observation:
-        if not evidence.blocks:
-            return Observation(False, "no block ran")
-        dtype = evidence.blocks[-1].residual_dtype
-        uncompiled = " (in an uncompiled step)" if evidence.blocks_uncompiled else ""
-        return Observation(dtype == torch.float32, f"the last block returned a residual of {dtype}{uncompiled}")
+        wide = evidence.where(lambda call: call.residual_dtype == torch.float32)
+        whole = unrounded(evidence)
+        found = [a and b for a, b in zip(wide, whole, strict=True)]
+        note = f"{evidence.share(found)} passed the residual on in fp32, unrounded"
+        if not all(whole):
+            note += f"; {whole.count(False)} got or returned one that had been rounded to 16 bits"
+        return Observation(bool(found) and all(found), note)
+
+
+def unrounded(evidence: Evidence) -> list[bool]:
+    """For each block, whether the stream kept its bits on the way there and through it: what has bits that no 16-bit
+    format has, and then has none, was rounded on the way."""
+    found = [True] * len(evidence.blocks)
+    had: dict[int, bool] = {}  # by micro-batch
+    for i, calls in enumerate(evidence.blocks):
+        for batch, call in enumerate(calls):
+            came, went = call.fine
+            found[i] &= (came or not had.get(batch, False)) and (went or not came)
+            had[batch] = went
+    return found

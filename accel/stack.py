@@ -200,6 +200,8 @@ class AccelerationStack:
         """
         self.run_until_it_works(run)
         evidence = observe_step(run, blocks, hidden=any(t.hides_blocks() for t in self.techniques))
+        for technique in self.techniques:
+            technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):
             self.run_until_it_works(run)
             evidence.warm_ops = observe_ops(run)

@@ -110,6 +110,9 @@ class Technique(ABC):
         """What surrounds evaluation and sampling in the middle of training."""
         return nullcontext()
 
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:  # noqa: B027 - most need one step only
+        """Called with the evidence of a warm step; may call `run` again, with and without itself."""
+
     def on_warm(self) -> bool:
         """Called when one step has been seen to work; True if the step runs differently from now on."""
         return False

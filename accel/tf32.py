@@ -6,6 +6,7 @@ Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
 import torch
+from torch import nn
 
 from accel.evidence import Evidence
 from accel.ledger import UNUSED
@@ -31,9 +32,31 @@ class Tf32(Technique):
         torch.backends.cudnn.allow_tf32 = self.enabled
 
     def observe(self, evidence: Evidence) -> Observation:
-        matmul = torch.get_float32_matmul_precision()
-        cudnn = torch.backends.cudnn.allow_tf32
-        allowed = self.device.type == "cuda" and matmul == "high" and cudnn
-        products = evidence.matmul_dtypes()["float"]
-        note = f"matmul precision '{matmul}', cuDNN TF32 {'allowed' if cudnn else 'not allowed'}"
-        return Observation((True if products else UNUSED) if allowed else False, f"{note}; {products} products in fp32")
+        if self.device.type != "cuda":
+            return Observation(False, "no product here rounds to TF32")
+        product, convolution = rounds(self.device)
+        products = evidence.dtypes()["float"]
+        convolutions = evidence.dtypes(["aten::convolution"])["float"]
+        note = f"a product tried here {verb(product)}, a convolution {verb(convolution)}"
+        note += f"; {products} products of a step in fp32, {convolutions} of them convolutions"
+        if not product and not convolution:
+            return Observation(False, note)
+        if not products:
+            return Observation(UNUSED, note)
+        return Observation((product or products == convolutions) and (convolution or not convolutions), note)
+
+
+def verb(rounded: bool) -> str:
+    return "rounds to TF32" if rounded else "keeps fp32"
+
+
+@torch.no_grad()
+def rounds(device: torch.device) -> tuple[bool, bool]:
+    """Whether a matrix product and a convolution that multiply 1 + 2⁻¹², which TF32 does not have, by 1 give 1."""
+    value = 1.0 + 2.0**-12
+    with torch.amp.autocast(device.type, enabled=False):
+        product = torch.full((512, 512), value, device=device) @ torch.eye(512, device=device)
+        weight = torch.zeros(64, 64, 3, 3, device=device)
+        weight[:, :, 1, 1] = torch.eye(64)
+        convolution = nn.functional.conv2d(torch.full((8, 64, 32, 32), value, device=device), weight, padding=1)
+    return bool((product == 1.0).all()), bool((convolution == 1.0).all())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -190,6 +192,53 @@ def test_a_compiler_failure_falls_back_loudly_or_stops(monkeypatch):
         stack.warm_up(lambda: step([next(loader)]), model.blocks)
 
 
+@pytest.fixture
+def any_mode(monkeypatch):
+    monkeypatch.setattr(Compile, "backend", "inductor")
+    torch._dynamo.reset()
+
+
+def failed_assertion(*_):
+    assert not _, ""
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # Inductor imports torch.utils.mkldnn
+def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(any_mode, monkeypatch):
+    """As Inductor has with mamba in `max-autotune-no-cudagraphs` on a CPU."""
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", failed_assertion)
+    model, step, stack, loader = assemble(compile=True, compile_mode="max-autotune-no-cudagraphs")
+    with pytest.warns(UserWarning, match=r"AssertionError.*\(in test_accel.py, failed_assertion\).*max-autotune"):
+        ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
+    row = next(r for r in ledger if r.key == "compile")
+    assert (row.missing, "nothing runs compiled" in row.evidence) == (True, True)
+
+
+@pytest.mark.slow
+def test_max_autotune_is_on_or_falls_back_loudly(any_mode):
+    model, step, stack, loader = assemble(depth=1, compile=True, compile_mode="max-autotune-no-cudagraphs")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
+    row = next(r for r in ledger if r.key == "compile")
+    assert row.missing == any("nothing runs compiled" in str(warning.message) for warning in said)
+    assert "max-autotune-no-cudagraphs" in row.evidence
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_reduce_overhead_trains_as_eager_does(any_mode, device):
+    """On a CPU Inductor leaves its CUDA graphs away; on a GPU the steps are replays."""
+    _, plain, _, other = assemble("dit", depth=1, device=torch.device(device))
+    how = {"compile": True, "compile_scope": "model", "compile_mode": "reduce-overhead"}
+    model, step, stack, loader = assemble("dit", depth=1, device=torch.device(device), **how)
+    for _ in range(4):
+        expected, found = plain([next(other)]), step([next(loader)])
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=0.0)
+    ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
+    row = next(r for r in ledger if r.key == "compile")
+    assert row.active is True
+    assert "mode reduce-overhead" in row.evidence
+
+
 def test_a_mistake_of_the_user_is_no_compiler_failure():
     model, step, stack, loader = assemble(compile=True)
     model.blocks[0].layers[0].in_proj = torch.nn.Linear(63, 5)
@@ -202,6 +251,7 @@ def test_inductor_compiles_a_block_into_one_graph_with_equal_results():
     torch._dynamo.reset()
     Compile.backend = "inductor"
     plain, fast = one_step(), one_step(compile=True)
+    assert "2 of 2 blocks compiled" in ledger_of(compile=True)["compile"].evidence
     torch.testing.assert_close(fast[0], plain[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(fast[1], plain[1], rtol=1e-4, atol=0.0)
 

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
-from accel.evidence import Evidence, observe_step
+from accel.cudnn_benchmark import CudnnBenchmark
+from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_ops, observe_step
 from accel.fused_adamw import FusedAdamW
 from accel.gradient_checkpointing import CheckpointBlocks
+from accel.kernels.attend import attend
 from accel.ledger import UNUSED, Ledger, LedgerRow
 from accel.precision import Precision
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.stack import TECHNIQUES, AccelerationStack
-from accel.tf32 import Tf32
-from tests.harness import CPU, EAGER, VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named, technique
+from accel.tf32 import Tf32, rounds
+from data.loader import Batch
+from tests.harness import (
+    CPU,
+    EAGER,
+    VARIANTS,
+    assemble,
+    cannot_be_had,
+    key_of,
+    ledger_of,
+    named,
+    technique,
+    tiny_training,
+)
+from training.metrics import Meter
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +117,174 @@ def test_the_ledger_tells_when_a_policy_does_nothing(policy, monkeypatch):
     assert ledger_of(gradient_checkpointing=True, checkpoint_policy=policy)["gradient_checkpointing"].missing
 
 
+def in_fp32(block):
+    forward = block.forward
+    block.forward = torch.amp.autocast("cpu", enabled=False)(lambda *inputs: forward(*(t.float() for t in inputs)))
+
+
+def unwrapped(block):
+    """Without the forward that recomputes."""
+    del block.forward
+
+
+def narrow(block):
+    block.residual_in_fp32 = False
+
+
+def rounding(block):
+    """What it returns is fp32, and went through bf16."""
+    block.register_forward_hook(lambda _, inputs, found: (*found[:2], found[2].bfloat16().float()))
+
+
+def uncompiled(block):
+    block._compiled_call_impl = None
+
+
+def compiled_by_nothing(block):
+    block.compile(backend="eager")
+
+
+def on_math(block):
+    block.layers[0].attention_backend = "math"
+
+
+RECOMPUTED = {"gradient_checkpointing": True}
+SABOTAGED = {
+    "half in fp32": ({"precision": "bf16"}, in_fp32, slice(0, None, 2)),
+    "recomputing left to the last two": (RECOMPUTED, unwrapped, slice(0, -2)),
+    "selective left to the last": (RECOMPUTED | {"checkpoint_policy": "selective"}, unwrapped, slice(0, -1)),
+    "compiled, selective left to the last": (
+        RECOMPUTED | {"checkpoint_policy": "selective", "compile": True},
+        unwrapped,
+        slice(0, -1),
+    ),
+    "a narrow stream but for the last": ({"residual_in_fp32": True, "precision": "bf16"}, narrow, slice(0, -1)),
+    "a rounded stream": ({"residual_in_fp32": True, "precision": "bf16"}, rounding, slice(None)),
+    "one block compiled": ({"compile": True}, uncompiled, slice(0, -1)),
+    "half on math": ({"attention": "flash"}, on_math, slice(0, None, 2)),
+    "compiled, half on math": ({"attention": "flash", "compile": True}, on_math, slice(0, None, 2)),
+}
+
+
+@pytest.mark.parametrize("case", SABOTAGED)
+def test_a_technique_in_a_part_of_the_blocks_is_not_on(case):
+    values, sabotage, where = SABOTAGED[case]
+    key = key_of(values)
+    clean, sabotaged = (sabotaged_ledger(values, blocks, sabotage) for blocks in (slice(0, 0), where))
+    assert clean[key].active == values[key]
+    assert sabotaged[key].missing, sabotaged[key].evidence
+
+
+def sabotaged_ledger(values, where, sabotage):
+    model, step, stack, loader = assemble("dit", depth=3 if "compile" in values else 4, **values)
+    for block in model.blocks[where]:
+        sabotage(block)
+    return {row.key: row for row in stack.warm_up(lambda: step([next(loader)]), model.blocks)}
+
+
+def test_a_stream_rounded_between_two_blocks_is_seen(monkeypatch):
+    monkeypatch.setattr(BlockProbe, "own_forward", BlockProbe.forward, raising=False)
+    monkeypatch.setattr(BlockProbe, "forward", lambda self, b, g, r, c: self.own_forward(b, g, r.bfloat16().float(), c))
+    row = ledger_of("dit", depth=4, precision="bf16")["residual_in_fp32"]
+    assert row.missing
+    assert "1 of 4 blocks passed" in row.evidence  # nothing came before the first
+
+
+def test_graphs_that_inductor_did_not_make_are_not_compiled(monkeypatch):
+    """That those it made are is in test_accel.py, beside the one run with it."""
+    monkeypatch.setattr(Compile, "backend", "inductor")
+    row = sabotaged_ledger({"compile": True}, slice(None), compiled_by_nothing)["compile"]
+    assert row.missing
+    assert "0 of 3 blocks" in row.evidence
+
+
+def test_micro_batches_are_all_looked_at():
+    model, step, stack, loader = assemble("dit", depth=4, gradient_checkpointing=True)
+    ledger = stack.warm_up(lambda: step([next(loader), next(loader)]), model.blocks)
+    rows = {row.key: row for row in ledger}
+    assert "4 of 4 blocks" in rows["gradient_checkpointing"].evidence
+    assert "4 of 4 layers" in rows["attention"].evidence
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision):
+    (B, L, D), heads, size = (8, 16, 64), 2, 2 if precision == "bf16" else 4
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((B, L, D), (B, D), (B, L, D), (B, 6, D))]
+    kept = {}
+    for policy in ("", "blocks", "selective"):
+        words = RECOMPUTED | {"checkpoint_policy": policy} if policy else {}
+        block, notes = assemble("dit", **words)[0].blocks[1], []
+        with torch.amp.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            outputs = BlockProbe(block, notes)(*inputs)
+        kept[policy] = notes[-1].saved_bytes
+        del outputs
+    hidden = block.layers[1].w2.in_features
+    assert kept["blocks"] == notes[-1].input_bytes
+    # The results of qkv, attention, out_proj, w13 and w2; the logarithms of the sums of attention are fp32.
+    results = size * B * L * (3 * D + D + D + 2 * hidden + D) + 4 * B * heads * L
+    assert kept["selective"] == notes[-1].input_bytes + results
+    assert kept[""] > kept["selective"]
+
+
+def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reason():
+    training = tiny_training("dit", depth=1, compile=True)
+    training.warm_up()
+    meter, smaller = training.state.meter, Batch(*(t[:4] for t in next(training.loader)))
+    meter.start()
+    meter.update(training.take_step())
+    report = meter.report(0.0)
+    assert (report["graphs"] > 0, report["recompiles"]) == (True, 0)
+    meter.update(training.step([smaller]))
+    with pytest.warns(UserWarning, match=r"1 graphs were compiled after warm-up.*size mismatch"):
+        assert meter.report(0.0)["recompiles"] == 1
+    meter.update(training.take_step())
+    with meter.paused(), torch.no_grad():
+        training.step.losses(smaller, held_out=True)
+    after = meter.report(0.0)  # an evaluation's graphs are its own; no warning
+    assert (after["graphs"], after["recompiles"]) == (report["graphs"] + 2, 1)
+
+
+def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
+    """On a pretended GPU, whose queue holds work when the host looks."""
+    done = []
+
+    class Mark:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("mark")
+
+        def query(self):
+            return "end" in done
+
+        def elapsed_time(self, later):
+            return 250.0
+
+    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronised"))
+    meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    with meter.waiting():
+        done.append("data")
+    assert (done, meter.wait) == (["mark", "data", "mark"], 0.0)
+    with meter.paused():
+        done.append("end")
+    assert done[3:] == ["synchronised", "end"]
+    meter.sum_waits()
+    assert meter.wait == 0.25
+
+
+def test_flex_stays_compiled_in_evaluation():
+    q, k, v = torch.randn(3, 1, 2, 16, 16)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        found = attend(q, k, v, "flex")
+        ops = observe_ops(lambda: attend(q, k, v, "flex"))
+    assert any(op.startswith("## Call CompiledFxGraph") for op in ops)
+    assert not {"aten::bmm", "aten::matmul", "aten::_softmax"} & ops.keys()  # no scores
+    torch.testing.assert_close(found, attend(q, k, v, "math"), rtol=1e-4, atol=1e-5)
+
+
 def test_error_stops_where_a_step_shows_a_technique_to_be_off(monkeypatch):
     monkeypatch.setattr(FusedAdamW, "optimizer_kwargs", lambda self: {})
     model, step, _, loader = assemble()
@@ -112,17 +298,99 @@ def test_the_probe_leaves_the_model_as_it_was():
     blocks = list(model.blocks)
     evidence = observe_step(lambda: step([next(loader)]), model.blocks)
     assert [a is b for a, b in zip(blocks, model.blocks, strict=True)] == [True] * 2
-    assert [block.residual_dtype for block in evidence.blocks] == [torch.float32] * 2
-    assert all(block.saved_bytes > block.input_bytes for block in evidence.blocks)
+    assert [[call.residual_dtype for call in calls] for calls in evidence.blocks] == [[torch.float32]] * 2
+    assert evidence.where(lambda call: call.saved_bytes > call.input_bytes) == [True] * 2
     with pytest.raises(RuntimeError, match="boom"):
         observe_step(lambda: (_ for _ in ()).throw(RuntimeError("boom")), model.blocks)
     assert model.blocks[-1] is blocks[-1]
 
 
-def test_a_flag_that_nothing_used_is_not_called_on():
-    assert Tf32(True, torch.device("cuda")).observe(Evidence()).active in (False, UNUSED)
-    row = LedgerRow("tf32", True, UNUSED, "allowed; 0 products in fp32")
-    assert not row.missing  # nothing is lost, so on_unavailable=error does not stop
+@pytest.mark.parametrize(
+    ("rounded", "products", "convolutions", "active"),
+    [
+        ((True, True), 0, 0, UNUSED),
+        ((True, False), 3, 0, True),
+        ((True, False), 3, 1, False),  # its convolution keeps fp32
+        ((False, True), 0, 1, True),
+        ((False, True), 3, 1, False),
+        ((False, False), 3, 1, False),
+    ],
+)
+def test_tf32_is_what_a_product_shows(rounded, products, convolutions, active, monkeypatch):
+    monkeypatch.setattr("accel.tf32.rounds", lambda device: rounded)
+    ran = Counter({("aten::mm", "float"): products, ("aten::convolution", "float"): convolutions})
+    row = Tf32(True, torch.device("cuda")).observe(Evidence(products=ran))
+    assert row.active == active
+    assert not LedgerRow("tf32", True, UNUSED, "").missing  # nothing is lost, so on_unavailable=error does not stop
+
+
+def test_a_product_in_fp32_does_not_round():
+    assert rounds(CPU) == (False, False)
+
+
+def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
+    kernels = {True: {"gemm", "implicit_gemm"}, False: {"gemm", "winograd"}}
+    monkeypatch.setattr("accel.cudnn_benchmark.observe_kernels", lambda run: kernels[torch.backends.cudnn.benchmark])
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    evidence = Evidence(ops=Counter({"aten::cudnn_convolution": 2}))
+    tuned = CudnnBenchmark(True, torch.device("cuda"))
+    tuned.compare(lambda: None, evidence)
+    assert tuned.observe(evidence).active is True
+    assert "implicit_gemm" in tuned.observe(evidence).evidence
+    assert torch.backends.cudnn.benchmark
+    kernels[False] = kernels[True]
+    tuned.compare(lambda: None, evidence)
+    assert tuned.observe(evidence).active == UNUSED
+    assert tuned.observe(Evidence()).active == UNUSED
+
+
+@pytest.mark.parametrize("kernel", ["triton_tem_fused_mm_1", "## Call CompiledFxGraph a ##"])
+@pytest.mark.parametrize("branch", [torch.bfloat16, torch.float32])
+def test_products_that_are_kernels_of_inductor_are_judged_by_what_the_blocks_return(branch, kernel):
+    call = BlockEvidence(1, 1, torch.float32, branch, (True, True), False, ())
+    evidence = Evidence(ops=Counter({kernel: 8}), blocks=[[call], [call]])
+    row = Precision("bf16", CPU).observe(evidence)
+    assert row.active == {torch.bfloat16: "bf16", torch.float32: "fp32"}[branch]
+    assert "2 of 2 blocks" in row.evidence
+    evidence.products["aten::mm", "BFloat16"] = 2  # and where a library computes some
+    assert Precision("bf16", CPU).observe(evidence).active == {torch.bfloat16: "bf16", torch.float32: "mixed"}[branch]
+
+
+def test_a_product_counts_once_however_often_it_is_entered():
+    class Entered(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            return op(*args, **(kwargs or {}))
+
+    a, image, weight = torch.randn(4, 4), torch.randn(1, 2, 4, 4, requires_grad=True), torch.randn(2, 2, 3, 3)
+
+    def run():
+        with Entered(), torch.amp.autocast("cpu", torch.bfloat16):
+            torch.mm(a, a)
+            torch.nn.functional.linear(a, a, a[0])
+            torch.nn.functional.conv2d(image, weight).sum().backward()
+
+    products = observe_step(run, None).products
+    assert products == {
+        ("aten::mm", "BFloat16"): 1,
+        ("aten::addmm", "BFloat16"): 1,
+        ("aten::convolution", "BFloat16"): 1,
+        ("aten::convolution_backward", "BFloat16"): 1,
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [True, False])
+def test_tf32_is_measured(asked):
+    technique = Tf32(asked, torch.device("cuda"))
+    technique.on_process()
+    assert rounds(technique.device) == (asked, asked)
+
+
+@pytest.mark.gpu
+def test_flex_and_the_kernels_of_inductor_are_seen_in_every_block(monkeypatch):
+    monkeypatch.setattr(Compile, "backend", "inductor")
+    rows = ledger_of("dit", device=torch.device("cuda"), attention="flex", compile=True, precision="bf16")
+    assert [rows[key].active for key in ("attention", "compile", "precision")] == ["flex", True, "bf16"]
 
 
 def test_the_ledgers_table_marks_what_is_missing():

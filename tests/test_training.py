@@ -106,6 +106,13 @@ def test_warm_up_and_cosine_in_samples():
     assert Schedule("constant", 1000, 100)(999) == 1.0
 
 
+def test_the_last_step_of_a_cosine_to_zero_learns():
+    schedule = Schedule("cosine", total_samples=1000)
+    assert schedule(990, 10) == schedule(990)  # the others have the rate of their end
+    assert schedule(1000, 10) == schedule(995) > 0.0
+    assert schedule(1008, 16) == schedule(992)  # also where it goes beyond the horizon
+
+
 def test_the_average_has_its_half_life_and_ramp():
     model = torch.nn.Linear(1, 1, bias=False)
     ema = EMA(model, half_life_samples=100.0, ramp=0.05)
@@ -124,6 +131,19 @@ def test_a_step_has_the_rates_of_the_samples_it_ends_at():
     step.schedule(152)
     assert step.lr == pytest.approx(1e-3)
     assert step.ema_weight.item() == pytest.approx(0.5)  # the half-life is 0.05 · 160 samples: one step
+
+
+def test_an_update_in_parts_has_the_same_bits(monkeypatch):
+    model = woken(tiny("dit"))
+    whole, weight = EMA(model, 100.0), torch.tensor(0.3)
+    monkeypatch.setattr("training.ema.PART", 1000)
+    parts = EMA(model, 100.0)
+    assert len(whole.parts) == 1 < len(parts.parts)
+    for p in model.parameters():
+        p.data.mul_(1.1)
+    for ema in (whole, parts):
+        ema.update(weight)
+    assert all(torch.equal(a, b) for a, b in zip(whole.averages, parts.averages, strict=True))
 
 
 def test_averages_do_not_depend_on_the_batch_size():

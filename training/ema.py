@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from accel.parallel import local, part_of
 
+PART = 2**24
+"""Elements after which a part of an update ends: 64 MiB of fp32, and the last tensor."""
+
 
 class EMA:
     """ema ← ema + w·(parameter - ema), with w = 1 - 0.5^(batch / half_life).
@@ -26,6 +29,12 @@ class EMA:
         self.parameters = [p for _, p in model.named_parameters()]
         self.averages = [p.detach().float().clone() for p in self.parameters]
         """Sharded like the parameters: the arithmetic is elementwise, so each process updates its own part."""
+        self.parts: list[list[tuple[Tensor, Tensor]]] = [[]]
+        """Parameters with their averages, cut so that an update, while the gradients live, needs little more memory."""
+        for pair in zip(self.parameters, self.averages, strict=True):
+            if sum(local(average).numel() for _, average in self.parts[-1]) > PART:
+                self.parts.append([])
+            self.parts[-1].append(pair)
 
     def weight(self, samples: int, batch_size: int) -> float:
         """w for the step that ends at `samples` samples."""
@@ -36,10 +45,11 @@ class EMA:
     def update(self, weight: Tensor) -> None:
         """`weight` is a device scalar; 0 leaves the averages bit for bit as they are."""
         # Not _foreach_lerp_: it takes one weight as a host number only, which would wait for the device.
-        averages = [local(average) for average in self.averages]
-        moves = torch._foreach_sub([local(p.detach()) for p in self.parameters], averages)
-        torch._foreach_mul_(moves, weight)
-        torch._foreach_add_(averages, moves)
+        for part in self.parts:
+            averages = [local(average) for _, average in part]
+            moves = torch._foreach_sub([local(p.detach()) for p, _ in part], averages)
+            torch._foreach_mul_(moves, weight)
+            torch._foreach_add_(averages, moves)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -26,8 +26,12 @@ class Schedule:
         self.kind, self.total_samples = kind, total_samples
         self.warmup_samples, self.final = warmup_samples, final
 
-    def __call__(self, samples: int) -> float:
-        """Factor for the step that ends at `samples` samples."""
+    def __call__(self, samples: float, batch_size: int = 0) -> float:
+        """Factor for the step of `batch_size` samples that ends at `samples`.
+
+        Of the last step it is that of its middle: a cosine to 0 has reached 0 at its end, and it would learn nothing.
+        """
+        samples = min(samples, self.total_samples - batch_size / 2)
         if samples < self.warmup_samples:
             return samples / self.warmup_samples
         if self.kind == ScheduleKind.constant:

@@ -89,7 +89,7 @@ class TrainStep:
     def schedule(self, samples: int) -> None:
         """Sets the rates for the step that starts at `samples` samples."""
         end = samples + self.batch_size
-        factor = self.lr_schedule(end)
+        factor = self.lr_schedule(end, self.batch_size)
         self.lr = self.base_lrs[0] * factor
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             if isinstance(group["lr"], Tensor):

@@ -34,20 +34,26 @@ def attend(
     if backend == "auto":
         return F.scaled_dot_product_attention(q, k, v)
     if backend == "flex":
-        return flex()(q, k, v)
+        return flex(q, k, v)
     with sdpa_kernel(BACKENDS[backend]):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-def flex() -> Callable[..., Tensor]:
-    """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it stores all scores."""
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it stores all scores.
+
+    It stays compiled where everything else is told to run eagerly, as in evaluation.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else compiled_flex()
+    if torch.compiler.is_compiling():
+        return flex_attention(q, k, v)  # pyright: ignore[reportReturnType]
+    with torch.compiler.set_stance("default"):
+        return compiled_flex()(q, k, v)
 
 
 @functools.cache
 def compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)  # which raises where it would run uncompiled

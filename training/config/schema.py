@@ -93,6 +93,11 @@ class ParallelConfig:
                 f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out with "
                 f"mode={self.mode.value}."
             )
+        if self.cpu_offload and self.mode not in (ParallelMode.fsdp, ParallelMode.hsdp):
+            raise ValueError(
+                f"runtime.parallel.cpu_offload=true is for mode=fsdp and mode=hsdp; leave it out with "
+                f"mode={self.mode.value}."
+            )
         if wrong := [name for name in self.nccl if not name.startswith("NCCL_")]:
             raise ValueError(f"runtime.parallel.nccl.{wrong[0]} is no variable of NCCL; their names begin with NCCL_.")
 
@@ -150,8 +155,9 @@ class RuntimeConfig:
         ):
             raise ValueError(
                 "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks compiled "
-                "one by one, and cannot be captured; use runtime.cuda_graph=true runtime.compile_mode=default, which "
-                "works with both."
+                "one by one, and cannot be captured; use runtime.compile_scope=model accumulation_steps=1 "
+                "runtime.cuda_graph=false, or runtime.cuda_graph=true runtime.compile_mode=default, which works with "
+                "all of them."
             )
         if mode == "max-autotune-no-cudagraphs" and deterministic:
             raise ValueError(
