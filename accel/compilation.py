@@ -90,12 +90,12 @@ class Compile(Technique):
             return Observation(False, self.failure)
         if not self.enabled:
             return Observation(regions > 0, f"{regions} compiled calls in one step")
-        if self.scope == "model":
-            wanted = max(1, *(len(calls) for calls in evidence.blocks)) if evidence.blocks else 1
-            on, what = self.is_compiled(evidence.ops) and regions >= wanted, "the model"
-        else:
+        if self.scope == "blocks" and evidence.blocks:
             found = evidence.where(lambda call: self.is_compiled(call.ops))
-            on, what = bool(found) and all(found), evidence.share(found)
+            on, what = all(found), evidence.share(found)
+        else:  # a model as a whole, called for each micro-batch, or an encoder
+            wanted = max([1, *(len(calls) for calls in evidence.blocks)])
+            on, what = self.is_compiled(evidence.ops) and regions >= wanted, "the model"
         note = f"{what} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, {regions} calls"
         return Observation(on, f"{note}; scope {self.scope}, mode {self.mode}")
 
