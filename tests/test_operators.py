@@ -15,6 +15,7 @@ from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
+from accel.kernels.ssd_decays import fused_ssd_decays
 from tests.harness import CPU
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -284,3 +285,42 @@ def test_operators_survive_compiling_and_checkpointing():
     for other in (compiled, recomputed, selective, compiled_too):
         for a, e in zip(other, plain, strict=True):
             torch.testing.assert_close(a, e)
+
+
+def second_order_inputs() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
+    """Each autograd function of accel/kernels with its inputs; gradients are taken of the first."""
+    scan, mix = ssd_inputs(), (normal(2, 12, 5), normal(5, 1, 3, 3), normal(5))
+    gated = (*scan, *gate_inputs(scan[0]))
+    return {
+        "add_norm": (lambda *t: fused_add_norm(*t)[0], add_norm_inputs()),
+        "local_mix": (lambda *t: fused_local_mix(*t, (3, 4)), mix),
+        "ssd": (fused_bidirectional_ssd, scan),
+        "ssd_gated": (fused_bidirectional_ssd, gated),
+        "ssd_decays": (lambda *t: fused_ssd_decays(*t, 9)[0], scan[1:4]),
+        "gated_norm": (fused_gated_norm, (gated[0], *gated[-2:])),
+    }
+
+
+WRAPPED = {
+    "eager": lambda f: f,
+    "checkpointed": lambda f: lambda *t: checkpoint(f, *t, use_reentrant=False),
+    "compiled": lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("operator", second_order_inputs())
+@pytest.mark.parametrize("way", WRAPPED)
+@pytest.mark.parametrize("in_a_sum", [False, True])
+def test_a_second_derivative_is_refused(operator, way, in_a_sum):
+    """In a sum, the other term alone would have given an answer."""
+    function, inputs = second_order_inputs()[operator]
+
+    def second_derivative():
+        loss = WRAPPED[way](function)(*inputs).square().sum()
+        if in_a_sum:
+            loss = loss + inputs[0].pow(3).sum()
+        (gradient,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
+        torch.autograd.grad(gradient.square().sum(), inputs[0])
+
+    with pytest.raises(RuntimeError, match=r"no second derivative|not currently support double backward"):
+        second_derivative()

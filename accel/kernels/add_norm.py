@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from accel.kernels.first_order import refuse_second_order
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
 
@@ -146,6 +147,7 @@ class FusedAddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         dh, dz = grads
         z, branch, gate, scale, branch_rows, h_rows, rstd = ctx.saved_tensors
         dh = torch.zeros_like(branch) if dh is None else dh.contiguous()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
+from accel.kernels.first_order import refuse_second_order
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import heads_together, register
 from accel.kernels.ssd_decays import fused_ssd_decays
@@ -129,6 +130,7 @@ class FusedSSD(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        refuse_second_order()
         return gradients(grads[0], ctx.saved_tensors)
 
 
@@ -144,6 +146,7 @@ class FusedGatedSSD(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         y, z, norm_weight, *inputs = ctx.saved_tensors
         backward = torch.ops.fastlatent.gated_norm_backward
         dy, dz, dweight = backward(grads[0].contiguous(), y, z, norm_weight, ctx.eps)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from accel.kernels.first_order import refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
@@ -76,6 +77,7 @@ class FusedGatedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         y, z, weight = ctx.saved_tensors
         backward = torch.ops.fastlatent.gated_norm_backward
         dy, dz, dweight = backward(grads[0].contiguous(), y, z, weight, ctx.eps)

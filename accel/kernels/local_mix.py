@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from accel.kernels.first_order import refuse_second_order
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
 
@@ -106,6 +107,7 @@ class FusedLocalMix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         x, weight, bias = ctx.saved_tensors
         dx, dweight, dbias = torch.ops.fastlatent.local_mix_backward(grads[0].contiguous(), x, weight, bias, *ctx.grid)
         return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None

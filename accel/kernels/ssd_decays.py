@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from accel.kernels.first_order import refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
@@ -108,6 +109,7 @@ class FusedDecays(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         dt, dt_bias, A_log = ctx.saved_tensors
         dsteps, dsums = (g.contiguous() for g in grads)
         ddt, dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log)
