@@ -27,9 +27,9 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreted
 
-# Triton alone, beside the torch of .venv: compiling and interpreting need no more of it.
+# Beside the torch of .venv: compiling and interpreting need Triton alone, and a numpy of its time.
 $(OLDEST_TRITON)/.installed: Makefile
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0 'numpy<2.4'
 	touch $@
 
 test-slow: setup $(OLDEST_TRITON)/.installed

@@ -14,8 +14,9 @@ from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
-from accel.kernels.local_mix import fused_local_mix, local_mix
+from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.ssd_decays import fused_ssd_decays
+from accel.kernels.ssd_mixed import fused_mixed_ssd
 from tests.harness import CPU
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -201,6 +202,43 @@ def test_the_fused_gated_norm_has_the_gradients_of_its_definition():
     torch.library.opcheck(backward, (z, y, z, weight, 1e-6), test_utils=CHECKS)
 
 
+def mixed_inputs():
+    """xBC, weight and bias of the convolution, dt, its bias, A_log, D, z and its weight, on a grid of 3 × 4."""
+    x, *rest, D = ssd_inputs(length=12)
+    return normal(2, 12, 48 + 64), normal(112, 1, 3, 3), normal(112), *rest[:3], D, *gate_inputs(x)
+
+
+def mixed_then_scanned(xBC, weight, bias, dt, dt_bias, A_log, D, z, norm_weight):
+    x, B_in, C_out = local_mix(xBC, weight, bias, (3, 4)).split((48, 32, 32), dim=-1)
+    x, B_in, C_out = (t.unflatten(-1, (n, -1)) for t, n in zip((x, B_in, C_out), (3, 2, 2), strict=True))
+    return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight)
+
+
+def all_in_one(xBC, weight, bias, *rest):
+    return fused_mixed_ssd(xBC, weight, bias, (3, 4), *rest)
+
+
+def test_mixing_and_scan_in_one_operator_have_the_gradients_of_the_two():
+    inputs = mixed_inputs()
+    assert_equal_with_gradients([all_in_one(*inputs)], [mixed_then_scanned(*inputs)], inputs, rtol=1e-9)
+    with pytest.raises(ValueError, match=r"fused_scan=true.*got 16 and 15"):
+        all_in_one(*(t[..., :-4] if i == 0 else t[:-4] if i in (1, 2) else t for i, t in enumerate(inputs)))
+
+
+def test_mixing_and_scan_in_one_operator_are_well_formed_and_count_their_flops():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ops = torch.ops.fastlatent
+    inputs = [t.detach().float() for t in mixed_inputs()]
+    arguments = (*inputs[:3], 3, 4, *inputs[3:], 1e-6)
+    torch.library.opcheck(ops.ssd_mixed.default, arguments, test_utils=CHECKS)
+    torch.library.opcheck(ops.ssd_mixed_backward.default, (*ops.ssd_mixed(*arguments), *arguments), test_utils=CHECKS)
+    with FlopCounterMode(display=False) as counter:
+        all_in_one(*mixed_inputs()).sum().backward()
+    once = 2 * (definition.bidirectional_ssd_flops(12, 3, 16, 16) + local_mix_flops(12, 112))
+    assert counter.get_total_flops() == 3 * once + 2 * (2 * 2 * 2 * 12 * 12 * 16)  # and dB and dC of two samples
+
+
 def test_local_mixings_operators_are_well_formed():
     x, weight, bias = torch.randn(2, 12, 5), torch.randn(5, 1, 3, 3), torch.randn(5)
     torch.library.opcheck(torch.ops.fastlatent.local_mix.default, (x, weight, bias, 3, 4), test_utils=CHECKS)
@@ -296,6 +334,7 @@ def second_order_inputs() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
         "local_mix": (lambda *t: fused_local_mix(*t, (3, 4)), mix),
         "ssd": (fused_bidirectional_ssd, scan),
         "ssd_gated": (fused_bidirectional_ssd, gated),
+        "ssd_mixed": (all_in_one, mixed_inputs()),
         "ssd_decays": (lambda *t: fused_ssd_decays(*t, 9)[0], scan[1:4]),
         "gated_norm": (fused_gated_norm, (gated[0], *gated[-2:])),
     }

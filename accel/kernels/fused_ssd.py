@@ -171,11 +171,7 @@ def fused_bidirectional_ssd(
     ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
     they lie, without a copy.
     """
-    if x.shape[3] not in SIZES or B_in.shape[3] not in SIZES:
-        raise ValueError(
-            f"runtime.fused_scan=true takes head_dim and state_dim of {', '.join(map(str, SIZES))}, and got "
-            f"{x.shape[3]} and {B_in.shape[3]}; choose such sizes, or runtime.fused_scan=false."
-        )
+    check_sizes(x.shape[3], B_in.shape[3])
     steps, sums = fused_ssd_decays(dt, dt_bias, A_log, definition.piece_of(x.shape[1]))
     inputs = (x, steps, sums, B_in, C_out, upcast(D))
     if x.shape[1] > definition.MAX_QUADRATIC:
@@ -185,6 +181,14 @@ def fused_bidirectional_ssd(
         return inside(*inputs)
     weight = definition.gate_weight(norm_weight).contiguous()
     return FusedGatedSSD.apply(eps, heads_together(z), weight, *as_the_kernels_take_them(*inputs))
+
+
+def check_sizes(head_dim: int, state_dim: int) -> None:
+    if head_dim not in SIZES or state_dim not in SIZES:
+        raise ValueError(
+            f"runtime.fused_scan=true takes head_dim and state_dim of {', '.join(map(str, SIZES))}, and got "
+            f"{head_dim} and {state_dim}; choose such sizes, or runtime.fused_scan=false."
+        )
 
 
 def inside(*inputs: Tensor) -> Tensor:
