@@ -142,6 +142,38 @@ def test_the_fused_scan_takes_slices_and_copies_what_it_must():
         torch.testing.assert_close(fused_bidirectional_ssd(*values), expected)
 
 
+@pytest.mark.parametrize(("batch", "length"), [(0, 9), (2, 0)])
+def test_no_samples_and_no_tokens_are_refused(batch, length):
+    scan = ssd_inputs(length, B=batch)
+    gate = gate_inputs(scan[0])
+    for call in (
+        lambda: fused_add_norm(*add_norm_inputs(B=batch, L=length)),
+        lambda: fused_bidirectional_ssd(*scan),
+        lambda: bidirectional_ssd(*scan),
+        lambda: fused_gated_norm(scan[0], *gate),
+        lambda: fused_ssd_decays(*scan[1:4], 9),
+        lambda: fused_local_mix(normal(batch, length, 5), normal(5, 1, 3, 3), normal(5), (3, 3)),
+        lambda: fused_mixed_ssd(
+            normal(batch, length, 112), normal(112, 1, 3, 3), normal(112), (3, 3), *scan[1:4], scan[6], *gate
+        ),
+    ):
+        with pytest.raises(ValueError, match="give it at least one sample, token and channel"):
+            call()
+
+
+def test_impossible_shapes_are_refused():
+    wide, vector = torch.zeros(1, 1, 8193), torch.zeros(1, 8193)
+    with pytest.raises(ValueError, match=r"at most 8192 channels, and got 8193.*fused_add_norm=false"):
+        fused_add_norm(wide, vector, wide, vector, vector)
+    with pytest.raises(ValueError, match=r"branch \(1, 1, 8193\) and residual \(1, 8193\)"):
+        fused_add_norm(wide, vector, vector, vector, vector)
+    x, bias = torch.zeros(1, 12, 5), torch.zeros(5)
+    with pytest.raises(ValueError, match="3 × 2 taps"):
+        fused_local_mix(x, torch.zeros(5, 1, 3, 2), bias, (3, 4))
+    with pytest.raises(ValueError, match="12 tokens for a grid of 4 × 4"):
+        fused_local_mix(x, torch.zeros(5, 1, 3, 3), bias, (4, 4))
+
+
 def test_sizes_that_the_matrix_units_do_not_take_are_refused():
     with pytest.raises(ValueError, match=r"fused_scan=true.*got 24 and 16.*fused_scan=false"):
         fused_bidirectional_ssd(*ssd_inputs(P=24))

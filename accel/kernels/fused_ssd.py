@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
-from accel.kernels.first_order import refuse_second_order
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import heads_together, register
 from accel.kernels.ssd_decays import fused_ssd_decays
@@ -171,6 +171,7 @@ def fused_bidirectional_ssd(
     ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
     they lie, without a copy.
     """
+    refuse_empty("bidirectional_ssd", x)
     check_sizes(x.shape[3], B_in.shape[3])
     steps, sums = fused_ssd_decays(dt, dt_bias, A_log, definition.piece_of(x.shape[1]))
     inputs = (x, steps, sums, B_in, C_out, upcast(D))

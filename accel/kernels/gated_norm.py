@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.first_order import refuse_second_order
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
@@ -88,4 +88,5 @@ def fused_gated_norm(
     y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L K P"], weight: Float[Tensor, "K P"], eps: float = 1e-6
 ) -> Float[Tensor, "B L K P"]:
     """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not contiguous."""
+    refuse_empty("gated_norm", y)
     return FusedGatedNorm.apply(y.contiguous(), heads_together(z), weight.contiguous(), eps)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.first_order import refuse_second_order
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
@@ -120,4 +120,5 @@ def fused_ssd_decays(
     dt: Float[Tensor, "B L 2 K"], dt_bias: Float[Tensor, "2 K"], A_log: Float[Tensor, "2 K"], piece: int
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
     """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
+    refuse_empty("ssd_decays", dt)
     return FusedDecays.apply(heads_together(dt), dt_bias.contiguous(), A_log.contiguous(), piece)

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.first_order import refuse_second_order
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.fused_ssd import check_sizes, gradients, ssd_flops
-from accel.kernels.local_mix import local_mix_flops
+from accel.kernels.local_mix import check_shape, local_mix_flops
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
@@ -147,6 +147,8 @@ def fused_mixed_ssd(
     ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
     they lie.
     """
+    refuse_empty("bidirectional_ssd", z)
+    check_shape(xBC, weight, grid)
     check_sizes(z.shape[3], (xBC.shape[2] - z.shape[2] * z.shape[3]) // 4)
     xBC = xBC if xBC.stride(2) == 1 else xBC.contiguous()
     of_mixing = (xBC, weight.contiguous(), bias.contiguous())

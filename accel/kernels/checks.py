@@ -1,6 +1,16 @@
-"""The operators have first derivatives only."""
+"""What the operators refuse: empty tensors, and to be differentiated twice."""
 
 import torch
+from torch import Tensor
+
+
+def refuse_empty(operator: str, *inputs: Tensor) -> None:
+    """ValueError if one of them has no sample, token or channel."""
+    for t in inputs:
+        if t.numel() == 0:
+            raise ValueError(
+                f"{operator} got a tensor of shape {tuple(t.shape)}; give it at least one sample, token and channel."
+            )
 
 
 def refuse_second_order() -> None:
