@@ -35,7 +35,7 @@ LATENTS = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
 OPS = torch.ops.fastlatent
 COMPOSED = {OPS.ssd_mixed.default: ssd_mixed.forward, OPS.ssd_mixed_backward.default: ssd_mixed.backward}
 """One operator to autograd, several launches: they are counted."""
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 
 
 class Traffic(TorchDispatchMode):
@@ -95,7 +95,19 @@ class Counted(NamedTuple):
         return calls, [sum(n for op, n in way.items() if belongs(op)) for way in self.bytes]
 
 
-def switched(model: nn.Module, off: tuple[str, ...] = ()) -> nn.Module:
+def uninitialised(build_model: Callable[[], Any]) -> Any:
+    """A model without values, on the CPU; under a FakeTensorMode without memory."""
+    with torch.device("meta"):
+        model = build_model()
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype)))
+        for name, b in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty(b.shape, dtype=b.dtype))
+    return model
+
+
+def switched(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
     """The fused operators on, except those named."""
     for module in model.modules():
         for switch in SWITCHES:
@@ -136,7 +148,7 @@ def once(block: nn.Module, batch: int, tokens: int, dim: int, modulations: int) 
 def count(build_model: Callable[[], Any], off: tuple[str, ...] = ()) -> Counted:
     """Of the second block of a model: the slope between two batch sizes, so that weights and their casts drop out."""
     with FakeTensorMode():
-        model = switched(build_model(), off)
+        model = switched(uninitialised(build_model), off)
         found = [once(model.blocks[1], n, model.tokens, model.dim, model.modulations) for n in BATCHES]
     few, many = found
     step = BATCHES[1] - BATCHES[0]
