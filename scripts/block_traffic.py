@@ -31,7 +31,7 @@ from training.config.compose import compose, one_sentence
 
 SWITCHES = ("fused_add_norm", "fused_scan", "fused_conv")
 BATCHES = (2, 4)
-LATENTS = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
+LATENTS: dict[str, Any] = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
 OPS = torch.ops.fastlatent
 COMPOSED = {OPS.ssd_mixed.default: ssd_mixed.forward, OPS.ssd_mixed_backward.default: ssd_mixed.backward}
 """One operator to autograd, several launches: they are counted."""
@@ -82,17 +82,17 @@ class Counted(NamedTuple):
     """Bytes kept for the backward pass, each storage once."""
     calls: tuple[Counter[str], Counter[str]]
     """Forward and backward."""
-    bytes: tuple[dict[str, float], dict[str, float]]
+    moves: tuple[dict[str, float], dict[str, float]]
 
     def moved(self, op: str) -> float:
         """Bytes in both passes."""
-        return sum(way.get(op, 0.0) for way in self.bytes)
+        return sum(way.get(op, 0.0) for way in self.moves)
 
     def sums(self, ops: tuple[str, ...] | None) -> tuple[list[int], list[float]]:
         """Calls and bytes of the products, or with None of all other ops, forward and backward."""
         belongs = (lambda op: op not in PRODUCTS) if ops is None else ops.__contains__
         calls = [sum(n for op, n in way.items() if belongs(op)) for way in self.calls]
-        return calls, [sum(n for op, n in way.items() if belongs(op)) for way in self.bytes]
+        return calls, [sum(n for op, n in way.items() if belongs(op)) for way in self.moves]
 
 
 def uninitialised(build_model: Callable[[], Any]) -> Any:
@@ -149,14 +149,14 @@ def count(build_model: Callable[[], Any], off: tuple[str, ...] = ()) -> Counted:
     """Of the second block of a model: the slope between two batch sizes, so that weights and their casts drop out."""
     with FakeTensorMode():
         model = switched(uninitialised(build_model), off)
-        found = [once(model.blocks[1], n, model.tokens, model.dim, model.modulations) for n in BATCHES]
-    few, many = found
+        few, many = [once(model.blocks[1], n, model.tokens, model.dim, model.modulations) for n in BATCHES]
     step = BATCHES[1] - BATCHES[0]
 
-    def slope(i: int) -> dict[str, float]:
-        return {op: (many[i].bytes[op] - few[i].bytes[op]) / step for op in many[i].bytes}
+    def slope(less: Traffic, more: Traffic) -> dict[str, float]:
+        return {op: (more.bytes[op] - less.bytes[op]) / step for op in more.bytes}
 
-    return Counted((many[0] - few[0]) / step, (many[1].calls, many[2].calls), (slope(1), slope(2)))
+    moves = (slope(few[1], many[1]), slope(few[2], many[2]))
+    return Counted((many[0] - few[0]) / step, (many[1].calls, many[2].calls), moves)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def main() -> None:
         counted = count(lambda: build(node, "model", **LATENTS), tuple(cfg.off))
     tokens = LATENTS["height"] * LATENTS["width"] // node["patch_size"] ** 2
     rows: list[tuple[Any, ...]] = [("op", "calls, forward", "bytes a token", "calls, backward", "bytes a token")]
-    for op in sorted(counted.bytes[0] | counted.bytes[1], key=lambda op: -counted.moved(op)):
+    for op in sorted(counted.moves[0] | counted.moves[1], key=lambda op: -counted.moved(op)):
         pairs = [(calls[op], round(moved.get(op, 0.0) / tokens)) for calls, moved in zip(*counted[1:], strict=True)]
         rows.append((op, *pairs[0], *pairs[1]))
     print(table(rows))

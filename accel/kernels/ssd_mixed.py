@@ -24,6 +24,7 @@ from accel.kernels.upcast import upcast
 
 
 def prepared(
+    z: Tensor,
     xBC: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -32,7 +33,6 @@ def prepared(
     dt: Tensor,
     dt_bias: Tensor,
     A_log: Tensor,
-    z: Tensor,
 ) -> tuple[Tensor, ...]:
     """Mixed x, steps, sums, and mixed B and C."""
     mixed = torch.ops.fastlatent.local_mix(xBC, weight, bias, rows, columns)
@@ -45,8 +45,8 @@ def prepared(
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The gated and normed y, and y."""
-    *inputs, D, z, norm_weight, eps = arguments
-    return torch.ops.fastlatent.ssd_gated(*prepared(*inputs, z), D, z, norm_weight, eps)
+    D, z, norm_weight, eps = arguments[8:]
+    return torch.ops.fastlatent.ssd_gated(*prepared(z, *arguments[:8]), D, z, norm_weight, eps)
 
 
 def backward(dh: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ def backward(dh: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     xBC, weight, bias, rows, columns, dt, dt_bias, A_log, D, z, norm_weight, eps = arguments
     ops = torch.ops.fastlatent
     dy, dz, dnorm = ops.gated_norm_backward(dh, y, z, norm_weight, eps)
-    x, steps, sums, B_in, C_out = prepared(*arguments[:8], z)
+    x, steps, sums, B_in, C_out = prepared(z, *arguments[:8])
     dx, dsteps, dsums, dB, dC, dD = gradients(dy, (x, steps, sums, B_in, C_out, D))
     dmixed = torch.cat([t.flatten(2) for t in (dx, dB, dC)], dim=-1)
     of_mixing = ops.local_mix_backward(dmixed, xBC, weight, bias, rows, columns)
@@ -95,7 +95,7 @@ def forward_flops(xBC: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
     """FLOPs of the operator on tensors of these shapes."""
     z = rest[7]
     state = (xBC[2] - z[2] * z[3]) // 4
-    return xBC[0] * local_mix_flops(*xBC[1:], weight[2] * weight[3]) + ssd_flops(z, None, None, (0, 0, 0, state))
+    return xBC[0] * local_mix_flops(xBC[1], xBC[2], weight[2] * weight[3]) + ssd_flops(z, None, None, (0, 0, 0, state))
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd_mixed_backward)
