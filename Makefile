@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST_TRITON := .triton
 
 .PHONY: setup train test test-slow test-gpu lint reliability audit
 
@@ -26,8 +27,15 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreted
 
-test-slow: setup
+# Beside the torch of .venv: compiling and interpreting need Triton alone, and a numpy of its time.
+$(OLDEST_TRITON)/.installed: Makefile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0 'numpy<2.4'
+	touch $@
+
+test-slow: setup $(OLDEST_TRITON)/.installed
 	$(BIN)/python -m pytest -m slow
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -m "slow or not slow" tests/test_kernel_resources.py
+	PYTHONPATH=$(OLDEST_TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" tests/interpreted
 
 reliability: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m fault --write-reliability

@@ -6,11 +6,11 @@ Letters: B samples, L tokens, D width, M = 3 modulations a branch.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
+from models.gate import silu_product
 
 
 class SwiGLU(nn.Module):
@@ -27,7 +27,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         gate, value = self.w13(h).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * value)
+        return self.w2(silu_product(gate, value))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
@@ -75,8 +75,9 @@ class Block(nn.Module):
         cond: Float[Tensor, "B M D"],
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B D"], Float[Tensor, "B L D"]]:
         normalise = fused_add_norm if self.fused_add_norm else add_norm
+        vectors = cond.unbind(1)
         for i, layer in enumerate(self.layers):
-            scale, shift, next_gate = cond[:, 3 * i : 3 * i + 3].unbind(1)
+            scale, shift, next_gate = vectors[3 * i : 3 * i + 3]
             rows = {"branch_rows": getattr(self, f"rows_{i}"), "h_rows": getattr(self, f"rows_{i + 1}")}
             h, residual = normalise(branch, gate, residual, scale, shift, self.eps, self.residual_in_fp32, **rows)
             branch, gate = layer(h), next_gate

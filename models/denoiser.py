@@ -122,8 +122,9 @@ class Denoiser(nn.Module):
         gate = torch.ones_like(branch[:, 0])
         # The stream starts as the position embedding and the first "branch" is the tokens, so the fp32 sum begins here.
         residual = self.pos_embed.expand_as(branch).contiguous()
-        for i, block in enumerate(self.blocks):
-            branch, gate, residual = block(branch, gate, residual, cond[:, i])
+        # unbind, whose backward pass is one copy: that of cond[:, i] writes a gradient as large as cond for each block.
+        for block, own in zip(self.blocks, cond.unbind(1), strict=True):
+            branch, gate, residual = block(branch, gate, residual, own)
         normalise = fused_add_norm if self.blocks[-1].fused_add_norm else add_norm
         wide = bool(self.blocks[-1].residual_in_fp32)
         h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps, wide, branch_rows=self.rows)

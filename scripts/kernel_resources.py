@@ -4,6 +4,8 @@
     python -m scripts.kernel_resources arch=90 like=ssd   some of them
     python -m scripts.kernel_resources out=docs/benchmarks/kernel_resources.json    the table that tests compare with
 
+With `arch=` or `like=` only those rows of the table are written anew; the rows of other versions of Triton stay.
+
 Registers a thread, bytes of shared memory, stack and spills, 128-bit loads, asynchronous copies, matrix instructions,
 and whether any fp64 arithmetic slipped in.
 """
@@ -27,6 +29,9 @@ from training.config.compose import from_words, one_sentence
 ARCHITECTURES = (80, 86, 89, 90, 100)
 NO_GATE = {"Z": None, "NORM": None, "H": None, "EPS": 0.0}
 """Constants of the scan's forward kernel without its epilogue."""
+WHOLE = (("", {}),)
+PARTS_OF = {"ds": ((", diagonal", {"DIAGONAL": True}), ("", {"DIAGONAL": False}))}
+"""The launches of one kernel of the scan."""
 
 
 class Case(NamedTuple):
@@ -167,14 +172,18 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
                 gated = constants | {"EPS": 1e-6}
                 yield Case(f"{name}, gated", kernel, types, gated, warps, stages=2, multiplies=True, quick=quick)
                 constants |= NO_GATE
-            yield Case(name, kernel, types, constants, warps, stages=2, multiplies=True, quick=quick)
+            for where, more in PARTS_OF.get(part, WHOLE):
+                case = Case(f"{name}{where}", kernel, types, constants | more, warps, stages=2)
+                yield case._replace(multiplies=True, quick=quick)
     full = {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
     for size in (64, 128):
         for part, kernel in kernels.items():
             block, warps = ssd.configuration(part, size, size, architecture, fp32=True)
             sizes = {"L": 256, "K": 24, "N": size, "P": size, "PRECISION": "ieee", "BLOCK": block}
             constants = sizes | (NO_GATE if part == "forward" else {})
-            yield Case(f"ssd {part} L=256 P={size} N={size} fp32", kernel, full, constants, warps, stages=2)
+            for where, more in PARTS_OF.get(part, WHOLE):
+                name = f"ssd {part} L=256 P={size} N={size} fp32{where}"
+                yield Case(name, kernel, full, constants | more, warps, stages=2)
     for kernel, way in ((prelude.ssd_decays_kernel, ""), (prelude.ssd_decays_backward_kernel, ", backward")):
         shape = prelude.tile(24, 256)
         yield Case(f"ssd decays L=256{way}", kernel, types, shape, prelude.WARPS, narrow_loads=True, quick=True)
@@ -248,10 +257,26 @@ def main() -> None:
         }
         print(table([("kernel", *Resources._fields), *((name, *resources) for name, resources in found.items())]))
         if cfg.out is not None:
-            rows = {name: resources._asdict() for name, resources in found.items()}
-            write_atomically(
-                Path(cfg.out), json.dumps({"triton": triton.__version__, "kernels": rows}, indent=1) + "\n"
-            )
+            record(Path(cfg.out), triton.__version__, found, anew=cfg.arch is None and not cfg.like)
+
+
+def record(path: Path, version: str, found: dict[str, Resources], anew: bool) -> None:
+    """Writes rows to the table of one version of Triton, in the place of all of its rows if `anew`."""
+    tables: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    rows = {name: " ".join(map(str, resources)) for name, resources in found.items()}
+    rows = rows if anew else tables.get(version, {}) | rows
+    tables |= {"fields": " ".join(Resources._fields), version: rows}
+    write_atomically(path, json.dumps(tables, indent=1) + "\n")
+
+
+def recorded(path: Path) -> dict[str, dict[str, Resources]]:
+    """Version of Triton -> case and architecture -> what was found then."""
+    tables = json.loads(path.read_text())
+    assert tables.pop("fields").split() == list(Resources._fields)
+    return {
+        version: {name: Resources(*map(int, row.split())) for name, row in rows.items()}
+        for version, rows in tables.items()
+    }
 
 
 if __name__ == "__main__":

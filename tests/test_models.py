@@ -280,8 +280,11 @@ def test_a_zigzag_path_visits_every_token_and_steps_to_neighbours(grid, layer):
     assert ((rows.diff().abs() + columns.diff().abs()) == 1).all()
 
 
-def test_the_eight_paths_differ():
-    assert len({tuple(zigzag_path((4, 4), layer).tolist()) for layer in range(PATHS)}) == PATHS
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (3, 3), (4, 6), (16, 16)])
+def test_the_four_paths_differ_in_both_directions(grid):
+    paths = [zigzag_path(grid, layer) for layer in range(PATHS)]
+    assert len({tuple(way.tolist()) for path in paths for way in (path, path.flip(0))}) == 2 * PATHS == 8
+    assert torch.equal(zigzag_path(grid, PATHS), paths[0])
 
 
 def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer():

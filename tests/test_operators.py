@@ -14,7 +14,9 @@ from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
-from accel.kernels.local_mix import fused_local_mix, local_mix
+from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from accel.kernels.ssd_decays import fused_ssd_decays
+from accel.kernels.ssd_mixed import fused_mixed_ssd
 from tests.harness import CPU
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -140,6 +142,38 @@ def test_the_fused_scan_takes_slices_and_copies_what_it_must():
         torch.testing.assert_close(fused_bidirectional_ssd(*values), expected)
 
 
+@pytest.mark.parametrize(("batch", "length"), [(0, 9), (2, 0)])
+def test_no_samples_and_no_tokens_are_refused(batch, length):
+    scan = ssd_inputs(length, B=batch)
+    gate = gate_inputs(scan[0])
+    for call in (
+        lambda: fused_add_norm(*add_norm_inputs(B=batch, L=length)),
+        lambda: fused_bidirectional_ssd(*scan),
+        lambda: bidirectional_ssd(*scan),
+        lambda: fused_gated_norm(scan[0], *gate),
+        lambda: fused_ssd_decays(*scan[1:4], 9),
+        lambda: fused_local_mix(normal(batch, length, 5), normal(5, 1, 3, 3), normal(5), (3, 3)),
+        lambda: fused_mixed_ssd(
+            normal(batch, length, 112), normal(112, 1, 3, 3), normal(112), (3, 3), *scan[1:4], scan[6], *gate
+        ),
+    ):
+        with pytest.raises(ValueError, match="give it at least one sample, token and channel"):
+            call()
+
+
+def test_impossible_shapes_are_refused():
+    wide, vector = torch.zeros(1, 1, 8193), torch.zeros(1, 8193)
+    with pytest.raises(ValueError, match=r"at most 8192 channels, and got 8193.*fused_add_norm=false"):
+        fused_add_norm(wide, vector, wide, vector, vector)
+    with pytest.raises(ValueError, match=r"branch \(1, 1, 8193\) and residual \(1, 8193\)"):
+        fused_add_norm(wide, vector, vector, vector, vector)
+    x, bias = torch.zeros(1, 12, 5), torch.zeros(5)
+    with pytest.raises(ValueError, match="3 × 2 taps"):
+        fused_local_mix(x, torch.zeros(5, 1, 3, 2), bias, (3, 4))
+    with pytest.raises(ValueError, match="12 tokens for a grid of 4 × 4"):
+        fused_local_mix(x, torch.zeros(5, 1, 3, 3), bias, (4, 4))
+
+
 def test_sizes_that_the_matrix_units_do_not_take_are_refused():
     with pytest.raises(ValueError, match=r"fused_scan=true.*got 24 and 16.*fused_scan=false"):
         fused_bidirectional_ssd(*ssd_inputs(P=24))
@@ -198,6 +232,43 @@ def test_the_fused_gated_norm_has_the_gradients_of_its_definition():
     torch.library.opcheck(torch.ops.fastlatent.gated_norm.default, (y, z, weight, 1e-6), test_utils=CHECKS)
     backward = torch.ops.fastlatent.gated_norm_backward.default
     torch.library.opcheck(backward, (z, y, z, weight, 1e-6), test_utils=CHECKS)
+
+
+def mixed_inputs():
+    """xBC, weight and bias of the convolution, dt, its bias, A_log, D, z and its weight, on a grid of 3 × 4."""
+    x, *rest, D = ssd_inputs(length=12)
+    return normal(2, 12, 48 + 64), normal(112, 1, 3, 3), normal(112), *rest[:3], D, *gate_inputs(x)
+
+
+def mixed_then_scanned(xBC, weight, bias, dt, dt_bias, A_log, D, z, norm_weight):
+    x, B_in, C_out = local_mix(xBC, weight, bias, (3, 4)).split((48, 32, 32), dim=-1)
+    x, B_in, C_out = (t.unflatten(-1, (n, -1)) for t, n in zip((x, B_in, C_out), (3, 2, 2), strict=True))
+    return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight)
+
+
+def all_in_one(xBC, weight, bias, *rest):
+    return fused_mixed_ssd(xBC, weight, bias, (3, 4), *rest)
+
+
+def test_mixing_and_scan_in_one_operator_have_the_gradients_of_the_two():
+    inputs = mixed_inputs()
+    assert_equal_with_gradients([all_in_one(*inputs)], [mixed_then_scanned(*inputs)], inputs, rtol=1e-9)
+    with pytest.raises(ValueError, match=r"fused_scan=true.*got 16 and 15"):
+        all_in_one(*(t[..., :-4] if i == 0 else t[:-4] if i in (1, 2) else t for i, t in enumerate(inputs)))
+
+
+def test_mixing_and_scan_in_one_operator_are_well_formed_and_count_their_flops():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ops = torch.ops.fastlatent
+    inputs = [t.detach().float() for t in mixed_inputs()]
+    arguments = (*inputs[:3], 3, 4, *inputs[3:], 1e-6)
+    torch.library.opcheck(ops.ssd_mixed.default, arguments, test_utils=CHECKS)
+    torch.library.opcheck(ops.ssd_mixed_backward.default, (*ops.ssd_mixed(*arguments), *arguments), test_utils=CHECKS)
+    with FlopCounterMode(display=False) as counter:
+        all_in_one(*mixed_inputs()).sum().backward()
+    once = 2 * (definition.bidirectional_ssd_flops(12, 3, 16, 16) + local_mix_flops(12, 112))
+    assert counter.get_total_flops() == 3 * once + 2 * (2 * 2 * 2 * 12 * 12 * 16)  # and dB and dC of two samples
 
 
 def test_local_mixings_operators_are_well_formed():
@@ -284,3 +355,43 @@ def test_operators_survive_compiling_and_checkpointing():
     for other in (compiled, recomputed, selective, compiled_too):
         for a, e in zip(other, plain, strict=True):
             torch.testing.assert_close(a, e)
+
+
+def second_order_inputs() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
+    """Each autograd function of accel/kernels with its inputs; gradients are taken of the first."""
+    scan, mix = ssd_inputs(), (normal(2, 12, 5), normal(5, 1, 3, 3), normal(5))
+    gated = (*scan, *gate_inputs(scan[0]))
+    return {
+        "add_norm": (lambda *t: fused_add_norm(*t)[0], add_norm_inputs()),
+        "local_mix": (lambda *t: fused_local_mix(*t, (3, 4)), mix),
+        "ssd": (fused_bidirectional_ssd, scan),
+        "ssd_gated": (fused_bidirectional_ssd, gated),
+        "ssd_mixed": (all_in_one, mixed_inputs()),
+        "ssd_decays": (lambda *t: fused_ssd_decays(*t, 9)[0], scan[1:4]),
+        "gated_norm": (fused_gated_norm, (gated[0], *gated[-2:])),
+    }
+
+
+WRAPPED = {
+    "eager": lambda f: f,
+    "checkpointed": lambda f: lambda *t: checkpoint(f, *t, use_reentrant=False),
+    "compiled": lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("operator", second_order_inputs())
+@pytest.mark.parametrize("way", WRAPPED)
+@pytest.mark.parametrize("in_a_sum", [False, True])
+def test_a_second_derivative_is_refused(operator, way, in_a_sum):
+    """In a sum, the other term alone would have given an answer."""
+    function, inputs = second_order_inputs()[operator]
+
+    def second_derivative():
+        loss = WRAPPED[way](function)(*inputs).square().sum()
+        if in_a_sum:
+            loss = loss + inputs[0].pow(3).sum()
+        (gradient,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
+        torch.autograd.grad(gradient.square().sum(), inputs[0])
+
+    with pytest.raises(RuntimeError, match=r"no second derivative|not currently support double backward"):
+        second_derivative()

@@ -14,8 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
+
+WIDEST = 8192
+"""Channels that fit into one tile of the kernels."""
 
 
 def add_norm(
@@ -146,6 +150,7 @@ class FusedAddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         dh, dz = grads
         z, branch, gate, scale, branch_rows, h_rows, rstd = ctx.saved_tensors
         dh = torch.zeros_like(branch) if dh is None else dh.contiguous()
@@ -171,9 +176,16 @@ def fused_add_norm(
     branch_rows: Int[Tensor, "L"] | None = None,
     h_rows: Int[Tensor, "L"] | None = None,
 ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
-    """`add_norm` as one operator. Branch and residual that are not contiguous are copied; D is at most 8,192."""
-    assert branch.shape == residual.shape, "branch and residual have one shape"
-    assert branch.shape[2] <= 8192, "a row of the stream is at most 8,192 channels wide"
+    """`add_norm` as one operator; copies a branch or residual that is not contiguous. ValueError for an empty one, or
+    for more than 8,192 channels."""
+    refuse_empty("add_norm", branch)
+    if branch.shape != residual.shape:
+        raise ValueError(f"branch {tuple(branch.shape)} and residual {tuple(residual.shape)} must have one shape.")
+    if branch.shape[2] > WIDEST:
+        raise ValueError(
+            f"runtime.fused_add_norm=true takes a stream of at most {WIDEST} channels, and got {branch.shape[2]}; "
+            f"choose a smaller model.dim, or runtime.fused_add_norm=false."
+        )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]
     return FusedAddNorm.apply(
         branch.contiguous(),

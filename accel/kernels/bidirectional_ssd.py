@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from accel.kernels.checks import refuse_empty
 from accel.kernels.gated_norm import gated_norm
 from accel.kernels.ssd_decays import prefix_sums, ssd_decays
 from accel.kernels.upcast import upcast
@@ -47,6 +48,7 @@ def bidirectional_ssd(
     sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in L up to
     512 tokens, linear in L beyond. The models always pass z; without it, scripts.bench compares with other packages.
     """
+    refuse_empty("bidirectional_ssd", x)
     steps, sums = ssd_decays(dt, dt_bias, A_log, piece_of(x.shape[1]))
     mix = within if x.shape[1] <= MAX_QUADRATIC else chunked
     y = mix(x, steps, sums, B_in, C_out, D)

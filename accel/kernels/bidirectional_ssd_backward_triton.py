@@ -129,11 +129,18 @@ def ssd_ds_kernel(
     P: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    DIAGONAL: tl.constexpr,
 ):
     """One tile (i, j) of dS, all heads in turn. ROWS, COLUMNS (B, K, T, L) hold the sums of the tile's own direction; a
-    tile on the diagonal has both, and those of direction 1 go to ROWS_BEHIND, COLUMNS_BEHIND (B, K, L)."""
+    tile on the diagonal has both, and those of direction 1 go to ROWS_BEHIND, COLUMNS_BEHIND (B, K, L).
+
+    One launch does the diagonal, another the T - 1 other tiles of each row, in fewer registers."""
     i_tile, j_tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     tiles = tl.num_programs(0)
+    if DIAGONAL:
+        j_tile = i_tile
+    else:
+        j_tile += (j_tile >= i_tile).to(tl.int32)
     r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
     i, j = i_tile * BLOCK + r, j_tile * BLOCK + r
     i_in, j_in = i < L, j < L
@@ -141,15 +148,14 @@ def ssd_ds_kernel(
     DY += b * L * K * P
     B_IN += b * b_batch
     C_OUT += b * c_batch
-    diagonal = i_tile == j_tile
-    direction = tl.where(i_tile >= j_tile, 0, 1)
+    direction = 0 if DIAGONAL else (i_tile < j_tile).to(tl.int32)
     lower = i[:, None] >= j[None, :]
     C_OUT += direction * N
     B_IN += direction * N
     c = tl.load(C_OUT + i[:, None] * c_token + n[None, :], mask=i_in[:, None], other=0.0)
     b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None], mask=j_in[None, :], other=0.0)
     scores = tl.dot(c, b_t, input_precision=PRECISION)
-    if diagonal:
+    if DIAGONAL:
         c = tl.load(C_OUT + N + i[:, None] * c_token + n[None, :], mask=i_in[:, None], other=0.0)
         b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=j_in[None, :], other=0.0)
         scores = tl.where(lower, scores, tl.dot(c, b_t, input_precision=PRECISION))
@@ -163,7 +169,7 @@ def ssd_ds_kernel(
         sum_i = tl.load(SUMS + own + i, mask=i_in, other=0.0)
         sum_j = tl.load(SUMS + own + j, mask=j_in, other=0.0)
         step = tl.load(STEPS + own + j, mask=j_in, other=0.0)
-        if diagonal:
+        if DIAGONAL:
             behind = own + K * L
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
             other_step = tl.load(STEPS + behind + j, mask=j_in, other=0.0)
@@ -252,9 +258,10 @@ def launch_backward(
     dS = x.new_empty(batch, 2, length, length)
     rows, columns = (sums.new_empty(batch, heads, tiles, length) for _ in range(2))
     rows_behind, columns_behind = (sums.new_empty(batch, heads, length) for _ in range(2))
-    ssd_ds_kernel[(tiles, tiles, batch)](
-        dy, x, B_in, C_out, steps, sums, dS, rows, columns, rows_behind, columns_behind, *strides, **how
-    )
+    tensors = (dy, x, B_in, C_out, steps, sums, dS, rows, columns, rows_behind, columns_behind)
+    ssd_ds_kernel[(tiles, 1, batch)](*tensors, *strides, **how, DIAGONAL=True)
+    if tiles > 1:
+        ssd_ds_kernel[(tiles, tiles - 1, batch)](*tensors, *strides, **how, DIAGONAL=False)
     dsteps, dsums = torch.empty_like(steps), torch.empty_like(sums)
     ssd_decay_kernel[(heads, batch)](
         rows,

@@ -125,8 +125,8 @@ def configuration(
     `part` is forward, dx or ds. fp32 products take far more registers. Not tuned for speed yet: no GPU was at hand.
     """
     little = capability < 90 or capability >= 120  # shared memory
-    if fp32 and (part != "ds" or little):
-        return 16, 4 if max(head_dim, state_dim) <= 64 else 8
+    if fp32:
+        return (32, 8) if part == "ds" and not little else (16, 4 if max(head_dim, state_dim) <= 64 else 8)
     if little:
         return 32, 8 if part == "ds" and max(head_dim, state_dim) > 64 else 4
     if capability >= 100 or part == "ds":

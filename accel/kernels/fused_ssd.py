@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import heads_together, register
 from accel.kernels.ssd_decays import fused_ssd_decays
@@ -129,6 +130,7 @@ class FusedSSD(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        refuse_second_order()
         return gradients(grads[0], ctx.saved_tensors)
 
 
@@ -144,6 +146,7 @@ class FusedGatedSSD(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         y, z, norm_weight, *inputs = ctx.saved_tensors
         backward = torch.ops.fastlatent.gated_norm_backward
         dy, dz, dweight = backward(grads[0].contiguous(), y, z, norm_weight, ctx.eps)
@@ -168,11 +171,8 @@ def fused_bidirectional_ssd(
     ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
     they lie, without a copy.
     """
-    if x.shape[3] not in SIZES or B_in.shape[3] not in SIZES:
-        raise ValueError(
-            f"runtime.fused_scan=true takes head_dim and state_dim of {', '.join(map(str, SIZES))}, and got "
-            f"{x.shape[3]} and {B_in.shape[3]}; choose such sizes, or runtime.fused_scan=false."
-        )
+    refuse_empty("bidirectional_ssd", x)
+    check_sizes(x.shape[3], B_in.shape[3])
     steps, sums = fused_ssd_decays(dt, dt_bias, A_log, definition.piece_of(x.shape[1]))
     inputs = (x, steps, sums, B_in, C_out, upcast(D))
     if x.shape[1] > definition.MAX_QUADRATIC:
@@ -182,6 +182,14 @@ def fused_bidirectional_ssd(
         return inside(*inputs)
     weight = definition.gate_weight(norm_weight).contiguous()
     return FusedGatedSSD.apply(eps, heads_together(z), weight, *as_the_kernels_take_them(*inputs))
+
+
+def check_sizes(head_dim: int, state_dim: int) -> None:
+    if head_dim not in SIZES or state_dim not in SIZES:
+        raise ValueError(
+            f"runtime.fused_scan=true takes head_dim and state_dim of {', '.join(map(str, SIZES))}, and got "
+            f"{head_dim} and {state_dim}; choose such sizes, or runtime.fused_scan=false."
+        )
 
 
 def inside(*inputs: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
@@ -76,6 +77,7 @@ class FusedGatedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         y, z, weight = ctx.saved_tensors
         backward = torch.ops.fastlatent.gated_norm_backward
         dy, dz, dweight = backward(grads[0].contiguous(), y, z, weight, ctx.eps)
@@ -86,4 +88,5 @@ def fused_gated_norm(
     y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L K P"], weight: Float[Tensor, "K P"], eps: float = 1e-6
 ) -> Float[Tensor, "B L K P"]:
     """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not contiguous."""
+    refuse_empty("gated_norm", y)
     return FusedGatedNorm.apply(y.contiguous(), heads_together(z), weight.contiguous(), eps)

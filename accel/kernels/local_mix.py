@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
 
@@ -106,6 +107,7 @@ class FusedLocalMix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         x, weight, bias = ctx.saved_tensors
         dx, dweight, dbias = torch.ops.fastlatent.local_mix_backward(grads[0].contiguous(), x, weight, bias, *ctx.grid)
         return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
@@ -115,7 +117,16 @@ def fused_local_mix(
     x: Float[Tensor, "B L D"], weight: Float[Tensor, "D 1 R C"], bias: Float[Tensor, "D"], grid: tuple[int, int]
 ) -> Float[Tensor, "B L D"]:
     """`local_mix` as one operator. A slice of a projection is taken as it lies; channels must be neighbours in memory,
-    or x is copied."""
-    assert weight.shape[2] % 2 == weight.shape[3] % 2 == 1, "a tap in the middle"
+    or x is copied. ValueError for an even number of taps, or a grid that is not that of the tokens."""
+    refuse_empty("local_mix", x)
+    check_shape(x, weight, grid)
     x = x if x.stride(2) == 1 else x.contiguous()
     return FusedLocalMix.apply(x, weight.contiguous(), bias, *grid)
+
+
+def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:
+    taps, tokens = tuple(weight.shape[2:]), x.shape[1]
+    if taps[0] % 2 == 0 or taps[1] % 2 == 0:
+        raise ValueError(f"local_mix got {taps[0]} × {taps[1]} taps; both numbers must be odd, to have a middle.")
+    if grid[0] * grid[1] != tokens:
+        raise ValueError(f"local_mix got {tokens} tokens for a grid of {grid[0]} × {grid[1]}; make them agree.")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
@@ -108,6 +109,7 @@ class FusedDecays(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         dt, dt_bias, A_log = ctx.saved_tensors
         dsteps, dsums = (g.contiguous() for g in grads)
         ddt, dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log)
@@ -118,4 +120,5 @@ def fused_ssd_decays(
     dt: Float[Tensor, "B L 2 K"], dt_bias: Float[Tensor, "2 K"], A_log: Float[Tensor, "2 K"], piece: int
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
     """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
+    refuse_empty("ssd_decays", dt)
     return FusedDecays.apply(heads_together(dt), dt_bias.contiguous(), A_log.contiguous(), piece)

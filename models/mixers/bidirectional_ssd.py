@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
+from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd, bidirectional_ssd_flops
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from accel.kernels.ssd_mixed import fused_mixed_ssd
 from models.mixers.checks import heads_of
 
 
@@ -60,23 +61,17 @@ class BidirectionalSSD(nn.Module):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         z, xBC, dt = self.in_proj(h).split((self.inner, self.mixed, 2 * self.heads), dim=-1)
-        mix = fused_local_mix if self.fused_conv else local_mix
-        xBC = mix(xBC, self.conv_weight, self.conv_bias, self.grid)
-        x, B_in, C_out = xBC.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
-        scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
-        by_head, by_direction = (self.heads, self.head_dim), (2, self.state_dim)
-        y = scan(
-            x.unflatten(-1, by_head),
-            dt.unflatten(-1, (2, self.heads)),
-            self.dt_bias,
-            self.A_log,
-            B_in.unflatten(-1, by_direction),
-            C_out.unflatten(-1, by_direction),
-            self.D,
-            z.unflatten(-1, by_head),
-            self.norm_weight,
-            self.eps,
-        )
+        of_steps = (dt.unflatten(-1, (2, self.heads)), self.dt_bias, self.A_log)
+        z = z.unflatten(-1, (self.heads, self.head_dim))
+        of_mixing = (xBC, self.conv_weight, self.conv_bias, self.grid)
+        if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC:
+            y = fused_mixed_ssd(*of_mixing, *of_steps, self.D, z, self.norm_weight, self.eps)
+        else:
+            mixed = (fused_local_mix if self.fused_conv else local_mix)(*of_mixing)
+            x, *groups = mixed.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
+            x, (B_in, C_out) = x.unflatten(-1, z.shape[2:]), (t.unflatten(-1, (2, self.state_dim)) for t in groups)
+            scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
+            y = scan(x, *of_steps, B_in, C_out, self.D, z, self.norm_weight, self.eps)
         return self.out_proj(y.flatten(2))
 
     def flops(self, tokens: int) -> int:

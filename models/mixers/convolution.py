@@ -7,11 +7,11 @@ Letters: B samples, L tokens, D width, E inner width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from models.gate import silu_product
 
 
 class Convolution(nn.Module):
@@ -38,7 +38,7 @@ class Convolution(nn.Module):
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         z, x = self.in_proj(h).chunk(2, dim=-1)
         mix = fused_local_mix if self.fused_conv else local_mix
-        return self.out_proj(F.silu(z) * mix(x, self.conv_weight, self.conv_bias, self.grid))
+        return self.out_proj(silu_product(z, mix(x, self.conv_weight, self.conv_bias, self.grid)))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
