@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import mse_loss
 
-from scripts.block_traffic import LATENTS, Traffic, count, once, switched, uninitialised
+from tests.block_traffic import LATENTS, Traffic, count, once, switched, uninitialised
 from tests.test_models import tiny
 from training.config.build import build
 from training.config.compose import ROOT, compose

@@ -11,6 +11,7 @@ from torch import nn
 
 from accel import proof, trial
 from accel.fused_kernels import FusedKernel
+from accel.parity import Comparing
 from accel.proof import Question, judged, merged
 from accel.stack import AccelerationStack
 from scripts import doctor
@@ -87,7 +88,7 @@ def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
 )
 def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch):
     monkeypatch.setenv("PLANT", fault)
-    comparing = trial.Comparing()
+    comparing = Comparing()
     block = PlantedModel().blocks[0]
     trial.switch(block, "fused_scan", True)
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((4, 5, 16), (4, 16), (4, 5, 16), (4, 3, 16))]

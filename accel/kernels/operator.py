@@ -16,30 +16,34 @@ class Operator(NamedTuple):
     """The two ways to compute an operator; both take the arguments of its schema."""
 
     definition: Callable[..., Any]
-    kernel: Callable[..., Any]
+    kernel: Callable[..., Any] | None
+    """None: the definition calls other operators of ours, on a GPU too."""
 
 
 OPERATORS: dict[str, Operator] = {}
 """Every registered operator by name; accel/trial.py compares its two ways."""
 
 
-def register(schema: str, definition: Callable[..., Any], fake: Callable[..., Any], launcher: str) -> None:
+def register(
+    schema: str, definition: Callable[..., Any], fake: Callable[..., Any], launcher: str | None = None
+) -> None:
     """Defines `fastlatent::<schema>`: `definition` computes it on a CPU, `launcher` on a GPU, `fake` gives its shapes.
 
-    `launcher` is "<module of accel.kernels>.<function>"; it is imported at the first launch, for it needs Triton.
+    `launcher` is "<module of accel.kernels>.<function>"; it is imported at the first launch, for it needs Triton. None
+    is for a definition that calls other operators of ours.
     """
     name = schema.partition("(")[0]
-    module, _, function = launcher.partition(".")
+    module, _, function = (launcher or "").partition(".")
 
     def on_gpu(*arguments: Any) -> Any:
         launch = getattr(importlib.import_module(f"accel.kernels.{module}"), function)
         with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
             return launch(*arguments)
 
-    OPERATORS[name] = Operator(definition, on_gpu)
+    OPERATORS[name] = Operator(definition, on_gpu if launcher else None)
     LIBRARY.define(schema)
     LIBRARY.impl(name, definition, "CPU")
-    LIBRARY.impl(name, on_gpu, "CUDA")
+    LIBRARY.impl(name, on_gpu if launcher else definition, "CUDA")
     torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
 
 

@@ -81,13 +81,8 @@ INPUTS = (
     "Tensor xBC, Tensor weight, Tensor bias, int rows, int columns, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor D, "
     "Tensor z, Tensor norm_weight, float eps"
 )
-register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake, "ssd_mixed.forward")
-register(
-    f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 9)})",
-    backward,
-    backward_fake,
-    "ssd_mixed.backward",
-)
+register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake)
+register(f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 9)})", backward, backward_fake)
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd_mixed)
