@@ -85,10 +85,10 @@ def prove(
     else:
         began = time.monotonic()
         if is_first() and keys:
-            print(f"Trying {', '.join(keys)} on this device, in a process of its own …", flush=True)
+            print(f"Trying {', '.join(keys)} on this device, in a process of its own …", file=sys.stderr, flush=True)
         found = merged(gathered(tried(question, uses, keys, timed)))
         if is_first() and keys:
-            print(f"… {time.monotonic() - began:.0f} s, kept for the next run in {cache_file(facts)}", flush=True)
+            print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
         if is_first() and not any(result.get("passing") for result in found.values()):
             remember(facts, found)
     proofs = {key: judged(found.get(key), key in timed) for key in question.asked}

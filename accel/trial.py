@@ -131,7 +131,7 @@ class Trial:
         self.folder, self.job = folder, json.loads((folder / "job.json").read_text())
         self.device, self.found = torch.device(self.job["device"]), self.job["found"]
         self.write("contact")
-        if self.device.type == "cuda":
+        if self.device.index is not None:
             torch.cuda.set_device(self.device)
         torch.use_deterministic_algorithms(self.job["deterministic"])
         AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"]).on_process()

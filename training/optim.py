@@ -29,12 +29,12 @@ class Schedule:
     def __call__(self, samples: float, batch_size: int = 0) -> float:
         """Factor for the step of `batch_size` samples that ends at `samples`.
 
-        Of the last step it is that of its middle: a cosine to 0 has reached 0 at its end, and it would learn nothing.
+        Of a cosine's last step it is that of its middle: at its end a cosine to 0 has reached 0.
         """
-        samples = min(samples, self.total_samples - batch_size / 2)
         if samples < self.warmup_samples:
             return samples / self.warmup_samples
         if self.kind == ScheduleKind.constant:
             return 1.0
+        samples = min(samples, self.total_samples - batch_size / 2)
         progress = (samples - self.warmup_samples) / max(1, self.total_samples - self.warmup_samples)
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
