@@ -89,7 +89,7 @@ def prove(
         found = merged(gathered(tried(question, uses, keys, timed)))
         if is_first() and keys:
             print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
-        if is_first() and not any(result.get("passing") for result in found.values()):
+        if is_first() and not chosen and not any(result.get("passing") for result in found.values()):
             remember(facts, found)
     proofs = {key: judged(found.get(key), key in timed) for key in question.asked}
     for key, on in chosen.items():
@@ -161,9 +161,8 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     from torch.utils import collect_env
 
     cuda = question.device.type == "cuda"
-    sources = sorted(
-        [*Path(__file__).parent.glob("kernels/*.py"), Path(__file__), Path(__file__).with_name("trial.py")]
-    )
+    here = Path(__file__).parent
+    sources = [here / f"{name}.py" for name in ("proof", "trial", "parity")] + sorted(here.glob("kernels/*.py"))
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -211,7 +210,8 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
             found = state.get("found", found)
             if unanswered(found, keys, timed) == missing or state.get("key"):  # it got nowhere, or stuck somewhere
                 for key in [state["key"]] if state.get("key") else missing:
-                    found[key] = found.get(key, {}) | failed(f"the process that tried it {end} in {doing(state)}")
+                    where = state.get("doing", "its start")
+                    found[key] = found.get(key, {}) | failed(f"the process that tried it {end} in {where}")
     return found
 
 
@@ -224,10 +224,6 @@ def unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> l
 def failed(why: str) -> dict[str, Any]:
     """A result that the next run does not take over: it may pass."""
     return {"refusal": why, "passing": True, "error": 0.0, "definition_error": 0.0}
-
-
-def doing(state: Mapping[str, Any]) -> str:
-    return state.get("doing", "its start")
 
 
 def attended(folder: Path) -> tuple[dict[str, Any], str]:
