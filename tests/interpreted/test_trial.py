@@ -16,7 +16,7 @@ BACKWARD = {"ssd_gated": {"ssd_backward", "gated_norm_backward"}}
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("family", ["mamba", "zigzag"])
+@pytest.mark.parametrize("family", ["mamba", pytest.param("zigzag", marks=pytest.mark.slow)])
 def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
     model = tiny_training(family, "model.depth=2").model
     autocast = Precision(precision, CPU).autocast
