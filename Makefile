@@ -34,8 +34,9 @@ $(OLDEST_TRITON)/.installed: Makefile
 
 test-slow: setup $(OLDEST_TRITON)/.installed
 	$(BIN)/python -m pytest -m slow
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/interpreted
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -m "slow or not slow" tests/test_kernel_resources.py
-	PYTHONPATH=$(OLDEST_TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" tests/interpreted
+	PYTHONPATH=$(OLDEST_TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "slow or not slow" -W "ignore:Conversion of an array:DeprecationWarning" tests/interpreted
 
 reliability: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m fault --write-reliability
