@@ -16,7 +16,7 @@ import torch
 from accel.compilation import REGION
 from accel.evidence import ACTIVATION_PRODUCTS, Evidence
 from accel.ledger import AUTO, UNUSED
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Technique, blocks_of, switches
 
 OPS = {
     "flash": ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
@@ -51,7 +51,7 @@ class AttentionBackend(Technique):
         return None
 
     def on_model(self, model: Model) -> Model:
-        found = [[m for m in block.modules() if hasattr(m, "attention_backend")] for block in blocks_of(model)]
+        found = [switches(block, "attention_backend") for block in blocks_of(model)]
         self.switches, self.layers = [m for modules in found for m in modules], [len(modules) for modules in found]
         self.switch(str(self.value))
         return model

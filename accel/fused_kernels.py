@@ -15,7 +15,7 @@ import torch
 from accel.evidence import Evidence
 from accel.ledger import UNUSED
 from accel.proof import Proof
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Technique, blocks_of, switches
 
 
 class FusedKernel(Technique):
@@ -52,7 +52,7 @@ class FusedKernel(Technique):
         return model
 
     def switches_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        return [m for block in blocks_of(model) for m in block.modules() if hasattr(m, self.key)]
+        return switches(blocks_of(model), self.key)
 
     def observe(self, evidence: Evidence) -> Observation:
         if self.enabled and not self.switches:

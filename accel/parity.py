@@ -84,7 +84,8 @@ def compared(name: str, operator: Operator, arguments: Sequence[Any]) -> tuple[l
     for _ in range(2):
         with Poison():
             kernel.append(as_tuple(operator.kernel(*arguments)))
-        synchronise(arguments[0].device)
+        if arguments[0].is_cuda:
+            torch.cuda.synchronize(arguments[0].device)
     found = []
     for i, (right, own, first, second) in enumerate(zip(exact, as_tuple(result), *kernel, strict=True)):
         fault = None
@@ -128,8 +129,3 @@ def relative(tensor: Tensor, right: Tensor) -> float:
     """Norm of the error over the norm of the answer; the error's where the answer is zero."""
     error, size = (tensor.double() - right.double()).norm().item(), right.double().norm().item()
     return error / size if size else error
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel.parallel import world_size
 from accel.technique import blocks_of, first_line
 
 PATIENCE = 120.0
@@ -46,7 +47,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be proved: kernels by runtime key, the blocks that use them, and how the run runs its blocks."""
+    """Which kernels a run asks for, by runtime key, and how it runs the blocks that use them."""
 
     asked: Mapping[str, bool | str]
     """Key -> True (parity decides) or "auto" (parity, then time)."""
@@ -272,15 +273,15 @@ def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
 
 def gathered(item: Any) -> list[Any]:
     """The items of all processes, in order."""
-    if not dist.is_available() or not dist.is_initialized():
+    if world_size() == 1:
         return [item]
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * world_size()
     dist.all_gather_object(found, item)
     return found
 
 
 def is_first() -> bool:
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    return world_size() == 1 or dist.get_rank() == 0
 
 
 def cache_file(facts: Mapping[str, Any]) -> Path:

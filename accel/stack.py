@@ -48,10 +48,10 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     CudaGraph,
 )
 
-ACT_ON_A_BLOCK = {
-    *("tf32", "cudnn_benchmark", "residual_in_fp32", "attention", "gradient_checkpointing", "compile", "precision"),
-    "cuda_graph",
-}
+ACT_ON_A_BLOCK = (
+    *("tf32", "cudnn_benchmark", "residual_in_fp32", "attention"),
+    *("gradient_checkpointing", "compile", "precision", "cuda_graph"),
+)
 """Keys whose values a trial of kernels takes over from the run."""
 
 
@@ -124,8 +124,8 @@ class AccelerationStack:
         kernels = [t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)]
         if not kernels:
             return {}
-        runtime = {t.key: t.value for t in self.techniques if t.key in ACT_ON_A_BLOCK}
-        runtime |= {name: v for t in self.techniques if t.key in ACT_ON_A_BLOCK for name, v in t.option.items()}
+        acting = [t for t in self.techniques if t.key in ACT_ON_A_BLOCK]
+        runtime = {name: value for t in acting for name, value in ({t.key: t.value} | t.option).items()}
         question = Question({t.key: t.value for t in kernels}, runtime, samples, self.device, self.deterministic)
         with self.autocast(), torch.no_grad():
             proofs, kept = prove(question, model, forward, folder)
@@ -136,6 +136,7 @@ class AccelerationStack:
         return kept
 
     def autocast(self) -> AbstractContextManager[object]:
+        """The context in which a forward pass runs."""
         return next((t.autocast() for t in self.techniques if isinstance(t, Precision)), nullcontext())
 
     def on_process(self) -> None:

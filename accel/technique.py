@@ -45,6 +45,11 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return cast("nn.ModuleList", model.blocks)
 
 
+def switches(module: nn.Module, key: str) -> list[nn.Module]:
+    """The modules in it that have an attribute `key`, by which they choose how they compute."""
+    return [m for m in module.modules() if hasattr(m, key)]
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, BlockProbe
 from accel.parity import Comparing
-from accel.precision import Precision
 from accel.stack import AccelerationStack
-from accel.technique import first_line
+from accel.technique import first_line, switches
 
 SAMPLES = 4
 """Of a batch, in the parity test."""
@@ -36,10 +35,6 @@ COMPILING = 900.0
 HEAD_START = 30_000_000
 """Clock cycles that the GPU waits if the run replays a graph: all is launched by then, so launching costs nothing."""
 Inputs = tuple[Tensor, ...]
-
-
-def switches(block: nn.Module, key: str) -> list[nn.Module]:
-    return [module for module in block.modules() if hasattr(module, key)]
 
 
 def switch(block: nn.Module, key: str, on: bool) -> None:
@@ -85,22 +80,21 @@ class Variant:
         block = copy.deepcopy(block)
         for key in on:
             switch(block, key, True)
-        self.stack = AccelerationStack(runtime, device, only=[k for k in runtime if k != "precision"])
+        self.stack = AccelerationStack(runtime, device, only=runtime)
         self.block = self.stack.on_model(Holder(block)).blocks[0]
-        self.autocast = Precision(runtime["precision"], device).autocast
         self.device, self.captured = device, bool(runtime["cuda_graph"])
         self.seeds: list[Tensor] | None = None
         self.kept = 0
 
     def __call__(self, inputs: Inputs) -> None:
-        self.seeds = forward_and_backward(self.block, inputs, self.autocast(), self.seeds)
+        self.seeds = forward_and_backward(self.block, inputs, self.stack.autocast(), self.seeds)
 
     def warm_up(self, inputs: list[Inputs]) -> bool:
         """Compiles and counts the bytes kept for backward; False if memory runs out."""
         notes: list[BlockEvidence] = []
         try:
             self.stack.run_until_it_works(lambda: [self(some) for some in inputs])
-            with self.autocast():
+            with self.stack.autocast():
                 BlockProbe(self.block, notes)(*inputs[0])
         except torch.OutOfMemoryError:
             if self.device.type == "cuda":
@@ -125,7 +119,7 @@ class Variant:
 
 
 class Trial:
-    """What a folder asks for: job.json and the blocks; what is found goes to found.json after each part."""
+    """Tries what the job.json of a folder asks for, on its blocks, and writes each result to found.json."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.job = folder, json.loads((folder / "job.json").read_text())
@@ -134,12 +128,14 @@ class Trial:
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         torch.use_deterministic_algorithms(self.job["deterministic"])
-        AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"]).on_process()
+        self.stack = AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
+        self.stack.on_process()
         files = [folder / f"block-{i}.pt" for i in range(len(self.job["blocks"]))]
         self.blocks = [torch.load(file, weights_only=False, map_location=self.device) for file in files]
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
-        """What was found so far, and what comes now: the parent gives up on `key` if it takes too long or dies."""
+        """Says what this process found and does next; the parent gives up on `key` if that hangs or crashes."""
+        self.doing, self.key = doing, key
         content = {"doing": doing, "key": key, "patience": patience, "found": self.found}
         (self.folder / "found.tmp").write_text(json.dumps(content))
         os.replace(self.folder / "found.tmp", self.folder / "found.json")
@@ -158,12 +154,11 @@ class Trial:
     def parity(self, key: str) -> dict[str, Any]:
         """The comparison that comes nearest to its bound, or goes beyond it most."""
         comparing = Comparing()
-        autocast = Precision(self.job["runtime"]["precision"], self.device).autocast
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
             inputs = random_inputs(use["inputs"], min(SAMPLES, self.job["samples"]), self.device, seed=1)
             switch(block, key, True)
             with comparing:
-                forward_and_backward(block, inputs, autocast())
+                forward_and_backward(block, inputs, self.stack.autocast())
             switch(block, key, False)
         if not comparing.comparisons:
             return {"refusal": "no operator of ours ran in a block", "error": 0.0, "definition_error": 0.0}
@@ -197,10 +192,9 @@ def main() -> int:
     try:
         trial.run()
     except Exception as error:  # the next process goes on with the rest: this one's device may be in any state
-        state = json.loads((trial.folder / "found.json").read_text())
-        earlier = trial.found.get(state["key"], {"error": 0.0, "definition_error": 0.0})
-        why = f"{state['doing']} failed: {first_line(error)}"
-        trial.found[state["key"]] = earlier | {"refusal": why, "passing": not isinstance(error, ValueError)}
+        earlier = trial.found.get(trial.key, {"error": 0.0, "definition_error": 0.0})
+        why = f"{trial.doing} failed: {first_line(error)}"
+        trial.found[trial.key] = earlier | {"refusal": why, "passing": not isinstance(error, ValueError)}
         trial.write("the rest")
         raise
     return 0

@@ -270,7 +270,7 @@ def record(path: Path, version: str, found: dict[str, Resources], anew: bool) ->
 
 
 def recorded(path: Path) -> dict[str, dict[str, Resources]]:
-    """Version of Triton -> case and architecture -> what was found then."""
+    """Reads the table: version of Triton -> case and architecture -> what its compiler reported."""
     tables = json.loads(path.read_text())
     assert tables.pop("fields").split() == list(Resources._fields)
     return {

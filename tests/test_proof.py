@@ -122,7 +122,7 @@ def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
 
 
 def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
-    """Keys before keep what was found, and keys after are tried by another process."""
+    """Keys before it keep their results, and another process tries the keys after it."""
     starts = iter(
         [
             ({"doing": "its parity test", "key": "b", "found": {"a": dict(GOOD)}}, "ended with signal SIGABRT"),
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_sent_is_a_reason():
     assert "cannot be sent to another process" in why
 
 
-# What is asked, and what is decided.
+# Questions and decisions.
 
 
 def test_true_skips_the_time_and_never_the_parity(trials):
@@ -237,8 +237,11 @@ def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trial
     monkeypatch.setattr(proof, "gathered", lambda item: [item, item])
     proved()
     assert len(trials) == 1
-    another = lambda item: [item, (item[0] | {"gpu": "another"}, *item[1:])] if isinstance(item, tuple) else [item] * 2  # noqa: E731
-    monkeypatch.setattr(proof, "gathered", another)
+
+    def with_another(item):
+        return [item, (item[0] | {"gpu": "another"}, *item[1:])] if isinstance(item, tuple) else [item] * 2
+
+    monkeypatch.setattr(proof, "gathered", with_another)
     proved()
     assert len(trials) == 2
 

@@ -95,7 +95,7 @@ def forward_flops(xBC: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
 
 @register_flop_formula(torch.ops.fastlatent.ssd_mixed_backward)
 def backward_flops(dh: Any, y: Any, *arguments: Any, **kwargs: Any) -> int:
-    """Twice the forward pass, and the products for dB and dC; what is done again is not counted."""
+    """Twice the forward pass, and the products for dB and dC; recomputation is not counted."""
     xBC, z = arguments[0], arguments[9]
     state = (xBC[2] - z[2] * z[3]) // 4
     return 2 * forward_flops(*arguments) + 8 * z[0] * z[1] * z[1] * state
