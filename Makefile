@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST_TRITON := .triton
 
-.PHONY: setup train test test-slow test-gpu lint reliability audit
+.PHONY: setup train test test-slow gpu lint reliability audit
 
 setup: $(VENV)/.installed
 
@@ -45,5 +45,6 @@ audit: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
-test-gpu: setup
-	$(BIN)/python -m pytest -m gpu
+# Installs nothing: it runs where the packages are, in .venv or outside of it.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m scripts.bench gpu $(ARGS)

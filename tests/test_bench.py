@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 
 from accel.compilation import Compile
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
-from scripts.bench import compare, ladder, peers, practices, readme, step, trace, variants
+from scripts.bench import compare, kernels, ladder, peers, practices, step, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
 from scripts.bench.naive import NaiveLoop, stream_order
 from scripts.bench.report import entries_table, table
+from scripts.bench.rows import Results
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
-from scripts.bench.timing import Spread, interleaved, times_as_fast
-from scripts.bench.workload import Workload, attempt
+from scripts.bench.timing import Spread, difference, interleaved, times_as_fast
+from scripts.bench.workload import Workload
 from training.config.compose import ROOT, compose
 
 CPU = torch.device("cpu")
@@ -44,10 +45,10 @@ def quick_kernels(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **k: compile_(f, **{"backend": "aot_eager"} | k))
 
 
-def result(command: str, tmp_path, *words: str) -> dict:
-    out = tmp_path / f"{command}.json"
-    bench([command, *QUICK, f"out={out}", *words])
-    return json.loads(out.read_text())
+def result(command: str, tmp_path, *words: str) -> dict[str, dict]:
+    """Row -> entry, in the order of the plan; no row may have failed."""
+    bench([command, *QUICK, f"out={tmp_path}", *words])
+    return {entry["name"]: entry for entry in Results(tmp_path).of(f"{command}_tiny")}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -63,7 +64,7 @@ def test_settings_are_what_they_say(setting):
 
 def test_words_are_the_commands_own_or_overrides():
     cfg, overrides = parse(BenchConfig, "step", ["setting=s32", "steps=7", "runtime=max", "model=dit_s"], "")
-    assert (cfg.setting, cfg.steps, cfg.repeats, cfg.out) == ("s32", 7, 5, "bench/step_s32.json")
+    assert (cfg.setting, cfg.steps, cfg.repeats, cfg.name, cfg.out) == ("s32", 7, 5, "step_s32", "bench")
     assert "model=ssd_mlp_s" not in overrides
     assert overrides[-2:] == ["runtime=max", "model=dit_s"]
     _, overrides = parse(BenchConfig, "step", ["setting=tiny", "data=digits"], "")
@@ -78,7 +79,9 @@ def test_words_are_the_commands_own_or_overrides():
         (["step", "steps=-1"], "steps=-1 must be at least 1"),
         (["step", "stuff"], "stuff is not of the form key=value"),
         (["compare", "one"], "takes two run folders"),
-        (["readme", "now"], "takes no arguments"),
+        (["publish", "nowhere"], "nowhere has no rows.jsonl"),
+        (["techniques", "setting=tiny", "precisions=[bf8]"], "precisions=bf8: choose some of fp32"),
+        (["ladder", "setting=tiny", "model.depht=3"], "depht"),
         (["precision", "setting=tiny", "steps=1"], "at least 2 steps"),
     ],
 )
@@ -92,7 +95,7 @@ def test_every_command_has_help(capsys):
     overview = capsys.readouterr().out
     for command in COMMANDS:
         assert f"\n    {command} " in overview
-        if command not in ("compare", "readme"):
+        if command not in ("compare", "publish"):
             with pytest.raises(SystemExit) as stopped:
                 bench([command, "--help"])
             assert stopped.value.code == 0
@@ -105,14 +108,18 @@ def test_repeats_are_interleaved_and_turned_round():
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
     assert times_as_fast([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]) == 2.0  # round by round, so a slow round is no matter
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3)
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3, 1.5, 2.5)
+    assert Spread.of([4.0]) == Spread(4.0, 4.0, 4.0, 1, 4.0, 4.0)
 
 
-def test_an_exhausted_memory_is_named_and_survived():
-    def exhausted():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-
-    assert attempt(exhausted) == "out of memory: CUDA out of memory. Tried to allocate 2 GiB."
+def test_a_ratio_whose_quartiles_straddle_one_is_no_difference():
+    for q1, q3, said in (
+        (1.1, 1.2, "gain"),
+        (0.8, 0.9, "loss"),
+        (0.9, 1.1, "no difference"),
+        (1.0, 1.0, "no difference"),
+    ):
+        assert difference({"speed_q1": q1, "speed_q3": q3}, "speed") == said
 
 
 DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"]
@@ -139,34 +146,40 @@ def test_the_newcomers_order_is_the_streams():
 
 def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, capsys):
     found = result("ladder", tmp_path, "num_workers=0", "loss_steps=2")
-    rungs = {rung["name"]: rung for rung in found["rungs"]}
-    assert next(iter(rungs)) == "0 newcomer, a file per sample"
-    assert len(rungs) == 5 + len(ladder.TECHNIQUES)
-    assert rungs["0 newcomer, items in memory"]["times_rung_0"] == 1.0
-    for rung in rungs.values():
-        assert rung["step_ms_min"] <= rung["step_ms"] <= rung["step_ms_max"]
+    assert len(found) == 5 + len(ladder.TECHNIQUES)
+    assert next(iter(found)) == "0 newcomer, a file per sample"
+    assert found[ladder.RUNG_0]["speed"] == 1.0
+    measured = {name: rung for name, rung in found.items() if "reason" not in rung}
+    for rung in measured.values():
+        assert rung["step_ms_min"] <= rung["step_ms_q1"] <= rung["step_ms"] <= rung["step_ms_q3"] <= rung["step_ms_max"]
         assert rung["n"] == 1
         assert abs(rung["loss_deviation"]) < 1e-2
-    assert rungs["+ tf32"]["confirmed"] is False  # no GPU
-    assert rungs["+ compiled blocks"]["confirmed"] is True
+    assert "GPU" in found["+ tf32"]["reason"]
+    assert measured["+ compiled blocks"]["not_on"] == []
     last = compose([*TINY, "runtime=max"]).cfg.runtime
-    words = {word for _, added in ladder.TECHNIQUES for word in added}
+    words = {added for _, added in ladder.TECHNIQUES}
     for kind in TECHNIQUES:  # the top of the ladder is max and what this version cannot do yet
         on = getattr(last, kind.key) is True
         assert not on or f"runtime.{kind.key}=true" in words or kind.key == "residual_in_fp32"
     assert "runtime.precision=bf16" in words
-    with Image.open(tmp_path / "ladder.png") as chart:
-        assert chart.size[0] == 1400
-    assert "torch" in found["environment"]["versions"]
-    page = (tmp_path / "ladder.md").read_text()
-    assert "    + compiled blocks" in page
-    assert f"torch {found['environment']['versions']['torch']}" in page
-    assert str(ROOT) not in json.dumps(found) + page  # results are published
+    _, bars = ladder.bars([*found.values(), found["+ compiled blocks"] | {"name": "asked for", "not_on": ["compile"]}])
+    assert {bar.label for bar in bars} == set(measured)  # a rung that was not on is not drawn
+    assert str(ROOT) not in (tmp_path / "rows.jsonl").read_text()  # results are published
     assert "×rung 0" in capsys.readouterr().out
 
 
+def test_what_was_measured_with_this_code_is_not_measured_again(tmp_path, capsys):
+    result("mixers", tmp_path, "size=xs", "batch_size=8")
+    once = (tmp_path / "rows.jsonl").read_bytes()
+    result("mixers", tmp_path, "size=xs", "batch_size=8")
+    assert (tmp_path / "rows.jsonl").read_bytes() == once
+    assert capsys.readouterr().out.count("with this code") == 5
+    result("mixers", tmp_path, "size=xs", "batch_size=16")
+    assert len((tmp_path / "rows.jsonl").read_bytes().splitlines()) == 10
+
+
 def test_a_step_is_taken_apart(tmp_path, capsys):
-    found = result("step", tmp_path, "runtime=fast")
+    found = result("step", tmp_path, "runtime=fast")["step"]
     names = {phase["name"] for phase in found["phases"]}
     assert set(step.PHASES) <= names
     assert all(phase["device_ms"] >= 0 for phase in found["phases"])
@@ -216,35 +229,53 @@ def test_a_cpu_is_never_bound_by_launches():
 
 
 def test_a_trace_opens(tmp_path):
-    out = tmp_path / "trace.json"
-    trace.main([*QUICK, f"out={out}"])
-    names = {event.get("name") for event in json.loads(out.read_text())["traceEvents"]}
+    trace.main([*QUICK, f"out={tmp_path}"])
+    names = {event.get("name") for event in json.loads((tmp_path / "trace_tiny.json").read_text())["traceEvents"]}
     assert "aten::mm" in names
 
 
 @pytest.mark.slow
 def test_techniques_are_measured_alone_and_removed(tmp_path):
-    found = result("techniques", tmp_path, "loss_steps=1", "model=dit_xs", "model.dim=64", "model.depth=2")
-    by_key = {kind.key: [e for e in found["alone"] if e["key"] == kind.key] for kind in TECHNIQUES}
+    found = result("techniques", tmp_path, "loss_steps=1").values()
+    alone = [e for e in found if e["part"] == "alone"]
+    by_key = {kind.key: [e for e in alone if e["key"] == kind.key] for kind in TECHNIQUES}
     assert all(by_key.values())
     for entries in by_key.values():
         for e in entries:
             assert ("reason" in e) != ("speed" in e)
             assert "speed" not in e or e["lost"] == []
-    assert {e["key"] for e in found["removed"]} >= {"compile", "fused_adamw"}
-    assert all(e["ledger"][e["key"]] is False for e in found["removed"] if e["key"] in ("compile", "fused_adamw"))
-    assert len(by_key["gradient_checkpointing"]) == len(CheckpointBlocks.examples)
-    readme.section([found | {"file": "techniques_x.json"}])
+    removed = [e for e in found if e["part"] == "removed"]
+    assert {e["key"] for e in removed} >= {"compile", "fused_adamw"}
+    assert all(e["ledger"][e["key"]] is False for e in removed if e["key"] in ("compile", "fused_adamw"))
+    assert len(by_key["gradient_checkpointing"]) == 2 * len(CheckpointBlocks.examples)
+    assert {e["ledger"]["attention"] for e in by_key["attention"] if "speed" in e} == {"flash", "math"}  # not unused
+
+
+def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
+    cfg = variants.TechniquesConfig(setting="tiny")
+    found = list(variants.alone(cfg, TINY, CPU))
+    assert {(v.labels["key"], v.labels["over"]) for v in found} == {
+        (kind.key, over)
+        for kind in TECHNIQUES
+        for over in ("fp32", "bf16")
+        if variants.ONLY_OVER.get(kind.key, over) == over
+    }
+    for variant in found:
+        runtimes = [compose(words).cfg.runtime for words in (variant.baseline, variant.overrides)]
+        assert runtimes[0].precision.value == variant.labels["over"]
+        assert runtimes[0] != runtimes[1]
+        model = compose(variant.overrides).cfg.model
+        assert ("Attention" in str(model)) == (variant.labels["key"] == "attention")
 
 
 def test_operators_are_measured_beside_their_definitions(tmp_path, quick_kernels):
     found = result("kernels", tmp_path)
-    names = [entry["name"] for entry in found["ops"]]
-    assert len(names) == 4 * 3 * 2
-    assert "bidirectional_ssd, gated fused, both passes" in names
-    assert all(entry["us"] > 0 and entry["gb_s"] > 0 for entry in found["ops"])
-    assert found["absent"] == {"all": "they need a GPU"}
-    assert (tmp_path / "kernels.png").stat().st_size > 0
+    assert len(found) == 4 * 3 * 2
+    assert "bidirectional_ssd, gated fused, both passes" in found
+    measured = [entry for entry in found.values() if "reason" not in entry]
+    assert len(measured) == 4 * 2 * 2  # a CPU has no fused ones
+    assert all(entry["us"] > 0 and entry["gb_s"] > 0 and entry["speed"] > 0 for entry in measured)
+    assert kernels.bars(measured)[1][0].label == "add_norm compiled"
 
 
 def scan_of_raw_steps(x, dt, A, B_in, C_out, chunk_size, *, D, dt_bias, dt_softplus):
@@ -311,11 +342,16 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     assert peers.found() == ({}, {"add_norm of fla": "ModuleNotFoundError: No module named 'no_such_module'"})
 
 
-def test_mixers_are_measured_at_equal_parameters(tmp_path):
-    found = result("mixers", tmp_path, "size=xs", "batch_size=8")["mixers"]
-    assert [entry["name"] for entry in found] == ["dit", "conv", "mamba", "ssd_mlp", "zigzag"]
-    assert found[0]["times_attention"] == 1.0
-    assert all(abs(entry["parameters"] / found[0]["parameters"] - 1) < 0.2 for entry in found)
+def test_mixers_are_compared_at_equal_parameters_and_at_equal_flops(tmp_path, capsys):
+    found = result("mixers", tmp_path, "size=xs", "batch_size=8")
+    assert list(found) == ["dit", "conv", "mamba", "ssd_mlp", "zigzag"]
+    assert found["dit"]["speed"] == 1.0
+    assert all(abs(entry["parameters"] / found["dit"]["parameters"] - 1) < 0.2 for entry in found.values())
+    base = {"speed_q1": 1.9, "speed_q3": 2.1, "not_on": [], "samples_per_s": 1.0, "mfu": None} | found["dit"]
+    double = base | {"name": "mamba", "speed": 2.0, "speed_q1": 1.9, "flops_a_sample": base["flops_a_sample"] / 2}
+    lines = variants.mixers_texts([found["dit"], double])[-1].splitlines()
+    cells = dict(zip(re.split(r"  +", lines[0].strip()), lines[2].split()[1:], strict=False))
+    assert (cells["×attention"], cells["at equal FLOPs"]) == ("2.00", "1.00")
     with pytest.raises(ValueError, match="size=huge"):
         bench(["mixers", "setting=tiny", "size=huge"])
 
@@ -338,13 +374,13 @@ def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
     from accel.precision import Precision
 
     monkeypatch.setattr(Precision, "unavailable", lambda self: None)
-    found = result("precision", tmp_path, "steps=4", "seeds=[0,1]")["precisions"]
-    assert [entry["name"] for entry in found] == list(variants.PRECISIONS)
-    for entry in found:
-        assert [run["seed"] for run in entry["runs"]] == [0, 1]
-        assert entry["runs"][0]["loss"] != entry["runs"][1]["loss"]
-        assert entry["skipped"] == 0
-        assert entry["eval_loss_min"] <= entry["eval_loss"] <= entry["eval_loss_max"]
+    found = list(result("precision", tmp_path, "steps=4", "seeds=[0,1]").values())
+    assert [(entry["seed"], entry["precision"]) for entry in found] == [
+        (seed, name) for seed in (0, 1) for name in variants.PRECISIONS
+    ]
+    assert found[0]["final_loss"] != found[3]["final_loss"]
+    shown = variants.precision_texts(found)[0].splitlines()
+    assert [line.split()[:2] for line in shown[2:]] == [[name, "2"] for name in variants.PRECISIONS]
 
 
 @pytest.mark.slow
@@ -377,32 +413,6 @@ def test_two_runs_are_compared(run, tmp_path, capsys):
     assert not any(line.startswith("run_dir") for line in lines)
 
 
-def test_the_readmes_table_is_the_generators():
-    text = (ROOT / "README.md").read_text()
-    assert readme.rewritten(text, readme.newest_results()) == text
-
-
-def test_the_readmes_figures_come_from_results():
-    entry = {
-        "name": "runtime.tf32=true",
-        "key": "tf32",
-        "speed": 2.345,
-        "memory_reserved_peak": 3,
-        "baseline_memory_reserved_peak": 4,
-        "not_on": [],
-        "n": 5,
-    }
-    other = entry | {"key": "cuda_graph", "not_on": ["cuda_graph"]}
-    environment = {"hardware": "a GPU", "versions": {"torch": "1", "triton": "2"}, "date": "2026-11-21"}
-    results = [{"environment": environment, "setting": "s256", "alone": [entry, other], "file": "techniques_x.json"}]
-    made = readme.section(results)
-    assert "| ×2.35, 75% of the memory |" in made or "| ×2.34, 75% of the memory |" in made
-    assert made.count("not measured") == len(TECHNIQUES) - 1  # what was not on was not measured
-    assert "a GPU, torch 1, triton 2, 2026-11-21, setting `s256`, median of 5" in made
-    with pytest.raises(ValueError, match="lost the lines"):
-        readme.rewritten("# no marks", results)
-
-
 def test_saves_say_how_much_longer_the_steps_take(tmp_path, monkeypatch):
     from scripts.bench import saves
 
@@ -414,12 +424,8 @@ def test_saves_say_how_much_longer_the_steps_take(tmp_path, monkeypatch):
 
     monkeypatch.setattr(saves, "one_round", clocked)
     monkeypatch.chdir(tmp_path)
-    ways = {way["name"]: way for way in result("saves", tmp_path)["ways"]}
-    assert {name: way["times_as_long"] for name, way in ways.items()} == {
-        "no save": 1.0,
-        "background": 3.0,
-        "foreground": 3.0,
-    }
+    ways = result("saves", tmp_path)
+    assert {name: way["times_as_long"] for name, way in ways.items()} == {"background": 3.0, "foreground": 3.0}
     assert ways["background"]["stall_ms"] == 500.0
 
 

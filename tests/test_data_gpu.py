@@ -1,4 +1,4 @@
-"""Loaders on a GPU: what arrives there is what arrives on a CPU, also while the GPU is busy; run by `make test-gpu`."""
+"""Loaders on a GPU: what arrives there is what arrives on a CPU, also while the GPU is busy; run by `pytest -m gpu`."""
 
 from __future__ import annotations
 

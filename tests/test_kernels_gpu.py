@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, in bf16, against their definitions in fp64; run by `make test-gpu`."""
+"""The Triton kernels on a GPU, in bf16, against their definitions in fp64; run by `pytest -m gpu`."""
 
 from __future__ import annotations
 

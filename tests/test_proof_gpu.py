@@ -1,4 +1,4 @@
-"""The kernels prove themselves on a GPU; run by `make test-gpu`."""
+"""The kernels prove themselves on a GPU; run by `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,20 +1,27 @@
 """Measures training: `python -m scripts.bench <command> key=value …`.
 
+    gpu           all of it and the tests on a GPU, in slots of minutes; the same command goes on
+    publish       pages, charts and tables from measured rows
+
+    doctor        the machine, and its measured rates
+    calibration   which fused kernels a run of each model would choose here
+    tests         the tests that need a GPU, a row each
     ladder        from what a newcomer writes to runtime=max, one technique more per rung
-    techniques    each technique alone over eager, and removed from max
+    techniques    each technique alone over eager in fp32 and bf16, and removed from max
     kernels       each fused operator beside its definition: time, share of the copy rate
     mixers        a training step of each mixer at equal parameters
+    hotspots      where the time of a step goes: ops with bytes, FLOPs, and their share of the rates
     data          samples a second of each loader, and of the usual pipelines; precompute by parts
     step          one configuration by phases, with a verdict: what bounds it, which keys to try next
-    trace         a profiler trace of a few steps
-    antipatterns  what each known mistake costs here
-    precision     fp32, bf16 and fp16 over several seeds
     saves         what a checkpoint costs, in the background and in the foreground
+    precision     fp32, bf16 and fp16 over several seeds
     claims        what guides promise, and what is measured here
+    antipatterns  what each known mistake costs here
+
+    trace         a profiler trace of a few steps
     compare       what differs between two runs: bench compare RUN_A RUN_B
-    readme        writes the README's table of techniques from the results in docs/benchmarks
 
 Keys of the command itself come first (`<command> --help` lists them); any other `key=value` is an override of the
-training configuration, on top of the `setting`. Results are JSON with the environment beside a table on the terminal.
-techniques, mixers and precision are in variants.py, antipatterns and claims in practices.py, the others in their own.
+training configuration, on top of the `setting`. Each row is kept in `out` (rows.jsonl) as soon as it is measured, and
+not measured again while code, hardware and versions are the same.
 """

@@ -5,28 +5,62 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
+from math import inf
 
 import scripts.bench
+from scripts.bench.rows import Benchmark, measure_rows
+from scripts.bench.settings import device_of, parse
 from training.config.compose import one_sentence
 
-OWN = ("ladder", "kernels", "data", "step", "trace", "saves", "compare", "readme")
-COMMANDS = {
-    **{name: (name, "main") for name in OWN},
-    **{name: ("variants", name) for name in ("techniques", "mixers", "precision")},
-    **{name: ("practices", name) for name in ("antipatterns", "claims")},
+BENCHMARKS = {
+    **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims")},
+    **{name: "machine" for name in ("doctor", "calibration", "tests")},
+    **{name: "variants" for name in ("techniques", "mixers", "precision")},
+    "antipatterns": "practices",
 }
-"""Command -> its module and its function."""
+"""Command that measures rows -> the module that has it in its BENCHMARKS."""
+OTHERS = ("gpu", "publish", "trace", "compare")
+"""Commands that are the `main` of the module of their name."""
+COMMANDS = (*BENCHMARKS, *OTHERS)
+
+
+def benchmark_of(command: str) -> Benchmark:
+    return importlib.import_module(f"scripts.bench.{BENCHMARKS[command]}").BENCHMARKS[command]
+
+
+def measure(command: str, words: list[str]) -> None:
+    """Measures what a command plans, and prints its tables; exits with status 1 if a row failed."""
+    benchmark = benchmark_of(command)
+    cfg, overrides = parse(benchmark.config, command, words, benchmark.help)
+    if cfg.until < inf:
+        threading.Thread(target=leave_with_the_queue, daemon=True).start()
+    entries = measure_rows(benchmark, cfg, overrides, device_of(overrides))
+    print("", *benchmark.texts(entries), sep="\n", flush=True)
+    failed = [entry["name"] for entry in entries if "error" in entry]
+    if failed:
+        print(f"\n{len(failed)} of {len(entries)} rows failed: {', '.join(failed)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def leave_with_the_queue() -> None:
+    """Ends this process when the queue that started it ends, killed or not: nobody writes into its folder then."""
+    stdin = os.dup(0)  # pytest points 0 elsewhere
+    while os.read(stdin, 1024):
+        pass
+    os._exit(1)
 
 
 def main(words: list[str]) -> None:
     """ValueError for a command that there is not."""
     if not words or words[0] in ("-h", "--help"):
         print((scripts.bench.__doc__ or "").strip())
-        return
-    if words[0] not in COMMANDS:
+    elif words[0] in BENCHMARKS:
+        measure(words[0], words[1:])
+    elif words[0] in OTHERS:
+        importlib.import_module(f"scripts.bench.{words[0]}").main(words[1:])
+    else:
         raise ValueError(f"bench {words[0]}: there is no such command; choose one of {', '.join(COMMANDS)}.")
-    module, function = COMMANDS[words[0]]
-    getattr(importlib.import_module(f"scripts.bench.{module}"), function)(words[1:])
 
 
 if __name__ == "__main__":

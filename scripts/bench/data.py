@@ -11,11 +11,13 @@ files out of the page cache (Linux); `warm` what follows. `wait` is the share of
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -26,16 +28,19 @@ import torch
 
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
-from scripts.bench.report import entries_table, publish
-from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.report import entries_table
+from scripts.bench.rows import Benchmark, Row
+from scripts.bench.settings import BenchConfig
 from scripts.bench.timing import Spread, seconds
-from scripts.bench.workload import attempt
+from scripts.bench.workload import Kept
 from training.environment import pick_device
 
 SIZES = {"tiny": (2048, 64, 8), "s32": (50_000, 32, 32), "s256": (50_000, 256, 32), "b256": (50_000, 256, 32)}
 """Setting -> samples, batch size, side of the latents; 4 channels."""
 IMAGES = {"tiny": (24, 32), "s32": (1000, 256), "s256": (1000, 256), "b256": (1000, 256)}
 """Setting -> images to encode, their side."""
+USUAL = "webdataset's own pipeline, 2 workers"
+PRECOMPUTE = "precompute"
 
 
 @dataclass(frozen=True)
@@ -153,13 +158,14 @@ def ways(files: LatentFiles, device: torch.device) -> dict[str, Callable[[], Ite
         "webdataset, 2 workers": partial(StreamedLatents, **shared, num_workers=2),
         "mmap at random": partial(random_access, files, device),
         "webdataset's own pipeline, 1 worker": partial(per_sample_pipeline, files, device, 1),
-        "webdataset's own pipeline, 2 workers": partial(per_sample_pipeline, files, device, 2),
+        USUAL: partial(per_sample_pipeline, files, device, 2),
     }
 
 
-def measure(name: str, make: Callable[[], Iterator[Any]], files: LatentFiles, cfg: DataConfig) -> dict[str, Any]:
+def measure(name: str, files: LatentFiles, cfg: DataConfig) -> dict[str, Any]:
     """Cold and warm samples a second of one way, and its share of waiting."""
     device = pick_device("auto")
+    make = ways(files, device)[name]
     batches = max(1, files.count // files.batch_size)
     files.drop_from_cache()
     began = time.perf_counter()
@@ -179,7 +185,7 @@ def measure(name: str, make: Callable[[], Iterator[Any]], files: LatentFiles, cf
         waited += time.perf_counter() - start
         time.sleep(busy)
     wait = waited / (waited + cfg.steps * busy)
-    return {"name": name, "cold_samples_per_s": cold, **warm.as_json("samples_per_s"), "wait": wait}
+    return {"cold_samples_per_s": cold, **warm.as_json("samples_per_s"), "wait": wait, "batch_size": files.batch_size}
 
 
 def random_autoencoder(device: torch.device) -> Any:
@@ -233,38 +239,44 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
     return {"images": count, "side": side, "images_per_s": count / taken, "shares": shares}
 
 
-def main(words: list[str]) -> None:
-    cfg, _ = parse(DataConfig, "data", words, __doc__ or "")
+def plan(cfg: DataConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
     assert cfg.setting is not None
     if cfg.step_ms < 0 or (cfg.count is not None and cfg.count < 1):
         raise ValueError(f"step_ms={cfg.step_ms} must be at least 0, and count={cfg.count} at least 1.")
     count, batch_size, side = SIZES[cfg.setting]
     images, image_side = IMAGES[cfg.setting]
-    device = pick_device("auto")
-    with tempfile.TemporaryDirectory() as temporary:
-        files = write_files(Path(temporary) / "latents", cfg.count or count, batch_size, side)
-        entries: list[dict[str, Any]] = []
-        for name, make in ways(files, device).items():
-            made = attempt(lambda n=name, m=make: measure(n, m, files, cfg))
-            entries.append({"name": name, "error": made} if isinstance(made, str) else made)
-        wanted = images if cfg.images is None else cfg.images
-        encoding = precompute_by_parts(Path(temporary), wanted, image_side, device) if wanted else None
-    usual = next(e for e in entries if e["name"] == "webdataset's own pipeline, 2 workers")
-    for e in entries:
-        if "error" not in e:
-            e["times_usual"] = e["samples_per_s"] / usual["samples_per_s"] if "error" not in usual else None
+    temporary = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    kept: Kept[LatentFiles] = Kept()
+
+    def of_way(name: str) -> dict[str, Any]:
+        files = kept.get("files", lambda: write_files(temporary / "latents", cfg.count or count, batch_size, side))
+        return measure(name, files, cfg) | {"samples": files.count, "step_ms": cfg.step_ms}
+
+    for name in ways(LatentFiles(temporary, count, batch_size, (4, side, side)), device):
+        yield Row(name, partial(of_way, name), 30)
+    wanted = images if cfg.images is None else cfg.images
+    if wanted:
+        yield Row(PRECOMPUTE, partial(precompute_by_parts, temporary, wanted, image_side, device), 60)
+
+
+def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
+    loaders = [e for e in entries if e["name"] != PRECOMPUTE]
+    usual = next((e["samples_per_s"] for e in loaders if e["name"] == USUAL and "samples_per_s" in e), None)
+    for e in loaders:
+        e["times_usual"] = e["samples_per_s"] / usual if usual and "samples_per_s" in e else None
     columns = {
         "samples/s": "{samples_per_s:.0f}",
-        "range": "{samples_per_s_min:.0f}–{samples_per_s_max:.0f}",
+        "quartiles": "{samples_per_s_q1:.0f}–{samples_per_s_q3:.0f}",
         "cold": "{cold_samples_per_s:.0f}",
         "×usual": "{times_usual:.1f}",
-        f"wait at {cfg.step_ms:.0f} ms": "{wait:.1%}",
+        "wait": "{wait:.1%}",
+        "at ms": "{step_ms:.0f}",
     }
-    texts = [entries_table(columns, entries)]
-    if encoding is not None:
-        spent = ", ".join(f"{part} {share:.0%}" for part, share in encoding["shares"].items())
-        texts.append(
-            f"precompute: {encoding['images_per_s']:.1f} images/s of {image_side} pixels ({spent} of the time)"
-        )
-    found = {"count": files.count, "batch_size": files.batch_size, "ways": entries, "shape": files.shape}
-    publish(cfg, [], device, found | {"precompute": encoding}, *texts)
+    encoded = [e for e in entries if e["name"] == PRECOMPUTE]
+    shares = {part: f"{{shares[{part}]:.0%}}" for e in encoded for part in e.get("shares", ())}
+    images = {"images/s": "{images_per_s:.1f}", "images": "{images}", "pixels": "{side}", **shares}
+    return [entries_table(columns, loaders), *([entries_table(images, encoded)] if encoded else [])]
+
+
+BENCHMARKS = {"data": Benchmark(DataConfig, plan, texts, __doc__ or "")}

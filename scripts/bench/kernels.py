@@ -3,15 +3,15 @@
     python -m scripts.bench kernels
     python -m scripts.bench kernels setting=b256 steps=50
 
-Time of the forward pass and of both passes; bytes that must be moved over the time, as a share of the measured copy
-rate; FLOPs over the time, as a share of the measured matrix product rate. Several input sets are used in turn, so that
-no run finds its inputs in the cache. On a GPU, mamba-ssm, Liger and fla take part where they are installed (peers.py).
-On a CPU the operators are their definitions, so only the harness is exercised.
+Time of the forward pass and of both passes, in turn with the definition as it is; bytes that must be moved over the
+time, as a share of the measured copy rate; FLOPs over the time, as a share of the measured matrix product rate. Several
+input sets are used in turn, so that no run finds its inputs in the cache. On a GPU, mamba-ssm, Liger and fla take part
+where they are installed (peers.py). A CPU runs the definitions, as they are and compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,16 +22,18 @@ from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from accel.technique import first_line
 from scripts.bench import peers
-from scripts.bench.report import Bar, bar_chart, entries_table, publish
-from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread, interleaved, rates, times_as_fast
-from scripts.bench.workload import attempt
-from training.environment import pick_device
+from scripts.bench.report import Bar, entries_table
+from scripts.bench.rows import LEFT_OUT, Benchmark, Row
+from scripts.bench.settings import BenchConfig
+from scripts.bench.timing import Spread, interleaved, rates
+from scripts.bench.workload import Kept
 
 SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}
 SHAPES["b256"] = (256, 256, 768, 64, 64)
 """Setting -> samples, tokens, width, head dim, state size."""
+ON_A_CPU = "a CPU runs the definition"
 INPUT_SETS = 4
 BOTH = ", both passes"
 
@@ -105,47 +107,68 @@ def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, b
     return run
 
 
-def measure(
-    op: Op, others: dict[str, Callable[..., Any]], cfg: BenchConfig, device: torch.device, ceilings: dict[str, float]
-) -> list[dict[str, Any]]:
-    sets = [op.inputs() for _ in range(INPUT_SETS)]
-    ways = {"eager": op.definition, "compiled": torch.compile(op.definition), "fused": op.fused} | others
-    entries: list[dict[str, Any]] = []
-    for backward in (False, True):
-        passes = BOTH if backward else ""
-        runs = {}
-        for way, function in ways.items():
-            # Another package may fail in any way; ours may run out of memory, in eager.
-            errors = Exception if way in others else torch.OutOfMemoryError
-            made = attempt(partial(runner, function, sets, cfg.steps, backward), errors)
-            if isinstance(made, str):
-                entries.append({"name": f"{op.name} {way}{passes}", "error": made})
-            else:
-                runs[way] = made
-        taken = interleaved(runs, cfg.repeats, device)
-        for way, seconds in taken.items():
-            spread = Spread.of([1e6 * s / cfg.steps for s in seconds])
-            moved = op.bytes_forward + (op.bytes_backward if backward else 0)
-            flops = op.flops * (3 if backward else 1)
-            gb_s, tflops = moved / spread.median / 1e3, flops / spread.median / 1e6
-            entries.append(
-                {
-                    "name": f"{op.name} {way}{passes}",
-                    **spread.as_json("us"),
-                    "times_eager": times_as_fast(taken["eager"], seconds) if "eager" in taken else None,
-                    "gb_s": gb_s,
-                    "share_of_copy_rate": gb_s / ceilings["copy_gb_s"],
-                    "tflops": tflops,
-                    "share_of_product_rate": tflops / ceilings["product_tflops"],
-                }
-            )
-    return entries
+class Kernels:
+    """What the rows of a command share: inputs of one operator at a time, measured rates, other packages."""
+
+    def __init__(self, cfg: BenchConfig, device: torch.device) -> None:
+        self.cfg, self.device = cfg, device
+        self.inputs: Kept[list[list[Tensor]]] = Kept()
+        self.rates: Kept[dict[str, float]] = Kept()
+
+    def measure(self, op: Op, function: Callable[..., Any], backward: bool) -> dict[str, Any]:
+        """One way to compute an operator, timed in turn with its definition, both on the same input sets."""
+        sets = self.inputs.get(op.name, lambda: [op.inputs() for _ in range(INPUT_SETS)])
+        runs = {"own": runner(function, sets, self.cfg.steps, backward)}
+        lacking = None
+        if function is not op.definition:
+            try:
+                runs["eager"] = runner(op.definition, sets, self.cfg.steps, backward)
+            except torch.OutOfMemoryError as error:
+                lacking = f"without a ratio, since the definition is out of memory: {first_line(error)}"
+        taken = interleaved(runs, self.cfg.repeats, self.device)
+        spread = Spread.of([1e6 * s / self.cfg.steps for s in taken["own"]])
+        ratio = None if lacking else Spread.of_ratio(taken.get("eager", taken["own"]), taken["own"])
+        moved = op.bytes_forward + (op.bytes_backward if backward else 0)
+        gb_s, tflops = moved / spread.median / 1e3, op.flops * (3 if backward else 1) / spread.median / 1e6
+        rate = self.rates.get("rates", lambda: rates(self.device))
+        product = rate.get("bf16_product_tflops", rate["fp32_product_tflops"])
+        return {
+            **spread.as_json("us"),
+            **(ratio.as_json("speed") if ratio else {"speed": None}),
+            "gb_s": gb_s,
+            "share_of_copy_rate": gb_s / rate["copy_gb_s"],
+            "tflops": tflops,
+            "share_of_product_rate": tflops / product,
+            "remark": lacking,
+        }
+
+
+def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
+    assert cfg.setting is not None
+    others, absent = peers.found() if device.type == "cuda" else ({}, {})
+    shared = Kernels(cfg, device)
+    labels = {
+        "shape": dict(zip(("samples", "tokens", "width", "head_dim", "state_dim"), SHAPES[cfg.setting], strict=True))
+    }
+    for op in operators(cfg.setting, device):
+        ways = {"eager": op.definition, "compiled": torch.compile(op.definition), "fused": op.fused}
+        for passes, backward in (("", False), (BOTH, True)):
+            for way, function in (ways | others.get(op.name, {})).items():
+                name = f"{op.name} {way}{passes}"
+                reason = LEFT_OUT if way == "compiled" and not cfg.inductor else None
+                reason = ON_A_CPU if way == "fused" and device.type == "cpu" else reason
+                measure = partial(shared.measure, op, function, backward)
+                seconds = 20 if way == "compiled" else 4
+                yield Row(name, partial(dict[str, Any], reason=reason) if reason else measure, seconds, labels)
+    for package, reason in absent.items():
+        yield Row(package, partial(dict[str, Any], reason=reason), 0, labels)
 
 
 COLUMNS = {
     "µs": "{us:.1f}",
-    "range": "{us_min:.1f}–{us_max:.1f}",
-    "×eager": "{times_eager:.2f}",
+    "quartiles": "{us_q1:.1f}–{us_q3:.1f}",
+    "×eager": "{speed:.2f}",
+    "its quartiles": "{speed_q1:.2f}–{speed_q3:.2f}",
     "GB/s": "{gb_s:.0f}",
     "of copy rate": "{share_of_copy_rate:.0%}",
     "TFLOP/s": "{tflops:.2f}",
@@ -153,25 +176,15 @@ COLUMNS = {
 }
 
 
-def main(words: list[str]) -> None:
-    cfg, _ = parse(BenchConfig, "kernels", words, __doc__ or "")
-    assert cfg.setting is not None
-    device = pick_device("auto")
-    rate = rates(device)
-    products = rate.get("bf16_product_tflops", rate["fp32_product_tflops"])
-    ceilings = {"copy_gb_s": rate["copy_gb_s"], "product_tflops": products}
-    others, absent = peers.found() if device.type == "cuda" else ({}, {"all": "they need a GPU"})
-    entries: list[dict[str, Any]] = []
-    for op in operators(cfg.setting, device):
-        entries += measure(op, others.get(op.name, {}), cfg, device, ceilings)
-    notes = "\n".join(f"Not compared with {name}: {reason}" for name, reason in absent.items())
-    shape = dict(zip(("samples", "tokens", "width", "head_dim", "state_dim"), SHAPES[cfg.setting], strict=True))
-    found = {"shape": shape, "ceilings": ceilings, "ops": entries, "absent": absent}
-    file = publish(cfg, [], device, found, entries_table(COLUMNS, entries), notes)
-    bars = [
-        Bar(e["name"].removesuffix(BOTH), e["times_eager"], f"x{e['times_eager']:.2f}  {e['us']:.0f} us")
-        for e in entries
-        if e["name"].endswith(BOTH) and e.get("times_eager") is not None
-    ]
-    if bars:
-        bar_chart(file, "forward and backward, times as fast as eager", device, bars)
+def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
+    shapes = dict.fromkeys(", ".join(f"{value} {name}" for name, value in e["shape"].items()) for e in entries)
+    return [*shapes, entries_table(COLUMNS, entries)]
+
+
+def bars(entries: Sequence[dict[str, Any]]) -> tuple[str, list[Bar]]:
+    both = [e for e in entries if e["name"].endswith(BOTH) and e.get("speed") and f" eager{BOTH}" not in e["name"]]
+    drawn = [Bar(e["name"].removesuffix(BOTH), e["speed"], f"x{e['speed']:.2f}  {e['us']:.0f} us") for e in both]
+    return "forward and backward, times as fast as eager", drawn
+
+
+BENCHMARKS = {"kernels": Benchmark(BenchConfig, plan, texts, __doc__ or "", bars)}

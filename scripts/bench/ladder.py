@@ -1,39 +1,45 @@
 """The ladder: from what a newcomer writes to runtime=max, one technique more per rung.
 
     python -m scripts.bench ladder
-    python -m scripts.bench ladder setting=s32 model=dit_s out=bench/dit_s32.json
+    python -m scripts.bench ladder setting=s32 model=dit_s
 
 Rung 0 stands in two honest variants: items already in memory, and one npy file per sample (scripts/bench/naive.py says
-what they do). Every rung starts from the same weights and sees the same samples in the same order. Writes JSON and a
-bar chart beside it.
+what they do). Every rung starts from the same weights, sees the same samples in the same order, and is timed in turn
+with rung 0 in memory; `×before` divides two of these ratios. What this machine cannot do is left out.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from scripts.bench.fitting import fitted
 from scripts.bench.naive import NaiveLoop
-from scripts.bench.report import Bar, bar_chart, entries_table, publish
-from scripts.bench.settings import BenchConfig, device_of, parse
-from scripts.bench.timing import fresh_compiler, times_as_fast
-from scripts.bench.workload import Runnable, Workload, attempt, time_steps
+from scripts.bench.report import Bar, entries_table, fits
+from scripts.bench.rows import LEFT_OUT, Benchmark, Row
+from scripts.bench.settings import BenchConfig
+from scripts.bench.timing import NO_DIFFERENCE, difference, fresh_compiler
+from scripts.bench.workload import Kept, Runnable, Workload, beside
+from scripts.capabilities import capabilities
 
 RUNG_0 = "0 newcomer, items in memory"
+COMPILE = "runtime.compile=true"
 TECHNIQUES = (
-    ("+ tf32", ["runtime.tf32=true"]),
-    ("+ bf16", ["runtime.precision=bf16"]),
-    ("+ fused AdamW, no host sync", ["runtime.fused_adamw=true"]),
-    ("+ cuDNN autotuner", ["runtime.cudnn_benchmark=true"]),
-    ("+ fused add+norm", ["runtime.fused_add_norm=true"]),
-    ("+ fused scan", ["runtime.fused_scan=true"]),
-    ("+ fused convolution", ["runtime.fused_conv=true"]),
-    ("+ compiled blocks", ["runtime.compile=true"]),
-    ("+ CUDA graph = max", ["runtime.cuda_graph=true"]),
+    ("+ tf32", "runtime.tf32=true"),
+    ("+ bf16", "runtime.precision=bf16"),
+    ("+ fused AdamW, no host sync", "runtime.fused_adamw=true"),
+    ("+ cuDNN autotuner", "runtime.cudnn_benchmark=true"),
+    ("+ fused add+norm", "runtime.fused_add_norm=true"),
+    ("+ fused scan", "runtime.fused_scan=true"),
+    ("+ fused convolution", "runtime.fused_conv=true"),
+    ("+ compiled blocks", COMPILE),
+    ("+ CUDA graph = max", "runtime.cuda_graph=true"),
 )
 """What each rung above the framework's eager one adds."""
 
@@ -46,72 +52,88 @@ class LadderConfig(BenchConfig):
     """Workers of the newcomer's DataLoader."""
 
 
-def rungs(overrides: list[str], num_workers: int, folder: Path) -> dict[str, Callable[[], Runnable]]:
-    """What builds each rung, from rung 0 upwards."""
+def newcomer(overrides: list[str], workers: int, item_every_step: bool, storage: Any) -> Runnable:
+    return NaiveLoop(overrides, storage=storage, item_every_step=item_every_step, num_workers=workers)
 
-    def ours(words: list[str]) -> Workload:
-        with fresh_compiler():  # so that each rung's warm-up is that of a first start
-            return Workload(words)
 
-    newcomers: dict[str, dict[str, Any]] = {
-        "0 newcomer, a file per sample": {"storage": folder},
-        RUNG_0: {"storage": "memory"},
-        "+ latents on the device": {"storage": "resident"},
-        "+ no loss.item() each step": {"storage": "resident", "item_every_step": False},
+def ours(words: list[str]) -> Runnable:
+    with fresh_compiler():  # so that each rung's warm-up is that of a first start
+        return Workload(words)
+
+
+def climb(
+    reference: Kept[tuple[Runnable, float]],
+    cfg: LadderConfig,
+    rung_0: Callable[[], Runnable],
+    make: Callable[[], Runnable],
+) -> dict[str, Any]:
+    """The figures of a rung beside rung 0, which is built once."""
+
+    def build(rung: Callable[[], Runnable]) -> tuple[Runnable, float]:
+        built = rung()
+        return built, built.final_loss(cfg.loss_steps)
+
+    base, base_loss = reference.get("rung 0", lambda: build(rung_0))
+    own, loss = (base, base_loss) if make is rung_0 else build(make)
+    figures = beside(base, own, cfg)
+    return figures | {
+        "final_loss": loss,
+        "ledger": own.ledger.as_dict() or None,
+        "loss_deviation": loss / base_loss - 1,
     }
-    found: dict[str, Callable[[], Runnable]] = {
-        name: partial(NaiveLoop, overrides, num_workers=num_workers, **how) for name, how in newcomers.items()
-    }
-    words = [*overrides, "runtime=eager"]
-    for name, added in (("+ this framework, eager", []), *TECHNIQUES):
-        words = [*words, *added]
-        found[name] = partial(ours, words)
+
+
+def plan(cfg: LadderConfig, overrides: list[str], device: torch.device) -> list[Row]:
+    size, said = fitted([[*overrides, "runtime=eager"], [*overrides, "runtime=max"]], device)
+    overrides = [*overrides, f"batch_size={size}"]
+    rung_0 = partial(newcomer, overrides, cfg.num_workers, True, "memory")
+    measure = partial(climb, Kept(), cfg, rung_0)
+
+    def from_files() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return measure(partial(newcomer, overrides, cfg.num_workers, True, Path(folder)))
+
+    found: list[tuple[str, Callable[[], dict[str, Any]], float]] = [
+        ("0 newcomer, a file per sample", from_files, 60),
+        (RUNG_0, partial(measure, rung_0), 20),
+        ("+ latents on the device", partial(measure, partial(newcomer, overrides, 0, True, "resident")), 20),
+        ("+ no loss.item() each step", partial(measure, partial(newcomer, overrides, 0, False, "resident")), 20),
+    ]
+    cannot = {c.word: c.reason for c in capabilities(device)}
+    words, compiles = [*overrides, "runtime=eager"], False
+    for name, added in (("+ this framework, eager", ""), *TECHNIQUES):
+        reason = cannot.get(added) or (None if cfg.inductor or added != COMPILE else LEFT_OUT)
+        compiles |= added == COMPILE
+        if reason is None:
+            words = [*words, added] if added else words
+            found.append((name, partial(measure, partial(ours, words)), 90 if compiles else 40))
+        else:
+            found.append((name, partial(dict[str, Any], reason=reason), 0))
+    return [Row(*row, {"fit": said} if said else {}) for row in found]
+
+
+def rungs(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each with its ratio to the rung before, and what the ledger and that ratio's quartiles say of it."""
+    found, before = [], None
+    for e in entries:
+        if "speed" in e:
+            ends = (("", ""), ("_q1", "_q3"), ("_q3", "_q1"))
+            steps = {f"times_before{a}": e[f"speed{a}"] / before[f"speed{b}"] if before else None for a, b in ends}
+            missing, before = f"not on: {', '.join(e['not_on'])}" if e["not_on"] else None, e
+            e = e | steps
+            same = e["times_before"] is not None and difference(e, "times_before") == NO_DIFFERENCE
+            e["remark"] = missing or (NO_DIFFERENCE if same else None)
+        found.append(e)
     return found
-
-
-def climb(cfg: LadderConfig, overrides: list[str]) -> list[dict[str, Any]]:
-    """Measures every rung; one that runs out of memory is named and left out."""
-    built: dict[str, Runnable] = {}
-    failed: list[dict[str, Any]] = []
-    losses: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, make in rungs(overrides, cfg.num_workers, Path(folder)).items():
-            made = attempt(make)
-            if isinstance(made, str):
-                failed.append({"name": name, "error": made})
-                continue
-            print(f"built {name} in {made.warm_up_seconds:.1f} s", flush=True)
-            built[name] = made
-            losses[name] = made.final_loss(cfg.loss_steps)
-        times = time_steps(built, cfg.steps, cfg.repeats)
-    base = RUNG_0 if RUNG_0 in built else next(iter(built))
-    entries: list[dict[str, Any]] = []
-    before: set[str] = set()
-    for name, rung in built.items():
-        confirmed = set(rung.missing()) <= before if rung.ledger else None
-        before |= set(rung.missing())
-        entries.append(
-            {
-                "name": name,
-                **rung.figures(times[name]),
-                "final_loss": losses[name],
-                "ledger": rung.ledger.as_dict() or None,
-                "confirmed": confirmed,
-                "remark": {True: "confirms", False: "not on here", None: None}[confirmed],
-                "times_rung_0": times_as_fast(times[base], times[name]),
-                "times_before": times_as_fast(times[entries[-1]["name"]], times[name]) if entries else None,
-                "loss_deviation": losses[name] / losses[base] - 1.0,
-            }
-        )
-    return entries + failed
 
 
 COLUMNS = {
     "ms/step": "{step_ms:.2f}",
-    "range": "{step_ms_min:.2f}–{step_ms_max:.2f}",
+    "quartiles": "{step_ms_q1:.2f}–{step_ms_q3:.2f}",
     "samples/s": "{samples_per_s:.0f}",
     "×before": "{times_before:.2f}",
-    "×rung 0": "{times_rung_0:.2f}",
+    "×rung 0": "{speed:.2f}",
+    "its quartiles": "{speed_q1:.2f}–{speed_q3:.2f}",
     "MFU": "{mfu:.1%}",
     "GiB": "{memory_reserved_peak:GiB}",
     "warm-up s": "{warm_up_s:.1f}",
@@ -119,14 +141,15 @@ COLUMNS = {
 }
 
 
-def main(words: list[str]) -> None:
-    cfg, overrides = parse(LadderConfig, "ladder", words, __doc__ or "")
-    entries = climb(cfg, overrides)
-    device = device_of(overrides)
-    file = publish(cfg, overrides, device, {"rungs": entries}, entries_table(COLUMNS, entries))
-    bars = []
-    for e in (e for e in entries if "error" not in e):
-        pale = e["confirmed"] is False
-        note = f"{e['samples_per_s']:.0f}  x{e['times_rung_0']:.2f}{'  not on' if pale else ''}"
-        bars.append(Bar(e["name"], e["samples_per_s"], note, pale))
-    bar_chart(file, "samples/s, and times rung 0", device, bars)
+def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
+    return [*fits(entries), entries_table(COLUMNS, rungs(entries))]
+
+
+def bars(entries: Sequence[dict[str, Any]]) -> tuple[str, list[Bar]]:
+    """The rungs that were on."""
+    on = [e for e in entries if "speed" in e and not e["not_on"]]
+    drawn = [Bar(e["name"], e["samples_per_s"], f"{e['samples_per_s']:.0f}  x{e['speed']:.2f}") for e in on]
+    return "samples/s, and times rung 0", drawn
+
+
+BENCHMARKS = {"ladder": Benchmark(LadderConfig, plan, texts, __doc__ or "", bars)}

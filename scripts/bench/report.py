@@ -1,53 +1,11 @@
-"""What a benchmark leaves behind: a table on the terminal, JSON with the environment, a bar chart."""
+"""How results are shown: tables, bar charts, and parts of pages that are made anew."""
 
 from __future__ import annotations
 
-import json
 import string
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
-
-from data.manifest import write_atomically
-from scripts.bench.settings import BenchConfig
-from training.environment import describe_environment
-
-
-def publish(cfg: BenchConfig, overrides: list[str], device: torch.device, found: dict[str, Any], *tables: str) -> Path:
-    """Prints the tables and writes what was `found` as JSON, with the command's keys, the environment and the date.
-
-    A page with what a reader needs lies beside the JSON. Both are fit for docs/benchmarks: hardware, versions, state of
-    the code, the command, and the tables as printed.
-    """
-    print("", *tables, sep="\n")
-    keys = asdict(cfg)
-    path = Path(keys.pop("out")).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    environment = describe_environment(device)
-    environment |= {"device": device.type, "date": time.strftime("%Y-%m-%d")}
-    content = {"environment": environment} | keys | {"overrides": overrides} | found
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
-    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch", "triton"))
-    git = environment["git"]
-    code = "unknown" if git is None else git["commit"][:10] + (", with changes" if git["uncommitted_changes"] else "")
-    words = [word for word in environment["argv"][1:] if not word.startswith("out=")]
-    lines = [
-        f"# {path.stem.replace('_', ' ')}",
-        "",
-        f"{environment['hardware']}; {versions}; {environment['date']}; code {code}.",
-        "",
-        f"    python -m scripts.bench {' '.join(words)}",
-        "",
-        *("".join(f"    {line}\n" for line in text.splitlines()) for text in tables),
-        f"Every figure: [{path.name}]({path.name}).",
-    ]
-    write_atomically(path.with_suffix(".md"), "\n".join(lines) + "\n")
-    print(f"\n{path}", flush=True)
-    return path
 
 
 def put_between(text: str, start: str, end: str, content: str, page: str) -> str:
@@ -101,30 +59,33 @@ def entries_table(columns: Mapping[str, str], entries: Sequence[dict[str, Any]])
     return table(rows)
 
 
+def fits(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """What had to be shrunk to fit, each sentence once."""
+    return list(dict.fromkeys(entry["fit"] for entry in entries if "fit" in entry))
+
+
 class Bar(NamedTuple):
-    """One bar of a chart; a pale one was measured without what its label says."""
+    """One bar of a chart."""
 
     label: str
     length: float
     note: str
-    pale: bool = False
 
 
-def bar_chart(results: Path, title: str, device: torch.device, bars: Sequence[Bar]) -> None:
-    """Draws horizontal bars as a PNG beside the results, and prints where; the title names the hardware too."""
+def bar_chart(file: Path, title: str, bars: Sequence[Bar]) -> None:
+    """Draws horizontal bars as a PNG."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, line, left, width = ImageFont.load_default(20), 34, 430, 1400
     image = Image.new("RGB", (width, line * (len(bars) + 2)), "white")
     draw = ImageDraw.Draw(image)
-    draw.text((16, 14), f"{title}; {describe_environment(device)['hardware']}", fill="black", font=font)
+    draw.text((16, 14), title, fill="black", font=font)
     longest = max(bar.length for bar in bars)
     notes = max(draw.textlength(bar.note, font=font) for bar in bars) + 24
-    for i, (label, length, note, pale) in enumerate(bars):
+    for i, (label, length, note) in enumerate(bars):
         top = line * (i + 1) + 18
         end = left + int((width - left - notes) * length / longest)
         draw.text((left - 12 - draw.textlength(label, font=font), top), label, fill="black", font=font)
-        draw.rectangle((left, top + 2, max(end, left + 2), top + line - 10), fill="#c4d3e0" if pale else "#3b76af")
+        draw.rectangle((left, top + 2, max(end, left + 2), top + line - 10), fill="#3b76af")
         draw.text((end + 10, top), note, fill="black", font=font)
-    image.save(results.with_suffix(".png"))
-    print(results.with_suffix(".png"))
+    image.save(file)

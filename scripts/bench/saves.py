@@ -12,13 +12,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.report import entries_table, publish
-from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import Spread, synchronise, times_as_fast
-from scripts.bench.workload import Workload
+import torch
+
+from scripts.bench.report import entries_table
+from scripts.bench.rows import Benchmark, Row
+from scripts.bench.settings import BenchConfig
+from scripts.bench.timing import Spread, synchronise
+from scripts.bench.workload import Kept, Workload
 from training.assemble import describe_run
 from training.checkpoint.find import complete
 from training.checkpoint.save import Checkpoints
@@ -41,39 +46,52 @@ def one_round(
     return [taken, stalled, time.perf_counter() - began - taken]
 
 
-def main(words: list[str]) -> None:
-    cfg, overrides = parse(BenchConfig, "saves", words, __doc__ or "")
-    workload = Workload(overrides)
+def measure(cfg: BenchConfig, kept: Kept[Workload], overrides: list[str], in_background: bool) -> dict[str, Any]:
+    """Rounds of steps that begin with a save, in turn with rounds without."""
+    workload = kept.get("workload", lambda: Workload(overrides))
     described = describe_run(workload.composed, workload.loader.spec, workload.ledger)
     parent = Path(tempfile.mkdtemp(prefix="saves-", dir="."))
     try:
-        ways: dict[str, Checkpoints | None] = {
-            "no save": None,
-            "background": Checkpoints(parent / "background", in_background=True),
-            "foreground": Checkpoints(parent / "foreground"),
-        }
+        ways = {"own": Checkpoints(parent, in_background=in_background), "no save": None}
         rounds: dict[str, list[list[float]]] = {name: [] for name in ways}
         for number in range(cfg.repeats + 1):
             for name in list(ways) if number % 2 else reversed(ways):
                 found = one_round(workload, ways[name], described, cfg.steps)
                 rounds[name] += [found] if number else []
-        size = sum(file.stat().st_size for file in complete(parent / "background")[-1].iterdir())
+        size = sum(file.stat().st_size for file in complete(parent)[-1].iterdir())
     finally:
         shutil.rmtree(parent)
-    entries: list[dict[str, Any]] = []
     base = [taken for taken, _, _ in rounds["no save"]]
-    for name, found in rounds.items():
-        taken, stalled, rest = (list(column) for column in zip(*found, strict=True))
-        figures = Spread.of([1e3 * s for s in stalled]).as_json("stall_ms")
-        figures |= Spread.of([1e3 * t / cfg.steps for t in taken]).as_json("step_ms")
-        figures |= {"times_as_long": times_as_fast(taken, base), "written_after_s": Spread.of(rest).median}
-        entries.append({"name": name, **figures})
+    taken, stalled, rest = (list(column) for column in zip(*rounds["own"], strict=True))
+    return {
+        **Spread.of([1e3 * s for s in stalled]).as_json("stall_ms"),
+        **Spread.of([1e3 * t / cfg.steps for t in base]).as_json("baseline_step_ms"),
+        **Spread.of([1e3 * t / cfg.steps for t in taken]).as_json("step_ms"),
+        **Spread.of_ratio(taken, base).as_json("times_as_long"),
+        "written_after_s": Spread.of(rest).median,
+        "bytes": size,
+        "steps": cfg.steps,
+    }
+
+
+def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> list[Row]:
+    kept: Kept[Workload] = Kept()
+    ways = {"background": True, "foreground": False}
+    return [Row(name, partial(measure, cfg, kept, overrides, way), 40) for name, way in ways.items()]
+
+
+def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     columns = {
+        "MiB": "{mib:.1f}",
         "stall ms": "{stall_ms:.1f}",
+        "one in steps": "{steps}",
         "ms/step": "{step_ms:.2f}",
+        "without": "{baseline_step_ms:.2f}",
         "slower": "×{times_as_long:.3f}",
+        "quartiles": "{times_as_long_q1:.3f}–{times_as_long_q3:.3f}",
         "written after": "{written_after_s:.2f} s",
     }
-    head = f"{size / 2**20:.1f} MiB a checkpoint, one in {cfg.steps} steps, median of {cfg.repeats}"
-    found = {"bytes": size, "ways": entries}
-    publish(cfg, overrides, workload.device, found, f"{head}\n{entries_table(columns, entries)}")
+    return [entries_table(columns, [e | {"mib": e["bytes"] / 2**20} if "bytes" in e else e for e in entries])]
+
+
+BENCHMARKS = {"saves": Benchmark(BenchConfig, plan, texts, __doc__ or "")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 from training.config.compose import compose, from_words
@@ -22,7 +23,7 @@ SETTINGS = {
 """Name -> overrides. s: 33 M parameters; b: 126 M (the size of DiT-B/2); 32×32×4 latents, 50,000 samples."""
 CONSTANT = ["schedule.kind=constant", "schedule.warmup_samples=0"]
 """So that the short stretches that are compared train at the full rate."""
-DURATIONS = {"tiny": (2, 3), "s256": (10, 5), "s32": (40, 5), "b256": (5, 5)}
+DURATIONS = {"tiny": (2, 3), "s256": (8, 5), "s32": (20, 5), "b256": (4, 5)}
 """Name -> steps in a repeat, repeats."""
 
 
@@ -37,8 +38,16 @@ class BenchConfig:
     repeats: int = 0
     loss_steps: int = 0
     """Steps after which final losses are compared; 0: as many as one repeat has."""
-    out: str | None = None
-    """The JSON file; null: bench/<command>_<setting>.json."""
+    inductor: bool = True
+    """False leaves out rows that compile with Inductor, which takes minutes on a CPU."""
+    name: str | None = None
+    """What the results are called; null: <command>_<setting>."""
+    out: str = "bench"
+    """The folder that keeps the results."""
+    again: bool = False
+    """True measures rows that this code has measured on this machine before."""
+    until: float = inf
+    """Unix time by which a row must end to be begun; `bench gpu` sets it."""
 
 
 Keys = TypeVar("Keys")
@@ -73,11 +82,13 @@ def parse(schema: type[Config], command: str, words: list[str], help_text: str) 
         steps=steps,
         repeats=cfg.repeats or DURATIONS[setting][1],
         loss_steps=cfg.loss_steps or steps,
-        out=cfg.out or f"bench/{command}_{setting}.json",
+        name=cfg.name or f"{command}_{setting}",
     )
     chosen = tuple(f"{word.partition('=')[0]}{mark}" for word in theirs if "." not in word for mark in ("=", "."))
     kept = [word for word in SETTINGS[setting] if not word.startswith(chosen)]  # model=… brings its own model.dim
-    return cfg, [*kept, *CONSTANT, *theirs]
+    overrides = [*kept, *CONSTANT, *theirs]
+    compose(overrides)  # a mistake is told before anything is measured
+    return cfg, overrides
 
 
 def device_of(overrides: list[str]) -> torch.device:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 
 from accel.evidence import profiler_activities
-from scripts.bench.report import entries_table, publish
-from scripts.bench.settings import BenchConfig, parse
+from scripts.bench.report import entries_table
+from scripts.bench.rows import Benchmark, Row
+from scripts.bench.settings import BenchConfig
 from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
@@ -154,28 +156,44 @@ def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], c
     return Verdict("bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"])
 
 
-def main(words: list[str]) -> None:
-    cfg, overrides = parse(BenchConfig, "step", words, __doc__ or "")
+def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
+    """The whole step, its phases, and the verdict."""
     workload = Workload(overrides)
     print(workload.ledger.table(), flush=True)
     step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
-    spread = Spread.of(step_ms)
     device, host = phases_of(workload, cfg.steps)
     done = work_of(workload)
     active = {row.key: row.active for row in workload.ledger}
     left = {c.word for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value}
-    found = verdict(spread.median, device["data"], done, left, workload.device.type == "cuda")
+    median = Spread.of(step_ms).median
+    found = verdict(median, device["data"], done, left, workload.device.type == "cuda")
     shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
-    phases = [{"name": p, "device_ms": device[p], "host_ms": host[p]} for p in shown]
-    columns = {"ms": "{device_ms:.3f}", "naive host timer, ms": "{host_ms:.3f}"}
-    whole = f"step, phases unmarked: {spread.median:.3f} ms ({spread.low:.3f}–{spread.high:.3f})"
-    judgement = f"{found.bound}: {found.reason}.\nTry next: {', '.join(found.keys)}"
-    content = {
+    return {
         **workload.figures(step_ms),
-        "phases": phases,
+        "phases": [{"name": p, "device_ms": device[p], "host_ms": host[p]} for p in shown],
         "busy_ms": done.busy,
         "products_ms": done.products,
         "verdict": found._asdict(),
         "ledger": workload.ledger.as_dict(),
     }
-    publish(cfg, overrides, workload.device, content, f"{entries_table(columns, phases)}\n{whole}\n", judgement)
+
+
+def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> list[Row]:
+    return [Row("step", partial(measure, cfg, overrides), 60)]
+
+
+def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
+    columns = {"ms": "{device_ms:.3f}", "naive host timer, ms": "{host_ms:.3f}"}
+    found = []
+    for e in entries:
+        if "verdict" not in e:
+            found.append(entries_table({}, [e]))
+            continue
+        whole = f"step, phases unmarked: {e['step_ms']:.3f} ms ({e['step_ms_q1']:.3f}–{e['step_ms_q3']:.3f})"
+        judged = e["verdict"]
+        judgement = f"{judged['bound']}: {judged['reason']}.\nTry next: {', '.join(judged['keys'])}"
+        found += [f"{entries_table(columns, e['phases'])}\n{whole}\n", judgement]
+    return found
+
+
+BENCHMARKS = {"step": Benchmark(BenchConfig, plan, texts, __doc__ or "")}

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
@@ -28,27 +28,43 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and range of repeated measurements."""
+class Spread(NamedTuple):
+    """Median, range and quartiles of repeated measurements."""
 
     median: float
     low: float
     high: float
     n: int
+    q1: float
+    q3: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values), len(values))
+        q1, _, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(statistics.median(values), min(values), max(values), len(values), q1, q3)
+
+    @classmethod
+    def of_ratio(cls, base: Sequence[float], other: Sequence[float]) -> Spread:
+        """How many times as fast as `base` `other` was, round by round: drift hits both of a round alike."""
+        return cls.of([a / b for a, b in zip(base, other, strict=True)])
 
     def as_json(self, name: str) -> dict[str, float | int]:
-        """`name` (the median), `name_min`, `name_max`, `n`."""
-        return {name: self.median, f"{name}_min": self.low, f"{name}_max": self.high, "n": self.n}
+        """`name` (the median), `name_min`, `name_max`, `name_q1`, `name_q3`, `n`."""
+        ends = {"min": self.low, "max": self.high, "q1": self.q1, "q3": self.q3}
+        return {name: self.median, **{f"{name}_{end}": value for end, value in ends.items()}, "n": self.n}
+
+
+NO_DIFFERENCE = "no difference"
+
+
+def difference(entry: Mapping[str, Any], name: str) -> str:
+    """gain, loss, or no difference where the quartiles of the ratio `name` of an entry straddle 1."""
+    return "gain" if entry[f"{name}_q1"] > 1 else "loss" if entry[f"{name}_q3"] < 1 else NO_DIFFERENCE
 
 
 def times_as_fast(base: Sequence[float], other: Sequence[float]) -> float:
-    """How many times as fast as `base` `other` was: the median over rounds, each of which drift hits alike."""
-    return statistics.median(a / b for a, b in zip(base, other, strict=True))
+    """The median of `Spread.of_ratio`."""
+    return Spread.of_ratio(base, other).median
 
 
 def interleaved(

@@ -1,6 +1,6 @@
 """A profiler trace of a few steps, to be opened in https://ui.perfetto.dev.
 
-    python -m scripts.bench trace setting=s32 runtime=fast steps=3 out=bench/trace.json
+    python -m scripts.bench trace setting=s32 runtime=fast steps=3
 
 Prints the ops that took most of the time.
 """
@@ -25,8 +25,8 @@ def main(words: list[str]) -> None:
         synchronise(workload.device)
     order = "self_cuda_time_total" if workload.device.type == "cuda" else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=50))
-    assert cfg.out is not None
-    file = Path(cfg.out).expanduser()
-    file.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(cfg.out).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{cfg.name}.json"
     profiler.export_chrome_trace(str(file))
     print(file)

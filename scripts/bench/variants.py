@@ -1,18 +1,16 @@
 """Variants of a training configuration, each trained, and timed in turn with its baseline.
 
     python -m scripts.bench techniques setting=s256
-    python -m scripts.bench techniques setting=s256 model=dit_s out=docs/benchmarks/techniques_dit_s_h200_2026-11.json
+    python -m scripts.bench techniques setting=s32 model=mamba_s precisions=[bf16]
     python -m scripts.bench mixers size=s batch_size=256 runtime=production
     python -m scripts.bench mixers size=b batch_size=64 data.height=64 data.width=64 runtime=production
-    python -m scripts.bench precision setting=s256 steps=500
     python -m scripts.bench precision setting=tiny data=digits steps=500 seeds=[0,1,2]
 
-`techniques`: each technique alone over eager, and removed from max: speed, memory, loss. A technique that cannot be had
-on this machine is listed with the reason and not measured. `python -m scripts.bench readme` makes the README's table
-from the result.
+`techniques`: each technique alone over eager, in fp32 and in bf16, and removed from max: speed, memory, loss. Attention
+is measured in an attention model. A technique that cannot be had on this machine is listed with the reason.
 
-`mixers`: a whole training step of each mixer at equal parameters. 32×32 latents are 256 tokens, 64×64 latents 1,024.
-Ratios are to attention (`dit`), round by round.
+`mixers`: a whole training step of each mixer, with attention (`dit`) as the baseline: at equal parameters as measured,
+and at equal FLOPs, where both are taken to slow down in proportion. 32×32 latents are 256 tokens, 64×64 latents 1,024.
 
 `precision`: fp32, bf16 and fp16 over several seeds: speed, loss on the training stream, loss held out, steps lost to
 scaling. Guides disagree on which 16-bit type is better; this shows it for one model and data set, with the spread over
@@ -21,8 +19,9 @@ seeds. On data=synthetic there is nothing to learn but the classes' means: choos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,22 +29,34 @@ import torch
 from accel.ledger import UNUSED
 from accel.precision import Precision
 from accel.stack import TECHNIQUES
-from scripts.bench.report import entries_table, publish
-from scripts.bench.settings import BenchConfig, device_of, parse
-from scripts.bench.timing import Spread, times_as_fast
-from scripts.bench.workload import Workload, attempt, second_half, time_steps
+from scripts.bench.fitting import fitted
+from scripts.bench.report import entries_table, fits
+from scripts.bench.rows import LEFT_OUT, Benchmark, Row
+from scripts.bench.settings import BenchConfig
+from scripts.bench.timing import NO_DIFFERENCE, Spread, difference
+from scripts.bench.workload import Kept, Workload, beside, second_half
 from scripts.capabilities import override
 from training.config.compose import CONF, compose
 from training.evaluate import evaluate
 
 MORE_WAYS = {"compile": ({"compile": True, "compile_mode": "max-autotune-no-cudagraphs"},)}
 """Technique -> ways in which it is measured beside those that it states itself."""
-BASELINES = {"residual_in_fp32": ["runtime.precision=bf16", "runtime.residual_in_fp32=false"]}
-"""Technique -> how its baseline differs from eager, where the residual is fp32 already and no block has 16 bits."""
+MORE_BASELINE = {"residual_in_fp32": ["runtime.residual_in_fp32=false"]}
+"""Technique -> how its baseline differs from eager, where the residual is fp32 already."""
+ONLY_OVER = {"residual_in_fp32": "bf16", "precision": "fp32"}
+"""Technique -> the only baseline over which it means something."""
 ATTENTION = "dit"
 PRECISIONS = ("fp32", "bf16", "fp16")
 Trained = tuple[Workload, dict[str, Any]]
 """A workload after the steps that its losses are measured in, and the figures of these."""
+
+
+@dataclass(frozen=True)
+class TechniquesConfig(BenchConfig):
+    """Keys of `techniques`."""
+
+    precisions: list[str] = field(default_factory=lambda: ["fp32", "bf16"])
+    """Of the eager baselines; each technique removed from max is measured with the last."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +86,21 @@ class Variant(NamedTuple):
     """What else its entry says of it."""
 
 
-def compare(variants: Iterable[Variant], cfg: BenchConfig, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """An entry for each variant: both are trained from the same seed on the same samples, then timed in turn.
+def rows_of(variants: Iterator[Variant] | list[Variant], cfg: BenchConfig, held_out: bool = False) -> Iterator[Row]:
+    """A row for each variant: both are trained from the same seed on the same samples, then timed in turn.
 
     Variants in a row with the same baseline share it, so no more than two models are in memory. `held_out` evaluates
     each after `loss_steps` steps.
     """
-    torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
-    words: list[str] = []
-    baseline: Any = None
+    kept: Kept[Trained] = Kept()
     for variant in variants:
-        if variant.reason is None and variant.baseline != words:
-            baseline, words = None, variant.baseline  # frees the last one before the next is built
-            baseline = attempt(lambda words=words: trained(words, cfg.loss_steps, held_out))
-        figures = {"reason": variant.reason} if variant.reason else measured(variant, baseline, cfg, held_out)
-        shown = figures["reason"] if "reason" in figures else f"{figures['step_ms']:.2f} ms/step"
-        print(f"{variant.name}: {shown}", flush=True)
-        yield {"name": variant.name} | variant.labels | figures
+        compiles = bool({"runtime.compile=true", "runtime=max", "runtime=production"} & {*variant.overrides})
+        reason = variant.reason or (LEFT_OUT if compiles and not cfg.inductor else None)
+        if reason:
+            yield Row(variant.name, partial(dict[str, Any], reason=reason), 0, variant.labels)
+        else:
+            seconds = 90 if compiles else 15
+            yield Row(variant.name, partial(measured, variant, kept, cfg, held_out), seconds, variant.labels)
 
 
 def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
@@ -109,88 +118,96 @@ def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
     return workload, figures
 
 
-def measured(variant: Variant, baseline: Trained | str, cfg: BenchConfig, held_out: bool) -> dict[str, Any]:
-    """The figures of a variant beside its baseline, or the reason why one of them could not be built."""
-    if isinstance(baseline, str):
-        return {"reason": f"the baseline: {baseline}"}
+def measured(variant: Variant, kept: Kept[Trained], cfg: BenchConfig, held_out: bool) -> dict[str, Any]:
+    """The figures of a variant beside its baseline."""
+    other, other_figures = kept.get(variant.baseline, lambda: trained(variant.baseline, cfg.loss_steps, held_out))
     itself = variant.overrides == variant.baseline
-    made = baseline if itself else attempt(lambda: trained(variant.overrides, cfg.loss_steps, held_out))
-    if isinstance(made, str):
-        return {"reason": made}
-    (workload, figures), (other, other_figures) = made, baseline
-    pair = {"own": workload} if itself else {"base": other, "own": workload}
-    times = time_steps(pair, cfg.steps, cfg.repeats)
-    own, base = times["own"], times.get("base", times["own"])
+    workload, figures = (other, other_figures) if itself else trained(variant.overrides, cfg.loss_steps, held_out)
     return {
-        **Spread.of(base).as_json("baseline_step_ms"),
-        **workload.figures(own),
-        "speed": times_as_fast(base, own),
+        **beside(other, workload, cfg),
         "parameters": sum(p.numel() for p in workload.model.parameters()),
         "tokens": workload.model.tokens,
-        "baseline_memory_reserved_peak": other.memory_peak,
+        "flops_a_sample": workload.state.meter.train_flops,
         **figures,
         "loss_deviation": figures["final_loss"] / other_figures["final_loss"] - 1.0,
-        "baseline_not_on": other.missing(),
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},
     }
 
 
-def alone(overrides: list[str], device: torch.device) -> Iterator[Variant]:
+def with_attention(overrides: list[str]) -> list[str]:
+    """The overrides with an attention model of the same size where theirs has no attention."""
+    if "Attention" in str(compose(overrides).cfg.model):
+        return overrides
+    return [f"model={ATTENTION}_{word.rpartition('_')[2]}" if word.startswith("model=") else word for word in overrides]
+
+
+def alone(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> Iterator[Variant]:
     """Each technique in each of its ways over eager; what it cannot do without is in its baseline too."""
     for kind in TECHNIQUES:
-        for way in (*kind.ways(), *MORE_WAYS.get(kind.key, ())):
-            added = [override(key, value) for key, value in way.items() if key in (kind.key, *kind.options)]
-            needed = [word for word in (override(*item) for item in way.items()) if word not in added]
-            differs = ["runtime=eager", *BASELINES.get(kind.key, []), *needed]
-            base = [*overrides, *differs]
-            value = way[kind.key]
-            labels = {"key": kind.key, "value": value, "baseline": differs}
-            yield Variant(" ".join(added), [*base, *added], base, kind(value, device).unavailable(), labels)
+        own = with_attention(overrides) if kind.key == "attention" else overrides
+        wanted = (ONLY_OVER[kind.key],) if kind.key in ONLY_OVER else PRECISIONS
+        for precision in (p for p in cfg.precisions if p in wanted):
+            eager = ["runtime=eager", override("precision", precision), *MORE_BASELINE.get(kind.key, [])]
+            for way in (*kind.ways(), *MORE_WAYS.get(kind.key, ())):
+                added = [override(key, value) for key, value in way.items() if key in (kind.key, *kind.options)]
+                needed = [word for word in (override(*item) for item in way.items()) if word not in added]
+                base = [*own, *eager, *needed]
+                labels = {"part": "alone", "key": kind.key, "over": precision, "baseline": [*eager, *needed]}
+                reason = kind(way[kind.key], device).unavailable()
+                yield Variant(f"{' '.join(added)} over {precision}", [*base, *added], base, reason, labels)
 
 
-def removed(overrides: list[str], device: torch.device) -> Iterator[Variant]:
+def removed(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> Iterator[Variant]:
     """max without each technique that it has and eager has not."""
     full = [*overrides, "runtime=max"]
     then, now = (compose([*overrides, f"runtime={name}"]).cfg.runtime for name in ("eager", "max"))
-    for kind in TECHNIQUES:
+    for kind in TECHNIQUES if "bf16" in cfg.precisions else ():  # max is in bf16
         old, new = (getattr(value, "value", value) for value in (getattr(then, kind.key), getattr(now, kind.key)))
         if old != new:
             word = override(kind.key, old)
-            yield Variant(f"max {word}", [*full, word], full, kind(new, device).unavailable(), {"key": kind.key})
+            reason = kind(new, device).unavailable()
+            yield Variant(f"max {word}", [*full, word], full, reason, {"part": "removed", "key": kind.key})
+
+
+def plan_techniques(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
+    unknown = [p for p in cfg.precisions if p not in PRECISIONS] or [] if cfg.precisions else ["[]"]
+    if unknown:
+        raise ValueError(f"precisions={','.join(unknown)}: choose some of {', '.join(PRECISIONS)}.")
+    size, said = fitted([[*overrides, "runtime=eager"], [*overrides, "runtime=max"]], device)
+    overrides = [*overrides, f"batch_size={size}"]
+    for row in rows_of([*alone(cfg, overrides, device), *removed(cfg, overrides, device)], cfg):
+        yield row._replace(labels=row.labels | ({"fit": said} if said else {}))
 
 
 def remark(entry: dict[str, Any]) -> str | None:
-    """What the ledger says against the figures of a technique, if anything."""
-    if "reason" in entry:
+    """What the ledger says against the figures of a technique, if anything; then, whether there is a difference."""
+    if "speed" not in entry:
         return None
     if entry["lost"]:
         return f"not on: {', '.join(entry['lost'])}"
     if entry["key"] in entry["baseline_not_on"]:
         return "not on in the baseline"
-    return "the model has no use for it" if entry["ledger"].get(entry["key"]) == UNUSED else None
+    if entry["ledger"].get(entry["key"]) == UNUSED:
+        return "the model has no use for it"
+    return NO_DIFFERENCE if difference(entry, "speed") == NO_DIFFERENCE else None
 
 
-def techniques(words: list[str]) -> None:
-    """Each alone over eager, and each removed from max."""
-    cfg, overrides = parse(BenchConfig, "techniques", words, __doc__ or "")
-    device = device_of(overrides)
+def techniques_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     columns = {
         "ms/step": "{step_ms:.2f}",
         "baseline": "{baseline_step_ms:.2f}",
         "speed": "×{speed:.2f}",
+        "quartiles": "{speed_q1:.2f}–{speed_q3:.2f}",
         "GiB": "{memory_reserved_peak:GiB}",
         "baseline GiB": "{baseline_memory_reserved_peak:GiB}",
         "loss": "{loss_deviation:+.0e}",
     }
-    found = {
-        "alone": list(compare(alone(overrides, device), cfg)),
-        "removed": list(compare(removed(overrides, device), cfg)),
-    }
-    for e in (*found["alone"], *found["removed"]):
-        e["remark"] = remark(e)
-    texts = [f"each {name}\n{entries_table(columns, entries)}" for name, entries in found.items()]
-    publish(cfg, overrides, device, found, *texts)
+    parts = {part: [e | {"remark": remark(e)} for e in entries if e["part"] == part] for part in ("alone", "removed")}
+    return [
+        *fits(entries),
+        *(f"each {part}\n{entries_table(columns, found)}" for part, found in parts.items() if found),
+    ]
 
 
 def families(size: str) -> list[str]:
@@ -201,61 +218,63 @@ def families(size: str) -> list[str]:
     return [ATTENTION, *(name for name in found if name != ATTENTION)]
 
 
-def mixers(words: list[str]) -> None:
+def plan_mixers(cfg: MixersConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
     """One model of each family, with attention as the baseline of all."""
-    cfg, overrides = parse(MixersConfig, "mixers", words, __doc__ or "")
     own = [word for word in overrides if not word.startswith("model")]
-    device = device_of(own)
-    cfg = replace(cfg, size=cfg.size or ("s" if device.type == "cuda" else "xs"))
-    models = {family: [*own, f"model={family}_{cfg.size}"] for family in families(str(cfg.size))}
-    variants = [Variant(family, model, models[ATTENTION], None, {}) for family, model in models.items()]
+    size = cfg.size or ("s" if device.type == "cuda" else "xs")
+    batch_size, said = fitted([[*own, f"model={family}_{size}"] for family in families(size)], device)
+    own, labels = [*own, f"batch_size={batch_size}"], {"fit": said} if said else {}
+    models = {family: [*own, f"model={family}_{size}"] for family in families(size)}
+    yield from rows_of([Variant(family, m, models[ATTENTION], None, labels) for family, m in models.items()], cfg)
+
+
+def mixers_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     columns = {
         "parameters": "{parameters}",
         "tokens": "{tokens}",
+        "GFLOP a sample": "{gflop:.1f}",
         "ms/step": "{step_ms:.2f}",
-        "range": "{step_ms_min:.2f}–{step_ms_max:.2f}",
         "samples/s": "{samples_per_s:.0f}",
-        "×attention": "{times_attention:.2f}",
+        "×attention": "{speed:.2f}",
+        "quartiles": "{speed_q1:.2f}–{speed_q3:.2f}",
+        "at equal FLOPs": "{at_equal_flops:.2f}",
         "MFU": "{mfu:.1%}",
         "GiB": "{memory_reserved_peak:GiB}",
     }
-    entries = list(compare(variants, cfg))
+    base = next((e["flops_a_sample"] for e in entries if e["name"] == ATTENTION and "speed" in e), None)
+    shown = []
     for e in entries:
-        e["times_attention"] = e.get("speed")
-        e["remark"] = f"not on: {', '.join(e['not_on'])}" if e.get("not_on") else None
-    publish(cfg, overrides, device, {"mixers": entries}, entries_table(columns, entries))
+        if "speed" in e:
+            more = {"gflop": e["flops_a_sample"] / 1e9, "at_equal_flops": None}
+            if base:
+                more["at_equal_flops"] = e["speed"] * e["flops_a_sample"] / base
+            missing = f"not on: {', '.join(e['not_on'])}" if e["not_on"] else None
+            same = e["name"] != ATTENTION and difference(e, "speed") == NO_DIFFERENCE
+            e = e | more | {"remark": missing or (NO_DIFFERENCE if same else None)}
+        shown.append(e)
+    return [*fits(entries), entries_table(columns, shown)]
 
 
-def over_seeds(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """One entry for all runs of a precision: median and range of each figure, and the steps lost by all together."""
-    for run in runs:
-        if "reason" in run:
-            return {"name": name, "reason": run["reason"]}
-        run["loss"] = run["final_loss"]
-    entry: dict[str, Any] = {"name": name}
-    for figure in ("step_ms", "loss", "eval_loss"):
-        if runs[0][figure] is not None:
-            entry |= Spread.of([run[figure] for run in runs]).as_json(figure)
-    lost = {figure: sum(run[figure] for run in runs) for figure in ("skipped", "backed_off")}
-    return {"eval_loss": None} | entry | lost | {"runs": runs}
-
-
-def precision(words: list[str]) -> None:
+def plan_precision(cfg: PrecisionConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
     """Each precision from each seed, with fp32 from the same seed as its baseline."""
-    cfg, overrides = parse(PrecisionConfig, "precision", words, __doc__ or "")
     if cfg.steps < 2 or not cfg.seeds:
         raise ValueError(f"steps={cfg.steps} and seeds={cfg.seeds} must be at least 2 steps and one seed.")
-    device = device_of(overrides)
     variants = []
     for seed in cfg.seeds:
         models = {name: [*overrides, f"seed={seed}", f"runtime.precision={name}"] for name in PRECISIONS}
         for name, own in models.items():
             reason = None if name == "fp32" else Precision(name, device).unavailable()
-            variants.append(Variant(name, own, models["fp32"], reason, {"seed": seed}))
+            labels = {"precision": name, "seed": seed}
+            variants.append(Variant(f"{name}, seed {seed}", own, models["fp32"], reason, labels))
     durations = replace(cfg, loss_steps=cfg.steps, steps=max(1, cfg.steps // 10))
-    runs = list(compare(variants, durations, held_out=True))
-    entries = [over_seeds(name, [run for run in runs if run["name"] == name]) for name in PRECISIONS]
+    for row in rows_of(variants, durations, held_out=True):
+        yield row._replace(seconds=row.seconds + cfg.steps / 20)
+
+
+def precision_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """One row for all runs of a precision: median and range of each figure, and the steps lost by all together."""
     columns = {
+        "seeds": "{seeds}",
         "ms/step": "{step_ms:.2f}",
         "loss": "{loss:.4f}",
         "range": "{loss_min:.4f}–{loss_max:.4f}",
@@ -263,5 +282,23 @@ def precision(words: list[str]) -> None:
         "skipped": "{skipped}",
         "backed off": "{backed_off}",
     }
-    text = f"median of {len(cfg.seeds)} seeds, {cfg.steps} steps\n{entries_table(columns, entries)}"
-    publish(cfg, overrides, device, {"precisions": entries}, text)
+    shown = []
+    for name in dict.fromkeys(e["precision"] for e in entries):
+        runs = [e for e in entries if e["precision"] == name]
+        good = [run for run in runs if "speed" in run]
+        if not good:
+            shown.append(runs[0] | {"name": name})
+            continue
+        entry: dict[str, Any] = {"name": name, "seeds": len(good), "eval_loss": None}
+        for figure, key in (("step_ms", "step_ms"), ("loss", "final_loss"), ("eval_loss", "eval_loss")):
+            if good[0][key] is not None:
+                entry |= Spread.of([run[key] for run in good]).as_json(figure)
+        shown.append(entry | {figure: sum(run[figure] for run in good) for figure in ("skipped", "backed_off")})
+    return [f"median over seeds\n{entries_table(columns, shown)}"]
+
+
+BENCHMARKS = {
+    "techniques": Benchmark(TechniquesConfig, plan_techniques, techniques_texts, __doc__ or ""),
+    "mixers": Benchmark(MixersConfig, plan_mixers, mixers_texts, __doc__ or ""),
+    "precision": Benchmark(PrecisionConfig, plan_precision, precision_texts, __doc__ or ""),
+}

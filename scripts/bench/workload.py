@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from accel.ledger import Ledger
 from accel.stack import AccelerationStack
-from accel.technique import first_line
+from scripts.bench.settings import BenchConfig
 from scripts.bench.timing import MemoryPeak, Spread, interleaved
 from training.assemble import assemble
 from training.config.compose import compose
 from training.environment import pick_device
+
+Made = TypeVar("Made")
 
 
 class Runnable:
@@ -59,6 +61,7 @@ class Runnable:
         spread = Spread.of(step_ms)
         return {
             **spread.as_json("step_ms"),
+            "batch_size": self.batch_size,
             "samples_per_s": 1e3 * self.batch_size / spread.median,
             "mfu": self.mfu(spread.median / 1e3),
             "memory_reserved_peak": self.memory_peak,
@@ -102,15 +105,18 @@ def second_half(losses: list[torch.Tensor]) -> float:
     return torch.stack(losses[len(losses) // 2 :]).mean().item()
 
 
-def attempt(make: Callable[[], Any], errors: type[Exception] = torch.OutOfMemoryError) -> Any:
-    """What `make` returns, or a sentence on the error of kind `errors` that it raised."""
-    try:
-        return make()
-    except errors as error:
-        kind = "out of memory" if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
-        message = f"{kind}: {first_line(error)}"
-    torch.cuda.empty_cache()
-    return message
+class Kept(Generic[Made]):
+    """Keeps what was made last, so that rows that follow each other share what they are compared with."""
+
+    def __init__(self) -> None:
+        self.made: tuple[object, Made] | None = None
+
+    def get(self, key: object, make: Callable[[], Made]) -> Made:
+        """What `make` returned for an equal key just before, or returns now; the last one is freed before."""
+        if self.made is None or self.made[0] != key:
+            self.made = None
+            self.made = key, make()
+        return self.made[1]
 
 
 def time_steps(workloads: Mapping[str, Runnable], steps: int, repeats: int) -> dict[str, list[float]]:
@@ -122,3 +128,16 @@ def time_steps(workloads: Mapping[str, Runnable], steps: int, repeats: int) -> d
     runs = {name: partial(workload.run, steps) for name, workload in workloads.items()}
     taken = interleaved(runs, repeats, device, prepare=lambda name: workloads[name].prepare())
     return {name: [1e3 * s / steps for s in values] for name, values in taken.items()}
+
+
+def beside(base: Runnable, own: Runnable, cfg: BenchConfig) -> dict[str, Any]:
+    """Figures of `own`, timed in turn with what it is compared with; `speed` is a ratio of rounds, with quartiles."""
+    times = time_steps({"own": own} if own is base else {"base": base, "own": own}, cfg.steps, cfg.repeats)
+    base_ms = times.get("base", times["own"])
+    return {
+        **Spread.of(base_ms).as_json("baseline_step_ms"),
+        **own.figures(times["own"]),
+        **Spread.of_ratio(base_ms, times["own"]).as_json("speed"),
+        "baseline_memory_reserved_peak": base.memory_peak,
+        "baseline_not_on": base.missing(),
+    }

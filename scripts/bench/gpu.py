@@ -1,0 +1,284 @@
+"""Measures everything in slots of minutes: the cheapest and most telling first, each row kept as soon as it is there.
+
+    python -m scripts.bench gpu out=bench/gpu budget_minutes=9
+    python -m scripts.bench gpu only=[ladder,techniques_bf16]
+    python -m scripts.bench gpu setting=tiny
+    python -m scripts.bench publish bench/gpu
+
+The same command goes on where it stopped: rows that the same code has measured on the same hardware with the same
+versions are left alone. Each benchmark is a process of its own. A row that raises, exhausts the memory, crashes or
+hangs is kept with its sentence, and the next one follows. A row begins only if it should end within the budget; the
+last lines say what remains. `publish` makes pages, charts and the README's tables of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.bench.__main__ import BENCHMARKS
+from scripts.bench.rows import LOST_DEVICE, Results, code_hash
+from training.config.compose import ROOT, from_words
+
+LIMIT = 480.0
+"""Seconds after which the process of a benchmark is ended."""
+LOG_BYTES = 2**20
+TINY = ["setting=tiny"]
+QUICK = [*TINY, "inductor=false"]
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """Keys of the queue."""
+
+    out: str = "bench/gpu"
+    """The folder that keeps the results: rows.jsonl, plan.json, log.txt."""
+    budget_minutes: float = 9.0
+    only: list[str] = field(default_factory=list)
+    """Names of items or of commands; empty: all."""
+    setting: str | None = None
+    """tiny: everything at a size for two CPU cores; null: the sizes that are published."""
+    limit_s: float = LIMIT
+    """Seconds after which the process of one benchmark is ended, and the row at which it is with it."""
+
+
+class Item(NamedTuple):
+    """One benchmark of the queue."""
+
+    name: str
+    what: str
+    words: list[str]
+    """The command and its keys."""
+    tiny: list[str] | None
+    """Its keys at setting=tiny; None: it would repeat another."""
+    seconds: float
+    """How long it should take on an H100, until it has been planned once."""
+
+    @property
+    def command(self) -> str:
+        return " ".join(["python -m scripts.bench", *self.words, f"name={self.name}"])
+
+
+WIDE = ["batch_size=64", "data.height=64", "data.width=64"]
+ITEMS = (
+    Item("doctor", "the machine and its rates", ["doctor", "setting=s32"], TINY, 20),
+    Item("calibration", "which fused kernels win", ["calibration", "setting=s256", "runtime=production"], TINY, 200),
+    Item(
+        "tests_first",
+        "whole steps: captured, never waiting, every technique on",
+        ["tests", "setting=s32", "select=first"],
+        [*TINY, "select=first"],
+        120,
+    ),
+    Item("kernels", "operators beside their definitions", ["kernels", "setting=s256"], QUICK, 150),
+    Item("hotspots", "where the time of a step goes", ["hotspots", "setting=b256", "batch_size=64"], TINY, 60),
+    Item(
+        "ladder_s32",
+        "from a newcomer's loop to `max`: 33 M parameters, 32×32×4 latents, 50,000 samples, batch 32",
+        ["ladder", "setting=s32"],
+        [*TINY, "num_workers=0"],
+        400,
+    ),
+    Item(
+        "techniques_bf16",
+        "each technique alone over eager in bf16, and removed from `max`",
+        ["techniques", "setting=s256", "precisions=[bf16]"],
+        [*QUICK, "precisions=[bf16]"],
+        900,
+    ),
+    Item(
+        "mixers_256",
+        "mixers, 33 M parameters, 256 tokens",
+        ["mixers", "setting=s256", "size=s", "runtime=production"],
+        [*QUICK, "size=xs", "runtime=fast"],
+        400,
+    ),
+    Item("ladder_s256", "the ladder at batch 256", ["ladder", "setting=s256"], None, 500),
+    Item("claims", "claims of guides: [techniques](../techniques.md)", ["claims", "setting=s32"], QUICK, 400),
+    Item(
+        "techniques_fp32",
+        "each technique alone over eager in fp32",
+        ["techniques", "setting=s256", "precisions=[fp32]"],
+        [*TINY, "precisions=[fp32]"],
+        700,
+    ),
+    Item("data", "loaders beside the usual pipelines; precompute by parts", ["data", "setting=s256"], TINY, 330),
+    Item(
+        "saves",
+        "what a checkpoint costs, in the background and not",
+        ["saves", "setting=b256", "batch_size=64", "runtime=production"],
+        [*TINY, "runtime=fast"],
+        120,
+    ),
+    Item(
+        "precision",
+        "fp32, bf16 and fp16 over three seeds, on digits",
+        ["precision", "setting=s256", "data=digits", "steps=500"],
+        [*TINY, "data=digits", "steps=50"],
+        300,
+    ),
+    Item("step", "one step by phases", ["step", "setting=s256", "runtime=fast"], [*TINY, "runtime=fast"], 60),
+    Item(
+        "antipatterns",
+        "what mistakes cost",
+        ["antipatterns", "setting=s32", "runtime=fast"],
+        [*QUICK, "runtime=fast"],
+        400,
+    ),
+    Item(
+        "mixers_1024",
+        "mixers at 1,024 tokens",
+        ["mixers", "setting=s256", "size=s", *WIDE, "runtime=production"],
+        None,
+        400,
+    ),
+    Item("ladder_b256", "the ladder at the size of DiT-B/2", ["ladder", "setting=b256"], None, 700),
+    Item(
+        "tests_rest",
+        "the other tests on a GPU; compute-sanitizer last",
+        ["tests", "setting=s32", "select=rest"],
+        None,
+        900,
+    ),
+)
+"""What the queue measures, in its order."""
+
+
+def chosen(cfg: GpuConfig) -> list[Item]:
+    """The items of the setting that `only` names; ValueError for a name that there is not."""
+    if cfg.setting not in (None, "tiny"):
+        raise ValueError(f"setting={cfg.setting}: the queue has setting=tiny, and null for the published sizes.")
+    tiny = cfg.setting == "tiny"
+    items = [i._replace(name=f"{i.name}_tiny", words=[i.words[0], *i.tiny]) if tiny and i.tiny else i for i in ITEMS]
+    items = [item for item in items if not tiny or item.tiny]
+    known = {name for item in items for name in (item.name, item.words[0])}
+    for name in cfg.only:
+        if name not in known:
+            raise ValueError(
+                f"only=[{name}]: there is no such item; choose some of {', '.join(i.name for i in items)}."
+            )
+    return [item for item in items if not cfg.only or {item.name, item.words[0]} & {*cfg.only}]
+
+
+class Queue:
+    """Runs items one after the other until the budget is used up."""
+
+    def __init__(self, cfg: GpuConfig) -> None:
+        self.results, self.limit = Results(Path(cfg.out).expanduser().absolute()), cfg.limit_s
+        self.results.compact()
+        self.log = self.results.folder / "log.txt"
+        self.deadline = time.time() + 60 * cfg.budget_minutes
+        self.here: dict[str, Any] = {}
+        """Hardware and versions, as the first process of this start found them."""
+
+    def left(self, item: Item) -> dict[str, float]:
+        """Row -> seconds, of what is to be measured; the whole item where this code has not planned it here."""
+        run = self.results.plans().get(item.name, {}).get("run", {})
+        same = {"code": code_hash(ROOT / "scripts" / "bench" / f"{BENCHMARKS[item.words[0]]}.py"), **self.here}
+        if run.get("command") != item.command or any(run[key] != value for key, value in same.items()):
+            return {f"all of {item.name}": item.seconds}
+        return self.results.left(item.name)
+
+    def time_left(self) -> float:
+        return self.deadline - time.time()
+
+    def measure(self, item: Item) -> None:
+        """Starts the item's process, again after each crash or limit, until nothing is left of it that fits."""
+        while not self.here or self.fitting(item):
+            before = self.results.size()
+            self.start(item)
+            run = self.results.plans().get(item.name, {}).get("run")
+            if run:
+                self.here = {key: run[key] for key in ("hardware", "versions")}
+            if self.results.size() == before:
+                return
+
+    def fitting(self, item: Item) -> bool:
+        seconds = self.left(item).values()
+        return bool(seconds) and (min(seconds) <= min(self.time_left(), self.limit))
+
+    def start(self, item: Item) -> None:
+        """One process, until it ends or its time is over; then the row that it was at is kept with the reason."""
+        until = min(self.deadline, time.time() + self.limit)
+        words = [*item.command.split()[1:], f"out={self.results.folder}", f"until={until}"]
+        cut_to_last(self.log, LOG_BYTES)
+        with self.log.open("ab") as log:
+            log.write(f"\n{item.command}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                stdin=subprocess.PIPE,  # its end tells the process that the queue is gone
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(max(0.0, until - time.time()))
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                end(process)
+        self.explain(item, status)
+
+    def explain(self, item: Item, status: int | None) -> None:
+        """Keeps the row that had begun when the process ended, and says so; or why no row had."""
+        if status is None:
+            failed = self.results.fail(item.name, None)
+        elif status < 0:
+            failed = self.results.fail(item.name, f"the process was ended by {signal.Signals(-status).name}")
+        else:
+            failed = self.results.fail(item.name, f"the process ended with status {status}: {last_line(self.log)}")
+        if failed:
+            print(f"{item.name}, {failed}", flush=True)
+        elif status is None or status not in (0, 1, LOST_DEVICE):
+            print(f"{item.name}: the process ended with status {status}: {last_line(self.log)}", flush=True)
+
+    def all(self, items: list[Item]) -> None:
+        """Measures what fits, and says what remains."""
+        for item in items:
+            began, before = time.time(), len(self.results.of(item.name))
+            self.measure(item)
+            entries = self.results.of(item.name)
+            failed = sum("error" in entry for entry in entries)
+            note = f"{len(entries)} rows ({len(entries) - before} new), {failed} failed, {time.time() - began:.0f} s"
+            print(f"{item.name}: {note}", flush=True)
+        remaining = {item.name: self.left(item) for item in items}
+        for name, left in remaining.items():
+            if left:
+                print(f"remains: {name}, {len(left)} rows, about {sum(left.values()) / 60:.1f} min: {', '.join(left)}")
+        minutes = sum(sum(left.values()) for left in remaining.values()) / 60
+        print(f"{'nothing remains' if not minutes else f'about {minutes:.0f} minutes remain'}; {self.results.file}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def cut_to_last(file: Path, size: int) -> None:
+    """Leaves the last `size` bytes of a file that has grown beyond three times that."""
+    if file.is_file() and file.stat().st_size > 3 * size:
+        file.write_bytes(file.read_bytes()[-size:])
+
+
+def last_line(file: Path) -> str:
+    lines = file.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""
+
+
+def main(words: list[str]) -> None:
+    cfg = from_words(GpuConfig, words, __doc__ or "")
+    if cfg.budget_minutes <= 0 or cfg.limit_s <= 0:
+        raise ValueError(f"budget_minutes={cfg.budget_minutes} and limit_s={cfg.limit_s} must be above 0.")
+    Queue(cfg).all(chosen(cfg))

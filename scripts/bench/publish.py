@@ -1,0 +1,275 @@
+"""Makes pages, charts and the tables of README and docs from measured rows.
+
+    python -m scripts.bench publish bench/gpu
+    python -m scripts.bench publish bench another/folder
+    python -m scripts.bench publish
+
+Rows go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those that lie there: a newer row replaces the
+one of its name, and an older row keeps the commit that measured it. Page and chart are made from that file, the tables
+in README.md, docs/techniques.md and docs/benchmarks/README.md from all such files; without a folder they are only made
+anew. What has no row says "not measured".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel.stack import TECHNIQUES
+from data.manifest import write_atomically
+from scripts.bench import claims
+from scripts.bench.__main__ import benchmark_of
+from scripts.bench.gpu import ITEMS
+from scripts.bench.ladder import rungs
+from scripts.bench.report import bar_chart, put_between
+from scripts.bench.rows import Results
+from scripts.bench.timing import NO_DIFFERENCE, difference
+from training.config.compose import ROOT
+
+Line = dict[str, Any]
+MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
+
+
+class Page(NamedTuple):
+    """The rows of one benchmark on one card, in the order of its plan."""
+
+    name: str
+    card: str
+    lines: list[Line]
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """With what the newest row was measured."""
+        return max(self.lines, key=lambda line: line["time"])["run"]
+
+    @property
+    def stem(self) -> str:
+        return f"{self.name}_{self.card}_{self.newest['date'][:7]}"
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return [line["entry"] for line in self.lines]
+
+
+def card_of(run: dict[str, Any]) -> str:
+    """cpu, or the GPU's model as one word: h100 for an NVIDIA H100 80GB HBM3."""
+    if run["device"] != "cuda":
+        return run["device"]
+    words = [word for word in re.split(r"[^a-z0-9]+", run["hardware"].lower()) if re.search(r"\d", word)]
+    return words[0] if words else "gpu"
+
+
+def better(old: Line | None, new: Line) -> Line:
+    """The line that is shown: the newer one, but a row that did not end replaces no figures."""
+    if old is None or ("limit" in old) != ("limit" in new):
+        return old if old and "limit" in new else new
+    return old if old["time"] > new["time"] else new
+
+
+def pages_in(folder: Path) -> dict[tuple[str, str], Page]:
+    """(benchmark, card) -> the page that lies there."""
+    found = {}
+    for file in sorted(folder.glob("*_????-??.json")):
+        lines = json.loads(file.read_text())["rows"]
+        page = Page(lines[0]["benchmark"], card_of(lines[0]["run"]), lines)
+        found[page.name, page.card] = page
+    return found
+
+
+def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
+    """The pages that the rows of a folder change."""
+    plans, groups = results.plans(), defaultdict(list)
+    for line in results.read().values():
+        groups[line["benchmark"], card_of(line["run"])].append(line)
+    changed = []
+    for (name, card), lines in groups.items():
+        old = pages[name, card].lines if (name, card) in pages else []
+        rows: dict[str, Line] = {}
+        for line in [*old, *lines]:
+            rows[line["entry"]["name"]] = better(rows.get(line["entry"]["name"]), line)
+        planned = list(plans.get(name, {}).get("seconds", rows))  # rows that are planned no more go
+        page = Page(name, card, [rows[row] for row in planned if row in rows])
+        if page.lines and page.lines != old:
+            changed.append(page)
+    return changed
+
+
+def write(page: Page, folder: Path) -> None:
+    """Writes the rows, the page and the chart; those of an earlier month go."""
+    for file in folder.glob(f"{page.name}_{page.card}_????-??.*"):
+        if file.stem != page.stem:
+            file.unlink()
+    base = folder / page.stem
+    write_atomically(base.with_suffix(".json"), json.dumps({"rows": page.lines}, indent=1) + "\n")
+    write_atomically(base.with_suffix(".md"), text_of(page))
+    run, bars = page.newest, benchmark_of(run_command(page)).bars
+    if bars:
+        title, drawn = bars(page.entries)
+        if drawn:
+            bar_chart(base.with_suffix(".png"), f"{title}; {run['hardware']}", drawn)
+    print(base.with_suffix(".md"))
+
+
+def run_command(page: Page) -> str:
+    """The command, such as ladder, that measured the page."""
+    return page.newest["command"].split()[3]
+
+
+def text_of(page: Page) -> str:
+    """The page: hardware, versions, dates, command, tables; and which rows are of earlier code."""
+    run = page.newest
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("python", "torch", "triton"))
+    rounds = sorted({e["n"] for e in page.entries if "n" in e})
+    n = f"n = {', '.join(map(str, rounds))}" if rounds else "n = 1"
+    texts = benchmark_of(run_command(page)).texts(page.entries)
+    dates = sorted({line["run"]["date"] for line in page.lines})
+    lines = [
+        f"# {page.name.replace('_', ' ')}, {page.card}",
+        "",
+        f"{run['hardware']}; {versions}; {' to '.join(dates[:: max(1, len(dates) - 1)])}; code {run['commit']}; {n}.",
+        "",
+        f"    {run['command']}",
+        "",
+        *("".join(f"    {line}".rstrip() + "\n" for line in text.splitlines()) for text in texts),
+    ]
+    older: dict[str, list[str]] = defaultdict(list)
+    for line in page.lines:
+        if line["run"]["code"] != run["code"] or line["run"]["versions"] != run["versions"]:
+            code = f"{line['run']['commit']}, {line['run']['date']}, torch {line['run']['versions']['torch']}"
+            older[code].append(line["entry"]["name"])
+    lines += [f"Measured earlier, by code {commit}: {', '.join(names)}.\n" for commit, names in older.items()]
+    return "\n".join([*lines, f"Every figure: [{page.stem}.json]({page.stem}.json).", ""])
+
+
+def source(page: Page, folder: str) -> str:
+    """Hardware, versions and date, with a link to the page."""
+    run = page.newest
+    return f"[{run['hardware']}, torch {run['versions']['torch']}, {run['date']}]({folder}{page.stem}.md)"
+
+
+def of_kind(pages: Sequence[Page], name: str, cuda: bool) -> list[Page]:
+    """Pages of a benchmark, newest first."""
+    found = [page for page in pages if page.name == name and (page.newest["device"] == "cuda") == cuda]
+    return sorted(found, key=lambda page: page.newest["date"], reverse=True)
+
+
+def overview(pages: Sequence[Page]) -> str:
+    """docs/benchmarks/README.md's table: what the queue measures, and where it was."""
+
+    def links(names: Sequence[str], cuda: bool, otherwise: str) -> str:
+        found = [page for name in names for page in of_kind(pages, name, cuda)]
+        return ", ".join(f"[{page.card} {page.newest['date'][:7]}]({page.stem}.md)" for page in found) or otherwise
+
+    lines = ["| what | command | on a GPU | on two CPU cores |", "|---|---|---|---|"]
+    for item in ITEMS:
+        small = links((f"{item.name}_tiny", f"{item.name}_33m"), False, "")
+        lines.append(
+            f"| {item.what} | `{' '.join(item.words)}` | {links((item.name,), True, 'not measured')} | {small} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+FRONT = (
+    ("compiled blocks, over the same without", ("ladder_33m", "ladder_s256"), "+ compiled blocks"),
+    ("products in bf16, over fp32", ("ladder_33m", "ladder_s256"), "+ bf16"),
+    ("the scan in a transformer (`ssd_mlp`), over attention (`dit`)", ("mixers_33m", "mixers_256"), "ssd_mlp"),
+    ("all that is on here, over a newcomer's loop", ("ladder_33m", "ladder_s256"), None),
+)
+"""What README's front shows: a sentence, the benchmarks on a CPU and on a GPU, and the row; None is the top rung."""
+
+
+def front(pages: Sequence[Page]) -> str:
+    """README's first table: a training step at 33 M parameters and 256 tokens, where it was measured."""
+    columns = {False: "two CPU cores, batch 4", True: "GPU"}
+    shown = {c: head for c, head in columns.items() if any(of_kind(pages, names[c], c) for _, names, _ in FRONT)}
+    if not shown:
+        return "Not measured yet: `make gpu`.\n"
+    lines = [
+        f"| a training step, 33 M parameters, 256 tokens | {' | '.join(shown.values())} |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
+    for what, names, row in FRONT:
+        cells = [next((times(page, row) for page in of_kind(pages, names[c], c)), "not measured") for c in shown]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    sources = dict.fromkeys(
+        source(p, "docs/benchmarks/") for c in shown for _, names, _ in FRONT for p in of_kind(pages, names[c], c)[:1]
+    )
+    missing = (
+        "" if True in shown else " No GPU has measured it yet: `make gpu` fills the rest in slots of nine minutes."
+    )
+    return "\n".join([*lines, "", f"Median and quartiles of rounds in turn: {', '.join(sources)}.{missing}"]) + "\n"
+
+
+def times(page: Page, row: str | None) -> str:
+    """A speed with its quartiles, of a rung over the rung before; of what was on there."""
+    on = [e for e in rungs(page.entries) if "speed" in e and not e["not_on"]]
+    entry = on[-1] if row is None and on else next((e for e in on if e["name"] == row), None)
+    if entry is None:
+        return "not measured"
+    name = "times_before" if row is not None and page.name.startswith("ladder") else "speed"
+    return f"×{entry[name]:.2f} ({entry[f'{name}_q1']:.2f}–{entry[f'{name}_q3']:.2f})"
+
+
+def techniques(pages: Sequence[Page]) -> str:
+    """README's table of techniques; with figures as soon as a GPU has measured one."""
+    heads = ("techniques_bf16", "techniques_fp32")
+    measured = [page for name in heads for page in of_kind(pages, name, True)[:1]]
+    lines = ["| key | what it does |" + "".join(f" over eager in {page.name[-4:]} |" for page in measured)]
+    lines.append("|---|---|" + "---|" * len(measured))
+    for kind in TECHNIQUES:
+        lines.append(f"| `{kind.key}` | {kind.summary} |" + "".join(f" {alone(page, kind.key)} |" for page in measured))
+    if measured:
+        lines += ["", f"Alone, on a GPU: {', '.join(source(page, 'docs/benchmarks/') for page in measured)}."]
+    return "\n".join(lines) + "\n"
+
+
+def alone(page: Page, key: str) -> str:
+    """Speed and memory of a technique over its baseline; the best of its ways."""
+    found = [e for e in page.entries if e.get("part") == "alone" and e["key"] == key and "speed" in e]
+    found = [e for e in found if key not in e["not_on"]]
+    if not found:
+        return "not measured"
+    best = max(found, key=lambda e: e["speed"])
+    speed = NO_DIFFERENCE if difference(best, "speed") == NO_DIFFERENCE else f"×{best['speed']:.2f}"
+    memory, base = best["memory_reserved_peak"], best["baseline_memory_reserved_peak"]
+    way = "" if len(found) == 1 else f" ({best['name'].split()[0].partition('=')[2]})"
+    return speed + (f", {memory / base:.0%} of the memory" if memory and base else "") + way
+
+
+def tables(root: Path, pages: Sequence[Page]) -> dict[Path, str]:
+    """The pages whose tables are made from results, made anew; ValueError where the marks around one are gone."""
+    made = {
+        root / "README.md": {"front": front(pages), "techniques": techniques(pages)},
+        root / "docs" / "benchmarks" / "README.md": {"overview": overview(pages)},
+        root / "docs" / "techniques.md": {"claims": claims.section(pages)},
+    }
+    texts = {}
+    for file, parts in made.items():
+        texts[file] = file.read_text()
+        for name, content in parts.items():
+            start, end = (mark.format(name) for mark in MARKS)
+            texts[file] = put_between(texts[file], start, end, content, str(file.relative_to(root)))
+    return texts
+
+
+def publish(folders: Sequence[Path], root: Path) -> None:
+    """Merges the folders' rows into the docs below `root`, and makes the tables anew."""
+    docs = root / "docs" / "benchmarks"
+    for folder in folders:
+        results = Results(folder)
+        if not results.size():
+            raise ValueError(f"{folder} has no rows.jsonl with rows; name the `out` folder of a benchmark.")
+        for page in merge(pages_in(docs), results):
+            write(page, docs)
+    for file, text in tables(root, list(pages_in(docs).values())).items():
+        if text != file.read_text():
+            write_atomically(file, text)
+            print(file)
+
+
+def main(words: list[str]) -> None:
+    publish([Path(word).expanduser() for word in words], ROOT)

@@ -1,0 +1,242 @@
+"""Measures the rows of a benchmark one at a time, and keeps each in a folder as soon as it is measured.
+
+A folder holds `rows.jsonl`, one line a row, with the hardware, versions, state of the code and command of each. The
+last line with a row's name is the one that counts, so folders are merged by joining these files. `plan.json` says what
+each benchmark planned last, how long that should take, and at which row it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from accel.technique import first_line
+from data.manifest import write_atomically
+from scripts.bench.report import Bar
+from scripts.bench.settings import BenchConfig
+from training.config.compose import ROOT
+from training.environment import describe_environment
+
+LOST_DEVICE = 70
+"""Exit status of a process whose GPU answers no more; a new process can go on."""
+LEFT_OUT = "left out: inductor=false"
+"""Why a row that compiles was not measured, where the command said so."""
+OF_THE_PROCESS = ("out", "until", "again")
+"""Keys that say nothing of what is measured."""
+
+
+class Row(NamedTuple):
+    """One measurement that a benchmark plans."""
+
+    name: str
+    measure: Callable[[], dict[str, Any]]
+    """Returns the figures, or {"reason": sentence} where it cannot be had here."""
+    seconds: float = 15.0
+    """How long it should take, until it has been measured once."""
+    labels: dict[str, Any] = {}  # noqa: RUF012
+    """What is known without measuring."""
+
+
+class Benchmark(NamedTuple):
+    """What a command measures and how it is shown."""
+
+    config: type[BenchConfig]
+    plan: Callable[[Any, list[str], torch.device], Iterable[Row]]
+    """From the command's keys, the training overrides and the device. ValueError for a mistake in the words."""
+    texts: Callable[[Sequence[dict[str, Any]]], list[str]]
+    """Tables of any of its entries, also of none; on any machine."""
+    help: str
+    bars: Callable[[Sequence[dict[str, Any]]], tuple[str, list[Bar]]] | None = None
+    """Title and bars of a chart."""
+
+
+class Results:
+    """The rows in a folder, by benchmark and name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file, self.plan_file = folder, folder / "rows.jsonl", folder / "plan.json"
+
+    def read(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """(benchmark, row) -> its newest line, in the order in which rows were first measured."""
+        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
+        whole = (json.loads(line) for line in lines if line.endswith(b"\n"))
+        return {(line["benchmark"], line["entry"]["name"]): line for line in whole}
+
+    def of(self, benchmark: str) -> list[dict[str, Any]]:
+        """The entries of a benchmark in the order of its plan."""
+        lines = sorted((v for k, v in self.read().items() if k[0] == benchmark), key=lambda line: line["order"])
+        return [line["entry"] for line in lines]
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Appends a line and waits until it is on the disk; a half-written one, of a process that was killed, goes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.file.open("ab+") as stream:
+            stream.seek(0)
+            stream.truncate(stream.read().rfind(b"\n") + 1)
+            stream.write(json.dumps(line).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def plans(self) -> dict[str, dict[str, Any]]:
+        """Benchmark -> its newest plan: `run`, what its rows were to be measured with; `seconds` by row; `at`, the row
+        that has begun and not ended."""
+        return json.loads(self.plan_file.read_text()) if self.plan_file.is_file() else {}
+
+    def note(self, benchmark: str, **facts: Any) -> None:
+        """Changes the plan of a benchmark."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plans = self.plans()
+        plans[benchmark] = plans.get(benchmark, {}) | facts
+        write_atomically(self.plan_file, json.dumps(plans, indent=1) + "\n")
+
+    def left(self, benchmark: str) -> dict[str, float]:
+        """Row -> seconds it should take, of the rows that are planned and not measured in that way."""
+        plan, lines = self.plans().get(benchmark, {}), self.read()
+        return {
+            name: expected(seconds, lines.get((benchmark, name)))
+            for name, seconds in plan.get("seconds", {}).items()
+            if not is_measured(lines.get((benchmark, name)), plan["run"])
+        }
+
+    def fail(self, benchmark: str, error: str | None) -> str | None:
+        """Keeps the row at which a process was when it ended, with the reason; None is that its time was over.
+
+        Returns the row and the sentence; None if no row had begun.
+        """
+        plan = self.plans().get(benchmark, {})
+        name = plan.get("at")
+        if name is None:
+            return None
+        taken = round(time.time() - plan["began"], 2)
+        error, limit = (error, {}) if error else (f"not done after {taken:.0f} s", {"limit": taken})
+        entry = {"name": name, **plan["labels"], "error": error}
+        line = {
+            "benchmark": benchmark,
+            "order": list(plan["seconds"]).index(name),
+            "seconds": taken,
+            "time": time.time(),
+        }
+        self.add(line | limit | {"entry": entry, "run": plan["run"]})
+        self.note(benchmark, at=None)
+        return f"{name}: {error}"
+
+    def size(self) -> int:
+        """Bytes of all rows."""
+        return self.file.stat().st_size if self.file.is_file() else 0
+
+    def compact(self) -> None:
+        """Drops the lines that newer ones have replaced."""
+        lines = "".join(json.dumps(line) + "\n" for line in self.read().values())
+        if len(lines.encode()) < self.size():
+            write_atomically(self.file, lines)
+
+
+def expected(stated: float, line: dict[str, Any] | None) -> float:
+    """Seconds that a row should take: what it took last, twice its limit where it did not end, or what is stated."""
+    if line is None:
+        return stated
+    return 2 * line["limit"] if "limit" in line else line["seconds"]
+
+
+def is_measured(line: dict[str, Any] | None, run: Mapping[str, Any]) -> bool:
+    """Whether a line was measured with the same code, hardware, versions and keys, and ended."""
+    same = ("code", "hardware", "versions", "keys", "overrides")
+    return line is not None and "limit" not in line and all(line["run"][key] == run[key] for key in same)
+
+
+@cache
+def code_hash(file: Path) -> str:
+    """16 digits of the SHA-256 over what is measured: accel/, models/, conf/, training/step.py, the clocks, `file`."""
+    parts = [path for folder in ("accel", "models", "conf") for path in sorted((ROOT / folder).rglob("*"))]
+    parts += [Path(__file__).with_name(f"{name}.py") for name in ("settings", "timing", "workload")]
+    digest = hashlib.sha256()
+    for path in (*parts, ROOT / "training" / "step.py", file):
+        if path.suffix in (".py", ".yaml"):
+            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def describe(benchmark: Benchmark, cfg: BenchConfig, overrides: list[str], device: torch.device) -> dict[str, Any]:
+    """With what rows are measured: code, hardware, versions, keys, and the command that does it again."""
+    environment = describe_environment(device)
+    git = environment.pop("git")
+    commit = "unknown" if git is None else git["commit"][:10] + ("+" if git["uncommitted_changes"] else "")
+    words = [word for word in environment.pop("argv")[1:] if word.partition("=")[0] not in OF_THE_PROCESS]
+    return environment | {
+        "device": device.type,
+        "code": code_hash(Path(sys.modules[benchmark.plan.__module__].__file__ or "")),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python -m scripts.bench", *words]),
+        "keys": {key: value for key, value in asdict(cfg).items() if key not in (*OF_THE_PROCESS, "name")},
+        "overrides": overrides,
+    }
+
+
+def measure_rows(
+    benchmark: Benchmark, cfg: BenchConfig, overrides: list[str], device: torch.device
+) -> list[dict[str, Any]]:
+    """Measures the rows that this code has not measured here yet and that should end before `cfg.until`.
+
+    Returns the entries of all planned rows that there are. A row that raises, or exhausts the memory, is kept with its
+    sentence, and the next one follows.
+    """
+    assert cfg.name is not None
+    results, run = Results(Path(cfg.out).expanduser()), describe(benchmark, cfg, overrides, device)
+    rows = list(benchmark.plan(cfg, overrides, device))
+    results.note(cfg.name, run=run, seconds={row.name: row.seconds for row in rows}, at=None)
+    lines = results.read()
+    torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
+    for order, row in enumerate(rows):
+        line = lines.get((cfg.name, row.name))
+        if is_measured(line, run) and not cfg.again:
+            print(f"{row.name}: measured {line['run']['date']} with this code; again=true measures it anew", flush=True)
+            continue
+        if time.time() + expected(row.seconds, line) > cfg.until:
+            continue
+        began = time.time()
+        results.note(cfg.name, at=row.name, began=began, labels=row.labels)
+        entry = {"name": row.name, **row.labels, **figures_of(row)}
+        facts = {"order": order, "seconds": round(time.time() - began, 2), "time": began}
+        results.add({"benchmark": cfg.name, **facts, "entry": entry, "run": run})
+        results.note(cfg.name, at=None)
+        said = entry.get("error") or entry.get("reason") or f"measured in {facts['seconds']:.0f} s"
+        print(f"{row.name}: {said}", flush=True)
+        leave_if_lost(device)
+    planned = {row.name for row in rows}
+    return [entry for entry in results.of(cfg.name) if entry["name"] in planned]
+
+
+def figures_of(row: Row) -> dict[str, Any]:
+    """What `row.measure` returns, or its exception as one sentence; the traceback goes to stderr."""
+    try:
+        return row.measure()
+    except torch.OutOfMemoryError as error:
+        return {"error": f"out of memory: {first_line(error)}"}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {first_line(error)}"}
+
+
+def leave_if_lost(device: torch.device) -> None:
+    """Gives memory back; ends the process if the GPU answers no more, as after an illegal access."""
+    gc.collect()
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            print(f"the GPU is lost to this process ({first_line(error)}); the same command goes on", file=sys.stderr)
+            sys.exit(LOST_DEVICE)

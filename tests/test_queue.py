@@ -1,0 +1,200 @@
+"""The queue of `bench gpu`: nothing that was measured is lost, whatever happens to a row, a process or the queue."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.__main__ import BENCHMARKS, benchmark_of
+from scripts.bench.gpu import ITEMS, GpuConfig, Queue, chosen
+from scripts.bench.rows import Results, expected, is_measured
+from scripts.bench.settings import parse
+from training.config.compose import ROOT
+
+ROWS = 8
+PLANTED = f"""
+import os, signal, time
+import torch
+from scripts.bench.rows import Benchmark, Row
+from scripts.bench.settings import BenchConfig
+
+FAULTS = dict(word.split("=") for word in os.environ.get("PLANTED_FAULTS", "").split(",") if word)
+
+def measure(i):
+    fault = FAULTS.get(str(i))
+    if fault == "raise":
+        raise TypeError("planted")
+    if fault == "memory":
+        raise torch.OutOfMemoryError("planted, of 80 GiB")
+    if fault == "hang":
+        time.sleep(1000)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "wait":
+        time.sleep(0.2)
+    return {{"value": i, "speed": 1.0}}
+
+def plan(cfg, overrides, device):
+    seconds = [500.0 if FAULTS.get(str(i)) == "long" else 0.1 for i in range({ROWS})]
+    return [Row(f"row {{i}}", lambda i=i: measure(i), s) for i, s in enumerate(seconds)]
+
+BENCHMARKS = {{"step": Benchmark(BenchConfig, plan, lambda entries: [str(len(entries))], "planted")}}
+__file__ = {str(ROOT / "scripts" / "bench" / "step.py")!r}
+"""
+"""A benchmark of quick rows in the place of `step`, with a fault in some of them."""
+FINDER = """
+import importlib.util, sys
+class Planted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "scripts.bench.step":
+            return importlib.util.spec_from_file_location(name, {file!r})
+sys.meta_path.insert(0, Planted())
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch):
+    """`planted({row: fault})`: processes that start from here on measure the planted rows."""
+    place = tmp_path / "planted"
+    place.mkdir()
+    (place / "planted_step.py").write_text(PLANTED)
+    (place / "sitecustomize.py").write_text(FINDER.format(file=str(place / "planted_step.py")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), str(ROOT)]))
+
+    def plant(faults: dict[int, str]) -> None:
+        monkeypatch.setenv("PLANTED_FAULTS", ",".join(f"{row}={fault}" for row, fault in faults.items()))
+
+    plant({})
+    return plant
+
+
+def start(folder: Path, **keys) -> float:
+    """Runs the queue on the one planted item; returns the seconds."""
+    cfg = GpuConfig(out=str(folder), setting="tiny", only=["step"], **keys)
+    began = time.time()
+    Queue(cfg).all(chosen(cfg))
+    return time.time() - began
+
+
+def entries(folder: Path) -> dict[str, dict]:
+    return {entry["name"]: entry for entry in Results(folder).of("step_tiny")}
+
+
+def test_faults_at_random_rows_lose_no_finished_row(tmp_path, planted, capsys):
+    draw = random.Random(0)
+    at = dict(zip(draw.sample(range(ROWS), 4), ("raise", "memory", "hang", "kill"), strict=True))
+    planted(at)
+    start(tmp_path, limit_s=20.0)
+    found = entries(tmp_path)
+    assert list(found) == [f"row {i}" for i in range(ROWS)]
+    said = {fault: found[f"row {row}"]["error"] for row, fault in at.items()}
+    assert said["raise"] == "TypeError: planted"
+    assert said["memory"] == "out of memory: planted, of 80 GiB"
+    assert said["hang"].startswith("not done after ")
+    assert said["kill"] == "the process was ended by SIGKILL"
+    assert [found[f"row {i}"]["value"] for i in range(ROWS) if i not in at] == [i for i in range(ROWS) if i not in at]
+    assert "remains: step_tiny, 1 rows, about 0." in capsys.readouterr().out
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    start(tmp_path, limit_s=20.0)  # what hung would take 40 seconds at least, so it is not begun again
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_a_killed_queue_takes_its_processes_along_and_is_continued(tmp_path, planted):
+    planted(dict.fromkeys(range(ROWS), "wait"))
+    words = [sys.executable, "-m", "scripts.bench", "gpu", "setting=tiny", "only=[step]", f"out={tmp_path}"]
+    queue = subprocess.Popen(words, cwd=ROOT)
+    while len(entries(tmp_path)) < 3:
+        assert queue.poll() is None
+        time.sleep(0.02)
+    queue.send_signal(signal.SIGKILL)
+    queue.wait()
+    time.sleep(0.3)
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    time.sleep(0.5)
+    assert (tmp_path / "rows.jsonl").read_bytes() == before  # nobody measures on
+    assert 3 <= len(entries(tmp_path)) < ROWS
+    (tmp_path / "rows.jsonl").write_bytes(before + b'{"benchmark": "step_ti')  # as a power cut would leave it
+    start(tmp_path)
+    after = (tmp_path / "rows.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert [e["value"] for e in entries(tmp_path).values()] == list(range(ROWS))
+    assert len(after.splitlines()) == ROWS
+
+
+def test_a_row_begins_only_if_it_fits_the_budget(tmp_path, planted, capsys):
+    planted({1: "long", 4: "long"})
+    taken = start(tmp_path, budget_minutes=1.0)
+    assert taken < 60
+    assert len(entries(tmp_path)) == ROWS - 2
+    assert (
+        "remains: step_tiny, 2 rows, about 16.7 min: row 1, row 4\nabout 17 minutes remain" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_the_budget_ends_a_row_that_takes_longer_than_expected(tmp_path, planted):
+    planted({2: "hang"})
+    assert start(tmp_path, budget_minutes=0.3) < 25
+    found = entries(tmp_path)
+    assert list(found) == ["row 0", "row 1", "row 2"]
+    assert "not done" in found["row 2"]["error"]
+    planted({})
+    start(tmp_path, budget_minutes=1.0)
+    assert [e["value"] for e in entries(tmp_path).values()] == list(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"only": ["laddr"]}, r"only=\[laddr\]: there is no such item; choose some of doctor, calibration"),
+        ({"setting": "s32"}, "setting=s32: the queue has setting=tiny"),
+        ({"setting": "tiny", "only": ["ladder_b256"]}, "no such item"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(keys, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(GpuConfig(**keys))
+
+
+def test_items_are_named_once_and_their_words_are_understood():
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
+    assert [item.words[0] for item in ITEMS[:4]] == ["doctor", "calibration", "tests", "kernels"]
+    assert ITEMS[-1].name == "tests_rest"
+    for item in (*ITEMS, *chosen(GpuConfig(setting="tiny"))):
+        assert item.words[0] in BENCHMARKS
+        benchmark_of(item.words[0])
+        cfg, _ = parse(benchmark_of(item.words[0]).config, item.words[0], [*item.words[1:], f"name={item.name}"], "")
+        assert cfg.name == item.name
+
+
+def test_rows_are_measured_anew_when_what_is_measured_changes():
+    run = {"code": "a", "hardware": "h", "versions": {"torch": "1"}, "keys": {"steps": 2}, "overrides": ["seed=0"]}
+    line = {"run": run, "seconds": 3.0}
+    assert is_measured(line, run)
+    assert not is_measured(None, run)
+    assert not is_measured(line | {"limit": 9.0}, run)
+    for key, other in {"code": "b", "hardware": "g", "versions": {}, "keys": {"steps": 3}, "overrides": []}.items():
+        assert not is_measured(line, run | {key: other})
+    assert expected(5.0, None) == 5.0
+    assert expected(5.0, line) == 3.0
+    assert expected(5.0, line | {"limit": 9.0}) == 18.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_tiny_queue_ends_within_fifteen_minutes(tmp_path):
+    began = time.time()
+    Queue(GpuConfig(out=str(tmp_path), setting="tiny", budget_minutes=15.0)).all(chosen(GpuConfig(setting="tiny")))
+    assert time.time() - began < 900
+    lines = Results(tmp_path).read().values()
+    assert {line["benchmark"] for line in lines} == {item.name for item in chosen(GpuConfig(setting="tiny"))}
+    assert not [line["entry"] for line in lines if "error" in line["entry"]]
+    assert len(list(tmp_path.iterdir())) <= 6
+    assert all(file.stat().st_size < 4 * 2**20 for file in tmp_path.iterdir())
