@@ -55,7 +55,7 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "planned": planned(device),
     }
     if measure:
-        from scripts.bench.timing import rates
+        from scripts.timing import rates
 
         found["rates"] = rates(device)
     return found

@@ -23,8 +23,8 @@ from scripts.bench.report import entries_table, table
 from scripts.bench.rows import Results
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
-from scripts.bench.timing import Spread, difference, interleaved, times_as_fast
 from scripts.bench.workload import Workload
+from scripts.timing import Spread, difference, interleaved, times_as_fast
 from training.config.compose import ROOT, compose
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 
 from accel.stack import TECHNIQUES
 from scripts import doctor
-from scripts.bench.timing import rates
 from scripts.capabilities import capabilities
+from scripts.timing import rates
 from training.config.schema import RuntimeConfig
 
 

@@ -31,8 +31,8 @@ from data.streamed import StreamedLatents
 from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import Spread, seconds
 from scripts.bench.workload import Kept
+from scripts.timing import Spread, seconds
 from training.environment import pick_device
 
 SIZES = {"tiny": (2048, 64, 8), "s32": (50_000, 32, 32), "s256": (50_000, 256, 32), "b256": (50_000, 256, 32)}

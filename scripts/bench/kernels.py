@@ -27,8 +27,8 @@ from scripts.bench import peers
 from scripts.bench.report import Bar, entries_table
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import Spread, interleaved, rates
 from scripts.bench.workload import Kept
+from scripts.timing import Spread, interleaved, rates
 
 SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}
 SHAPES["b256"] = (256, 256, 768, 64, 64)

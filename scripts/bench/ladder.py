@@ -24,9 +24,9 @@ from scripts.bench.naive import NaiveLoop
 from scripts.bench.report import Bar, entries_table, fits
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import NO_DIFFERENCE, difference, fresh_compiler
 from scripts.bench.workload import Kept, Runnable, Workload, beside
 from scripts.capabilities import capabilities
+from scripts.timing import NO_DIFFERENCE, difference, fresh_compiler
 
 RUNG_0 = "0 newcomer, items in memory"
 COMPILE = "runtime.compile=true"

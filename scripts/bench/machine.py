@@ -24,7 +24,7 @@ from scripts import doctor
 from scripts.bench.report import entries_table, table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import rates
+from scripts.timing import rates
 from training.config.compose import ROOT
 
 FAMILIES = ("mamba", "ssd_mlp", "zigzag", "conv", "dit")

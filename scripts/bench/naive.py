@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.ledger import Ledger
 from data.loader import Batch, EpochOrder, InMemoryLatents
-from scripts.bench.timing import MemoryPeak
 from scripts.bench.workload import Runnable
+from scripts.timing import MemoryPeak
 from training.assemble import build_loader, build_stack
 from training.config.build import build
 from training.config.compose import compose

@@ -24,9 +24,9 @@ from scripts.bench.naive import NaiveLoop
 from scripts.bench.report import entries_table, publish
 from scripts.bench.settings import BenchConfig, device_of, parse
 from scripts.bench.step import phases_of
-from scripts.bench.timing import Spread, fresh_compiler, interleaved, rates, seconds, times_as_fast
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
+from scripts.timing import Spread, fresh_compiler, interleaved, rates, seconds, times_as_fast
 
 CUDA = "an NVIDIA GPU"
 

@@ -27,7 +27,7 @@ from scripts.bench.gpu import ITEMS
 from scripts.bench.ladder import rungs
 from scripts.bench.report import bar_chart, put_between
 from scripts.bench.rows import Results
-from scripts.bench.timing import NO_DIFFERENCE, difference
+from scripts.timing import NO_DIFFERENCE, difference
 from training.config.compose import ROOT
 
 Line = dict[str, Any]

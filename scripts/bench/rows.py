@@ -160,7 +160,7 @@ def is_measured(line: dict[str, Any] | None, run: Mapping[str, Any]) -> bool:
 def code_hash(file: Path) -> str:
     """16 digits of the SHA-256 over what is measured: accel/, models/, conf/, training/step.py, the clocks, `file`."""
     parts = [path for folder in ("accel", "models", "conf") for path in sorted((ROOT / folder).rglob("*"))]
-    parts += [Path(__file__).with_name(f"{name}.py") for name in ("settings", "timing", "workload")]
+    parts += [ROOT / "scripts" / name for name in ("timing.py", "bench/settings.py", "bench/workload.py")]
     digest = hashlib.sha256()
     for path in (*parts, ROOT / "training" / "step.py", file):
         if path.suffix in (".py", ".yaml"):
@@ -201,7 +201,7 @@ def measure_rows(
     torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
     for order, row in enumerate(rows):
         line = lines.get((cfg.name, row.name))
-        if is_measured(line, run) and not cfg.again:
+        if line and is_measured(line, run) and not cfg.again:
             print(f"{row.name}: measured {line['run']['date']} with this code; again=true measures it anew", flush=True)
             continue
         if time.time() + expected(row.seconds, line) > cfg.until:

@@ -22,8 +22,8 @@ import torch
 from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import Kept, Workload
+from scripts.timing import Spread, synchronise
 from training.assemble import describe_run
 from training.checkpoint.find import complete
 from training.checkpoint.save import Checkpoints

@@ -22,9 +22,9 @@ from accel.evidence import profiler_activities
 from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import Spread, synchronise
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
+from scripts.timing import Spread, synchronise
 
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging")
 

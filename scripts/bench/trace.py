@@ -13,8 +13,8 @@ import torch
 
 from accel.evidence import profiler_activities
 from scripts.bench.settings import BenchConfig, parse
-from scripts.bench.timing import synchronise
 from scripts.bench.workload import Workload
+from scripts.timing import synchronise
 
 
 def main(words: list[str]) -> None:

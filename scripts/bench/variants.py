@@ -33,9 +33,9 @@ from scripts.bench.fitting import fitted
 from scripts.bench.report import entries_table, fits
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import NO_DIFFERENCE, Spread, difference
 from scripts.bench.workload import Kept, Workload, beside, second_half
 from scripts.capabilities import override
+from scripts.timing import NO_DIFFERENCE, Spread, difference
 from training.config.compose import CONF, compose
 from training.evaluate import evaluate
 

@@ -12,7 +12,7 @@ import torch
 from accel.ledger import Ledger
 from accel.stack import AccelerationStack
 from scripts.bench.settings import BenchConfig
-from scripts.bench.timing import MemoryPeak, Spread, interleaved
+from scripts.timing import MemoryPeak, Spread, interleaved
 from training.assemble import assemble
 from training.config.compose import compose
 from training.environment import pick_device
