@@ -12,6 +12,7 @@ import pytest
 from accel.compilation import Compile
 from precompute_latents import precompute
 from scripts.bench.__main__ import main as bench
+from scripts.bench.rows import Results
 from scripts.doctor import main as doctor
 from scripts.plan import main as plan
 from scripts.sample import SampleConfig, sample_run
@@ -65,6 +66,10 @@ def module(name: str, words: list[str]) -> None:
         plan([*words, "data.height=4", "data.width=4", "data.count=2", "model.dim=64", "gpus=[1,8]"])
     elif name == "scripts.doctor":
         assert doctor(words) == 0
+    elif words[0] == "gpu":
+        bench([*words, "setting=tiny", "only=[doctor]"])
+    elif words[0] == "publish":
+        assert Results(Path(words[1])).of("doctor_tiny")  # tests/test_publish.py publishes, elsewhere than in these docs
     elif words[0] == "compare":
         bench(["compare", words[1], str(next(Path("runs").glob("[0-9]")))])
     else:
