@@ -82,7 +82,7 @@ def test_not_measured_is_replaced_exactly_where_there_is_a_row(tmp_path, docs):
         [
             folder_of(
                 tmp_path / "rows",
-                line("saves_s256", {"name": "background"}),
+                line("saves_s256", {"name": "background", "error": "e"}),
                 line("saves", {"name": "x", "error": "e"}),
             )
         ],

@@ -69,7 +69,9 @@ def module(name: str, words: list[str]) -> None:
     elif words[0] == "gpu":
         bench([*words, "setting=tiny", "only=[doctor]"])
     elif words[0] == "publish":
-        assert Results(Path(words[1])).of("doctor_tiny")  # tests/test_publish.py publishes, elsewhere than in these docs
+        assert Results(Path(words[1])).of(
+            "doctor_tiny"
+        )  # tests/test_publish.py publishes, elsewhere than in these docs
     elif words[0] == "compare":
         bench(["compare", words[1], str(next(Path("runs").glob("[0-9]")))])
     else:

@@ -14,8 +14,8 @@ from scripts.bench.settings import device_of, parse
 from training.config.compose import one_sentence
 
 BENCHMARKS = {
-    **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims")},
-    **{name: "machine" for name in ("doctor", "calibration", "tests")},
+    **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims", "tests")},
+    **{name: "machine" for name in ("doctor", "calibration")},
     **{name: "variants" for name in ("techniques", "mixers", "precision")},
     "antipatterns": "practices",
 }

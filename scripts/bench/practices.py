@@ -1,18 +1,15 @@
 """What a practice gains or costs here: the same work done two ways, measured in turn.
 
-    python -m scripts.bench claims setting=s256
-    python -m scripts.bench claims setting=s256 model=dit_s out=docs/benchmarks/claims_dit_s_h200_2026-11.json
     python -m scripts.bench antipatterns setting=s32 runtime=fast
 
-`claims` measures what guides to fast training promise. A claim is confirmed where the measured figure lies in the
-claimed range or beyond it, refuted where it falls short. `antipatterns` measures known mistakes; factors above 1 are
-what the mistake costs.
+`antipatterns` measures known mistakes in the configuration that the words choose; factors above 1 are what a mistake
+costs. What guides promise is in claims.py, which measures with the same means.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,15 +17,18 @@ import torch
 
 from accel.kernels.add_norm import add_norm
 from scripts.bench.data import random_autoencoder
-from scripts.bench.naive import NaiveLoop
-from scripts.bench.report import entries_table, publish
-from scripts.bench.settings import BenchConfig, device_of, parse
-from scripts.bench.step import phases_of
-from scripts.bench.workload import Workload, time_steps
+from scripts.bench.report import entries_table
+from scripts.bench.rows import LEFT_OUT, Benchmark, Row
+from scripts.bench.settings import BenchConfig
+from scripts.bench.workload import Runnable, Workload, time_steps
 from scripts.capabilities import capabilities
-from scripts.timing import Spread, fresh_compiler, interleaved, rates, seconds, times_as_fast
+from scripts.timing import Spread, fresh_compiler, interleaved, seconds
 
 CUDA = "an NVIDIA GPU"
+
+
+class NotHereError(Exception):
+    """A practice cannot be measured on this machine; the message says why."""
 
 
 class Pair(NamedTuple):
@@ -36,6 +36,13 @@ class Pair(NamedTuple):
 
     one: list[float]
     other: list[float]
+    beside: Mapping[str, float] = {}
+    """What else was measured, in the same unit."""
+
+    @classmethod
+    def of(cls, ways: Iterable[list[float]]) -> Pair:
+        one, other = ways
+        return cls(one, other)
 
 
 class Bench(NamedTuple):
@@ -46,27 +53,50 @@ class Bench(NamedTuple):
     device: torch.device
 
     def workload(self, *words: str) -> Workload:
-        return Workload([*self.overrides, *words])
+        """A workload of these words; NotHereError if one of them asks for a technique that its ledger shows to be off.
 
-    def in_turn(self, one: Callable[[], object], other: Callable[[], object], count: int, **how: Any) -> Pair:
-        """Milliseconds of one of the `count` equal pieces that a run consists of; both runs are warmed up first."""
-        one()
-        other()
-        taken = interleaved({"one": one, "other": other}, self.cfg.repeats, self.device, **how)
-        return Pair(*([1e3 * s / count for s in values] for values in taken.values()))
+        The last word that sets a key is the one that counts.
+        """
+        workload = Workload([*self.overrides, *words])
+        asked = {word.removeprefix("runtime.").partition("=")[0] for word in words if word.startswith("runtime.")}
+        if off := [f"{row.key}: {row.evidence}" for row in workload.ledger if row.missing and row.key in asked]:
+            raise NotHereError(f"asked for and not on: {'; '.join(off)}")
+        return workload
+
+    def in_turn(
+        self,
+        one: Callable[[], object],
+        other: Callable[[], object],
+        count: int,
+        prepare: Callable[[str], object] = lambda name: None,
+    ) -> Pair:
+        """Milliseconds of one of the `count` equal pieces that a run consists of; both runs are warmed up first.
+
+        `prepare("one")` or `prepare("other")` comes before each run and is not timed.
+        """
+        runs = {"one": one, "other": other}
+        for name, run in runs.items():
+            prepare(name)
+            run()
+        taken = interleaved(runs, self.cfg.repeats, self.device, prepare)
+        return Pair.of([1e3 * s / count for s in values] for values in taken.values())
+
+    def steps_of(self, one: Runnable, other: Runnable) -> Pair:
+        """Milliseconds a training step of each."""
+        return Pair.of(time_steps({"one": one, "other": other}, self.cfg.steps, self.cfg.repeats).values())
 
 
 Measure = Callable[[Bench], Pair]
 
 
+def steps(one: Sequence[str], other: Sequence[str]) -> Measure:
+    """A training step with the overrides `one`, and with `other`."""
+    return lambda bench: bench.steps_of(bench.workload(*one), bench.workload(*other))
+
+
 def step(word: str, *base: str) -> Measure:
     """A training step with the overrides `base`, and with `word` added."""
-
-    def measure(bench: Bench) -> Pair:
-        pair = {"one": bench.workload(*base), "other": bench.workload(*base, word)}
-        return Pair(**time_steps(pair, bench.cfg.steps, bench.cfg.repeats))
-
-    return measure
+    return steps(base, (*base, word))
 
 
 def step_and(extra_for: Callable[[Workload], Callable[[torch.Tensor], object]]) -> Measure:
@@ -83,47 +113,6 @@ def step_and(extra_for: Callable[[Workload], Callable[[torch.Tensor], object]]) 
         return bench.in_turn(lambda: run(extra), lambda: run(lambda loss: None), bench.cfg.steps)
 
     return measure
-
-
-def resident_over_dataloader(bench: Bench) -> Pair:
-    """A batch from the newcomer's DataLoader of samples in memory, and by indexing on the device."""
-    workers = 4 if bench.device.type == "cuda" else 0
-    naive = NaiveLoop(bench.overrides, storage="memory", num_workers=workers)
-    loader = bench.workload("runtime=eager").loader
-
-    def read(batches: Iterator[object]) -> None:
-        for _ in range(20):
-            next(batches)
-
-    return bench.in_turn(lambda: read(naive.batches), lambda: read(loader), 20, prepare=lambda name: naive.prepare())
-
-
-def product_rates(bench: Bench) -> Pair:
-    found = rates(bench.device)
-    return Pair([found["bf16_product_tflops"]], [found["fp32_product_tflops"]])
-
-
-def optimizer_phase(bench: Bench) -> Pair:
-    """Norm, clipping, decision and update, unfused and fused."""
-    pair = [bench.workload("runtime=eager", f"runtime.fused_adamw={on}") for on in ("false", "true")]
-    rounds = [[phases_of(w, bench.cfg.steps)[0]["optimizer"] for w in pair] for _ in range(bench.cfg.repeats)]
-    return Pair(*map(list, zip(*rounds, strict=True)))
-
-
-def checkpointing_memory(bench: Bench) -> Pair:
-    """Reserved bytes without and with checkpointing."""
-    words = (f"runtime.gradient_checkpointing={on}" for on in ("false", "true"))
-    return Pair(*([float(bench.workload("runtime=fast", word).memory_peak or 0)] for word in words))
-
-
-def warm_ups(bench: Bench) -> Pair:
-    """Warm-up of the whole model as one graph and of its blocks, nothing cached."""
-    found = []
-    for scope in ("model", "blocks"):
-        with fresh_compiler():
-            workload = bench.workload("runtime=production", f"runtime.compile_scope={scope}")
-        found.append([workload.warm_up_seconds])
-    return Pair(*found)
 
 
 def encoder_in_the_loop(workload: Workload) -> Callable[[torch.Tensor], object]:
@@ -155,7 +144,7 @@ def changing_shapes(bench: Bench, one: tuple[str, bool], other: tuple[str, bool]
                 workload.loader.batch_size = size  # pyright: ignore[reportAttributeAccessIssue]
                 workload.one_step()
 
-    return Pair(*([1e3 * seconds(partial(run, *way), bench.device)] for way in (one, other)))
+    return Pair.of([1e3 * seconds(partial(run, *way), bench.device)] for way in (one, other))
 
 
 def strided_call(device: torch.device, wrong: bool) -> Callable[[], None]:
@@ -174,68 +163,50 @@ def strided_call(device: torch.device, wrong: bool) -> Callable[[], None]:
 
 def clock_error(bench: Bench) -> Pair:
     """A training step by a clock that waits for the device, and by one that does not."""
-    workload, steps = bench.workload(), bench.cfg.steps
+    workload, count = bench.workload(), bench.cfg.steps
 
     def unsynchronised() -> float:
         start = time.perf_counter()
-        workload.run(steps)
+        workload.run(count)
         return time.perf_counter() - start
 
     seen, true = [], []
     for _ in range(5):
-        true.append(1e3 * seconds(lambda: workload.run(steps), bench.device) / steps)
-        seconds(lambda: seen.append(1e3 * unsynchronised() / steps), bench.device)
+        true.append(1e3 * seconds(lambda: workload.run(count), bench.device) / count)
+        seconds(lambda: seen.append(1e3 * unsynchronised() / count), bench.device)
     return Pair(true, seen)
-
-
-FIGURES: dict[str, Callable[[float], float]] = {
-    "×": lambda ratio: ratio,
-    "× as long": lambda ratio: ratio,
-    "% faster": lambda ratio: 100.0 * (ratio - 1.0),
-    "% slower": lambda ratio: 100.0 * (1.0 / ratio - 1.0),
-    "% saved": lambda ratio: 100.0 * (1.0 - 1.0 / ratio),
-}
-"""Unit of a claim -> its figure, from how many times as fast or as small the other way is."""
-COSTS = ("× as long", "% slower")
 
 
 class Practice(NamedTuple):
     """The same work done two ways; without a claim, the first way is a mistake."""
 
     name: str
-    measure: Measure
-    claimed: tuple[float, float] | None = None
-    """From the least to the most that guides promise, in `unit`."""
-    unit: str = "×"
+    measure: Measure | None
+    """None where there is a `reason`."""
     needs: str | None = None
     """The override of the technique, or the hardware, without which it cannot be measured."""
+    inductor: bool = False
+    """Whether Inductor compiles for it."""
+    seconds: float = 20.0
+    """How long it should take on a GPU."""
+    claimed: tuple[float, float] | str | None = None
+    """From the least to the most that guides promise, in `unit`; or in words, where nothing is measured."""
+    unit: str = "×"
+    source: str = ""
+    """The address of who promises it, and in brackets what is said there."""
+    key: str | None = None
+    """Our override, such as runtime.tf32 or data=resident."""
+    ways: tuple[str, str] = ("without", "with")
+    """What the two ways are called."""
+    of: str = "ms"
+    """Unit of both figures of a pair."""
+    reason: str | None = None
+    """Why no machine with one GPU measures it."""
 
 
 EMPTY_CACHE = Practice(
-    "empty_cache() every step",
-    step_and(lambda workload: lambda loss: torch.cuda.empty_cache()),
-    (1, 2),
-    "× as long",
-    CUDA,
+    "empty_cache() every step", step_and(lambda workload: lambda loss: torch.cuda.empty_cache()), CUDA
 )
-CLAIMS = (
-    Practice("resident indexing over a DataLoader", resident_over_dataloader, (10, 50)),
-    Practice("TF32, a step", step("runtime.tf32=true", "runtime=eager"), (2, 3), needs="runtime.tf32=true"),
-    Practice("bf16 over fp32, matrix products", product_rates, (8, 16), needs="runtime.precision=bf16"),
-    Practice("fused AdamW: norm, clipping and update", optimizer_phase, (10, 20), "% saved"),
-    Practice("checkpointing, a step", step("runtime.gradient_checkpointing=true"), (10, 10), "% slower"),
-    Practice("checkpointing, memory", checkpointing_memory, (50, 50), "% saved", CUDA),
-    Practice("compiling, a step", step("runtime.compile=true"), (10, 30), "% faster"),
-    Practice("compiling blocks, not the model: start-up", warm_ups, (7, 7)),
-    Practice(
-        "a CUDA graph at a small batch",
-        step("runtime.cuda_graph=true", "batch_size=8"),
-        (5, 5),
-        needs="runtime.cuda_graph=true",
-    ),
-    EMPTY_CACHE,
-)
-"""On top of runtime=fast."""
 MISTAKES = (
     EMPTY_CACHE,
     Practice(".item() every step", step_and(lambda workload: torch.Tensor.item)),
@@ -243,75 +214,76 @@ MISTAKES = (
     Practice(
         "changing shapes: the whole model compiled, not its blocks",
         lambda bench: changing_shapes(bench, ("model", True), ("blocks", True)),
+        inductor=True,
+        seconds=180,
     ),
     Practice(
         "changing shapes: blocks compiled, not a constant shape",
         lambda bench: changing_shapes(bench, ("blocks", True), ("blocks", False)),
+        inductor=True,
+        seconds=120,
     ),
     Practice(
         "a non-contiguous call",
         lambda bench: bench.in_turn(strided_call(bench.device, True), strided_call(bench.device, False), 20),
+        seconds=5,
     ),
     Practice("timing without synchronisation (true / seen)", clock_error),
 )
 
 
-def judged(claim: Practice, measured: float) -> str:
-    """The verdict, with a fifth of tolerance; of a cost, less is said as such and refutes nothing."""
-    assert claim.claimed is not None
-    low, high = claim.claimed[0] / 1.2, claim.claimed[1] * 1.2
-    if low <= measured <= high:
-        return "confirmed"
-    if claim.unit in COSTS:
-        return "costs less" if measured < low else "costs more"
-    return "refuted: less" if measured < low else "confirmed: more"
+def rows_of(
+    practices: Sequence[Practice],
+    bench: Bench,
+    figures: Callable[[Practice, Pair], dict[str, Any]],
+    labels: Callable[[Practice], dict[str, Any]] = lambda practice: {},
+) -> Iterator[Row]:
+    """A row for each practice: `figures(practice, pair)`, or the reason why it cannot be measured here.
 
-
-def entries_of(
-    practices: Sequence[Practice], bench: Bench, figures: Callable[[Practice, Pair, float], dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """An entry for each practice: `figures(practice, pair, ratio)`, or the reason why it cannot be measured here."""
-    torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
+    Practices with the same `measure` share its figures.
+    """
     cannot = {c.word: c.reason for c in capabilities(bench.device)}
     cannot[CUDA] = None if bench.device.type == "cuda" else f"needs {CUDA}"
+    known: dict[Measure, Pair] = {}
+
+    def pair_of(measure: Measure) -> Pair:
+        if measure not in known:
+            known[measure] = measure(bench)
+        return known[measure]
+
+    def measured(practice: Practice, measure: Measure) -> dict[str, Any]:
+        try:
+            return figures(practice, pair_of(measure))
+        except NotHereError as error:
+            return {"reason": str(error)}
+
     for practice in practices:
-        entry: dict[str, Any] = {"name": practice.name}
-        if practice.claimed:
-            low, high = practice.claimed
-            entry["claimed"] = f"{low if low == high else f'{low}–{high}'} {practice.unit}"
-        reason = cannot.get(practice.needs or "")
-        if reason:
-            yield entry | {"reason": f"not measured: {reason}"}
-            continue
-        pair = practice.measure(bench)
-        ratio = times_as_fast(*pair)
-        print(f"{practice.name}: ×{ratio:.2f}", flush=True)
-        yield entry | figures(practice, pair, ratio)
+        reason = practice.reason or cannot.get(practice.needs or "")
+        reason = reason or (LEFT_OUT if practice.inductor and not bench.cfg.inductor else None)
+        if reason or practice.measure is None:
+            yield Row(practice.name, partial(dict[str, Any], reason=reason), 0, labels(practice))
+        else:
+            measure = partial(measured, practice, practice.measure)
+            yield Row(practice.name, measure, practice.seconds, labels(practice))
 
 
-def claims(words: list[str]) -> None:
-    """Guides' claims, each of a run that is fast otherwise."""
+def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
+    def figures(mistake: Practice, pair: Pair) -> dict[str, Any]:
+        wrong, right = Spread.of(pair.one), Spread.of(pair.other)
+        ratio = Spread.of_ratio(pair.one, pair.other)
+        return {**wrong.as_json("wrong_ms"), **right.as_json("right_ms"), **ratio.as_json("factor")}
 
-    def figures(claim: Practice, pair: Pair, ratio: float) -> dict[str, Any]:
-        measured = FIGURES[claim.unit](ratio)
-        return {"measured": measured, "unit": claim.unit, "verdict": judged(claim, measured)}
-
-    cfg, overrides = parse(BenchConfig, "claims", words, __doc__ or "")
-    device = device_of(overrides)
-    entries = list(entries_of(CLAIMS, Bench([*overrides, "runtime=fast"], cfg, device), figures))
-    columns = {"claimed": "{claimed}", "measured here": "{measured:.2f} {unit}", "verdict": "{verdict}"}
-    publish(cfg, overrides, device, {"claims": entries}, entries_table(columns, entries))
+    return rows_of(MISTAKES, Bench(overrides, cfg, device), figures)
 
 
-def antipatterns(words: list[str]) -> None:
-    """Known mistakes, each in the configuration that the words choose."""
+def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
+    columns = {
+        "wrong ms": "{wrong_ms:.2f}",
+        "right ms": "{right_ms:.2f}",
+        "factor": "×{factor:.2f}",
+        "its quartiles": "{factor_q1:.2f}–{factor_q3:.2f}",
+    }
+    return [entries_table(columns, entries)]
 
-    def figures(mistake: Practice, pair: Pair, ratio: float) -> dict[str, Any]:
-        wrong, right = (Spread.of(values) for values in pair)
-        return {**wrong.as_json("wrong_ms"), **right.as_json("right_ms"), "factor": ratio}
 
-    cfg, overrides = parse(BenchConfig, "antipatterns", words, __doc__ or "")
-    device = device_of(overrides)
-    entries = list(entries_of(MISTAKES, Bench(overrides, cfg, device), figures))
-    columns = {"wrong ms": "{wrong_ms:.2f}", "right ms": "{right_ms:.2f}", "factor": "×{factor:.2f}"}
-    publish(cfg, overrides, device, {"antipatterns": entries}, entries_table(columns, entries))
+BENCHMARKS = {"antipatterns": Benchmark(BenchConfig, plan, texts, __doc__ or "")}

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -158,14 +159,27 @@ def is_measured(line: dict[str, Any] | None, run: Mapping[str, Any]) -> bool:
 
 @cache
 def code_hash(file: Path) -> str:
-    """16 digits of the SHA-256 over what is measured: accel/, models/, conf/, training/step.py, the clocks, `file`."""
-    parts = [path for folder in ("accel", "models", "conf") for path in sorted((ROOT / folder).rglob("*"))]
-    parts += [ROOT / "scripts" / name for name in ("timing.py", "bench/settings.py", "bench/workload.py")]
+    """16 digits of the SHA-256 over what is measured (accel/, models/, conf/, training/step.py; tests/, if it runs
+    them) and over the benchmark `file` with what it imports from scripts/."""
+    folders = ("accel", "models", "conf", *(("tests",) if file.stem == "tests" else ()))
+    parts = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     digest = hashlib.sha256()
-    for path in (*parts, ROOT / "training" / "step.py", file):
+    for path in sorted({*parts, ROOT / "training" / "step.py", *with_imports(file)}):
         if path.suffix in (".py", ".yaml"):
             digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def with_imports(file: Path, found: frozenset[Path] = frozenset()) -> frozenset[Path]:
+    """A file and the modules of scripts/ that it imports, but for those that only show and keep results."""
+    found |= {file}
+    for package, names in re.findall(r"^from (scripts[\w.]*) import ([\w, ]+)", file.read_text(), re.MULTILINE):
+        base = ROOT.joinpath(*package.split("."))
+        modules = [base.with_suffix(".py"), *(base / f"{name.split()[0]}.py" for name in names.split(","))]
+        for module in modules:
+            if module.is_file() and module.name not in ("report.py", "rows.py") and module not in found:
+                found |= with_imports(module, found)
+    return found
 
 
 def describe(benchmark: Benchmark, cfg: BenchConfig, overrides: list[str], device: torch.device) -> dict[str, Any]:
