@@ -119,7 +119,7 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
 
 
 def machine(device: Any) -> dict[str, Any]:
-    """Hardware and drivers as PyTorch sees them."""
+    """Hardware and drivers as PyTorch, Triton and nvidia-smi see them."""
     import torch
 
     from accel.compilation import cxx_compiler
