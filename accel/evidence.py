@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,36 +104,58 @@ class BlockProbe(nn.Module):
         given: Counter[int] = Counter()
         for tensor in inputs:
             given[tensor.untyped_storage().data_ptr()] += nbytes(tensor)
-        own: set[int] = set()
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not own:  # only now: sharded ones have been gathered
-                own.update(p.untyped_storage().data_ptr() for p in (*self.block.parameters(), *self.block.buffers()))
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = given[storage.data_ptr()] or storage.nbytes()
-            return tensor
-
-        caches: list[Any] = []
-        self.listening.append(caches)
-        try:
-            with (
-                torch.profiler.record_function(f"{BLOCK} {self.index}"),
-                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            ):
-                outputs = self.block(*inputs)
-        finally:
-            self.listening.pop()
-        cached = [leaf.val for cache in caches for leaf in tree_leaves(dict(cache)) if hasattr(leaf, "val")]
-        for tensor in cached:
-            pack(tensor)
+        with torch.profiler.record_function(f"{BLOCK} {self.index}"), keeping(self.block, given) as kept:
+            outputs = self.block(*inputs)
         needs = tuple(t.requires_grad for t in inputs)
         unlike = (given.total(), sum(p.numel() for p in self.block.parameters()), needs)
         fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
         dtypes = (outputs[2].dtype, outputs[0].dtype)
-        self.notes.append(BlockEvidence(given.total(), sum(kept.values()), *dtypes, fine, bool(cached), unlike))
+        self.notes.append(BlockEvidence(given.total(), kept.bytes, *dtypes, fine, kept.cached, unlike))
         return outputs
+
+
+@dataclass
+class Kept:
+    """What a forward pass keeps for its backward pass."""
+
+    storages: dict[int, int] = field(default_factory=dict)
+    """Address -> bytes, of storages that belong to no parameter and no buffer."""
+    cached: bool = False
+    """Whether some of them lie in a cache of selective checkpointing."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+
+@contextmanager
+def keeping(module: nn.Module, given: Mapping[int, int] = MappingProxyType({})) -> Iterator[Kept]:
+    """Counts what forward passes of `module` inside keep; complete when the context has been left.
+
+    Of storages whose addresses are `given`, only so many bytes count.
+    """
+    own: set[int] = set()
+    kept = Kept()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not own:  # only now: sharded ones have been gathered
+            own.update(p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers()))
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept.storages[storage.data_ptr()] = given.get(storage.data_ptr()) or storage.nbytes()
+        return tensor.detach()  # an op that keeps its own output would hold itself, and a graph that nobody runs stays
+
+    caches: list[Any] = []
+    BlockProbe.listening.append(caches)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield kept
+    finally:
+        BlockProbe.listening.pop()
+    cached = [leaf.val for cache in caches for leaf in tree_leaves(dict(cache)) if hasattr(leaf, "val")]
+    for tensor in cached:
+        pack(tensor)
+    kept.cached = bool(cached)
 
 
 def nbytes(tensor: Tensor) -> int:

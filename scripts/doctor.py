@@ -15,9 +15,41 @@ import argparse
 import json
 import os
 import platform
-from typing import Any
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from accel.technique import first_line
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+CLOCKS = {"sm_clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "power_limit_w": "power.limit"}
+"""Our name -> nvidia-smi's. Clocks are those of this moment: low on a GPU without work, lowered by heat and power."""
+PATIENCE = 10.0
+"""Seconds that nvidia-smi has."""
+UNKNOWN = "unknown"
+
+
+class Planned(NamedTuple):
+    """What a later version may use."""
+
+    name: str
+    package: str
+    oldest: tuple[int, int]
+    """Compute capability."""
+    newest: tuple[int, int]
+    needs: str
+
+
+NO_END = (99, 9)
+FP8 = "compute capability 8.9 or newer"
+PLANNED = (
+    Planned("FP8 by TransformerEngine", "transformer-engine", (8, 9), NO_END, FP8),
+    Planned("FP8 by torchao", "torchao", (8, 9), NO_END, FP8),
+    Planned("FlashAttention-3", "flash-attn-3", (9, 0), (9, 9), "compute capability 9.0 (Hopper)"),
+    Planned("FlashAttention-4", "flash-attn-4", (9, 0), (10, 9), "compute capability 9.0 or 10.x"),
+)
+"""Requirements are those of the packages' own pages; FlashAttention-4's is Blackwell as in data centres: its kernels
+use tensor memory, which 12.0 lacks."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -87,7 +119,7 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
 
 
 def machine(device: Any) -> dict[str, Any]:
-    """Hardware and drivers as PyTorch sees them."""
+    """Hardware and drivers as PyTorch, Triton and nvidia-smi see them."""
     import torch
 
     from accel.compilation import cxx_compiler
@@ -120,8 +152,9 @@ def machine(device: Any) -> dict[str, Any]:
             "gpu_count": torch.cuda.device_count(),
             "compute_capability": f"{properties.major}.{properties.minor}",
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
-            "multiprocessors": properties.multi_processor_count,
             "cudnn": torch.backends.cudnn.version(),
+            **limits(properties, torch.cuda.current_device() if device.index is None else device.index),
+            **clocks(f"GPU-{properties.uuid}"),
         }
     elif torch.version.cuda:
         facts["gpu_missing_because"] = "this PyTorch is built for CUDA and sees no GPU: no driver, or none is visible"
@@ -130,29 +163,88 @@ def machine(device: Any) -> dict[str, Any]:
     return facts
 
 
+def limits(properties: Any, index: int) -> dict[str, Any]:
+    """What one kernel can use of GPU `index`: by Triton's driver, which its compiler goes by, and by PyTorch.
+
+    Peak clocks are the chip's. Where Triton's driver cannot be had, its facts are "unknown", with the reason.
+    """
+    found: dict[str, Any] = {
+        "multiprocessors": properties.multi_processor_count,
+        "registers_a_multiprocessor": properties.regs_per_multiprocessor,
+        "l2_mib": properties.L2_cache_size / 2**20,
+    }
+    of_triton = {
+        "shared_memory_kib_a_block": ("max_shared_mem", 2**10),
+        "registers_a_block": ("max_num_regs", 1),
+        "sm_clock_peak_mhz": ("sm_clock_rate", 1000),
+        "memory_clock_peak_mhz": ("mem_clock_rate", 1000),
+    }
+    try:
+        from triton.runtime import driver
+
+        told = driver.active.utils.get_device_properties(index)  # pyright: ignore[reportAttributeAccessIssue]
+        return found | {name: told[key] / unit for name, (key, unit) in of_triton.items()}
+    except Exception as error:  # no Triton, no C compiler for its driver, or a driver that is too old
+        return found | dict.fromkeys(of_triton, f"{UNKNOWN}: {first_line(error)}")
+
+
+def clocks(gpu: str) -> dict[str, Any]:
+    """Clocks and power limit of a GPU by nvidia-smi; "unknown" where it is absent, fails, hangs or does not tell."""
+    query = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(CLOCKS.values())}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=PATIENCE)
+        told = [cell.strip() for cell in done.stdout.split(",")]
+    except (OSError, subprocess.SubprocessError):
+        told = []
+    told = told if len(told) == len(CLOCKS) else [UNKNOWN] * len(CLOCKS)
+    return {
+        name: float(cell) if cell.replace(".", "", 1).isdigit() else UNKNOWN
+        for name, cell in zip(CLOCKS, told, strict=True)
+    }
+
+
 def planned(device: Any) -> list[dict[str, Any]]:
-    """What this version does not have, and whether the hardware would."""
+    """What this version does not have: whether the hardware would, and the version of the package if it is installed.
+
+    Nothing is imported for it: such packages fail to load where they do not fit.
+    """
     import torch
 
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return [
-        {"name": "FP8 matrix products", "hardware": capability >= (8, 9), "needs": "compute capability 8.9 or newer"},
-        {"name": "FlashAttention-3", "hardware": capability[0] == 9, "needs": "compute capability 9.0 (Hopper)"},
+        {
+            "name": p.name,
+            "hardware": p.oldest <= capability <= p.newest,
+            "needs": p.needs,
+            "package": p.package,
+            "installed": installed(p.package),
+        }
+        for p in PLANNED
     ]
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, from its metadata."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def as_text(found: dict[str, Any]) -> str:
     """The findings as a page of text."""
     lines = ["machine"]
     facts = {k: ", ".join(v) if isinstance(v, list) else v for k, v in found["machine"].items() if v is not None}
-    lines += [f"  {key.replace('_', ' '):<22}{value}" for key, value in facts.items()]
+    lines += [f"  {key.replace('_', ' '):<28}{as_number(value)}" for key, value in facts.items()]
     lines += ["", "versions", "  " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()), "", "techniques"]
     for row in found["techniques"]:
         word = row["word"]
         lines.append(f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip())
     lines += ["", "planned, not in this version"]
     for row in found["planned"]:
-        lines.append(f"  {row['name']:<22}hardware: {'yes' if row['hardware'] else 'no'} (needs {row['needs']})")
+        there = f"{row['package']} {row['installed'] or 'not installed'}"
+        hardware = f"hardware: {'yes' if row['hardware'] else 'no'} (needs {row['needs']})"
+        lines.append(f"  {row['name']:<28}{hardware}; {there}")
     if "kernels" in found:
         lines += ["", "fused kernels, as that run would choose"]
         lines += [f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}" for row in found["kernels"]]
@@ -160,6 +252,10 @@ def as_text(found: dict[str, Any]) -> str:
         lines += ["", "measured rates (median of 10)"]
         lines += [f"  {name:<22}{value:.1f}" for name, value in found["rates"].items()]
     return "\n".join(lines)
+
+
+def as_number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from accel.kernels.operator import OPERATORS
+from scripts.bench.hotspots import size, tensors
 from scripts.bench.report import table
 from scripts.bench.settings import own_and_others
 from training.config.build import build
@@ -58,18 +58,6 @@ class Traffic(TorchDispatchMode):
                 self.bytes[name] += sum(moved.values())
                 self.written[name] += sum(written.values())
         return out
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def size(tensor: Tensor) -> int:
-    """Bytes that reading the tensor takes: an expanded dimension is read once."""
-    values = 1
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        values *= length if stride or not length else 1
-    return values * tensor.element_size()
 
 
 class Counted(NamedTuple):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from enum import Enum
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime import driver
 
 from accel.stack import TECHNIQUES
 from scripts import doctor
@@ -25,7 +27,10 @@ def test_every_technique_is_examined_in_every_way(capsys):
     assert all(row["available"] == (row["reason"] is None) for row in found["techniques"])
     assert found["machine"]["cpu_threads"] == torch.get_num_threads()
     assert found["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert {row["name"] for row in found["planned"]} == {"FP8 matrix products", "FlashAttention-3"}
+    packages = ["transformer-engine", "torchao", "flash-attn-3", "flash-attn-4"]
+    assert [row["package"] for row in found["planned"]] == packages
+    if not torch.cuda.is_available():
+        assert not doctor.CLOCKS.keys() & found["machine"].keys()
 
 
 def test_the_page_has_a_line_for_each_with_its_reason(capsys):
@@ -47,12 +52,106 @@ def test_a_techniques_examples_are_all_the_ways_that_the_configuration_knows_to_
 
 
 @pytest.mark.parametrize(
-    ("capability", "fp8", "flash3"), [((8, 0), 0, 0), ((8, 9), 1, 0), ((9, 0), 1, 1), ((10, 0), 1, 0)]
+    ("capability", "expected"),
+    [((8, 0), "    "), ((8, 9), "88  "), ((9, 0), "8834"), ((10, 0), "88 4"), ((10, 3), "88 4"), ((12, 0), "88  ")],
 )
-def test_what_is_planned_is_judged_by_the_hardware(capability, fp8, flash3, monkeypatch):
+def test_what_is_planned_is_judged_by_the_hardware(capability, expected, monkeypatch):
+    """8 for FP8, by either package, 3 and 4 for FlashAttention."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    assert [row["hardware"] for row in doctor.planned(torch.device("cuda"))] == [bool(fp8), bool(flash3)]
-    assert [row["hardware"] for row in doctor.planned(torch.device("cpu"))] == [False, False]
+    names = "8834"
+    found = "".join(c if row["hardware"] else " " for c, row in zip(names, doctor.planned(GPU), strict=True))
+    assert found == expected
+    assert not any(row["hardware"] for row in doctor.planned(torch.device("cpu")))
+
+
+def test_what_is_planned_says_whether_its_package_is_installed(tmp_path, monkeypatch):
+    """By metadata alone: this package cannot be imported."""
+    (tmp_path / "torchao-0.17.0.dist-info").mkdir()
+    (tmp_path / "torchao-0.17.0.dist-info" / "METADATA").write_text("Name: torchao\nVersion: 0.17.0\n")
+    (tmp_path / "torchao.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {row["package"]: row["installed"] for row in doctor.planned(torch.device("cpu"))}
+    assert found["torchao"] == "0.17.0"
+    assert doctor.installed("no-such-package") is None
+
+
+GPU = torch.device("cuda", 1)
+H200 = {
+    "max_shared_mem": 232448,
+    "max_num_regs": 65536,
+    "multiprocessor_count": 132,
+    "warpSize": 32,
+    "sm_clock_rate": 1980000,
+    "mem_clock_rate": 3201000,
+    "mem_bus_width": 6144,
+}
+"""What Triton's driver returns, by backends/nvidia/driver.c of 3.6 and of 3.7.1."""
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """`planted(smi)` pretends a GPU whose nvidia-smi is that shell script; None: there is none."""
+    properties = SimpleNamespace(
+        **{"name": "NVIDIA H200", "major": 9, "minor": 0, "total_memory": 141 * 2**30, "multi_processor_count": 132},
+        **{"L2_cache_size": 50 * 2**20, "regs_per_multiprocessor": 65536, "uuid": "1b2c"},
+    )
+    asked = []
+
+    def told(index):
+        asked.append(index)
+        return H200
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=SimpleNamespace(get_device_properties=told)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def plant(smi: str | None) -> list[int]:
+        if smi is not None:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        return asked
+
+    return plant
+
+
+def test_the_limits_and_clocks_of_a_gpu_are_told(planted):
+    asked = planted('case "$*" in *--id=GPU-1b2c*clocks.sm,clocks.mem,power.limit*) echo "345, 2619, 700.00";; esac')
+    found = doctor.machine(GPU)
+    assert asked == [1]
+    assert (found["shared_memory_kib_a_block"], found["registers_a_block"]) == (227.0, 65536)
+    assert (found["registers_a_multiprocessor"], found["multiprocessors"], found["l2_mib"]) == (65536, 132, 50.0)
+    assert (found["sm_clock_peak_mhz"], found["memory_clock_peak_mhz"]) == (1980.0, 3201.0)
+    assert (found["sm_clock_mhz"], found["memory_clock_mhz"], found["power_limit_w"]) == (345.0, 2619.0, 700.0)
+    page = doctor.as_text({"machine": found, "versions": {}, "techniques": [], "planned": []})
+    assert "  shared memory kib a block   227\n" in page
+
+
+@pytest.mark.parametrize("smi", [None, "exit 9", "echo driver mismatch", "while :; do :; done"])
+def test_an_nvidia_smi_that_is_absent_or_fails_or_hangs_leaves_clocks_unknown(smi, planted, monkeypatch):
+    monkeypatch.setattr(doctor, "PATIENCE", 0.2)
+    planted(smi)
+    assert doctor.clocks("GPU-1b2c") == dict.fromkeys(doctor.CLOCKS, "unknown")
+
+
+def test_what_nvidia_smi_does_not_tell_is_unknown_alone(planted):
+    planted('echo "1980, 2619, [N/A]"')
+    found = doctor.clocks("GPU-1b2c")
+    assert found == {"sm_clock_mhz": 1980.0, "memory_clock_mhz": 2619.0, "power_limit_w": "unknown"}
+
+
+def test_limits_that_triton_cannot_tell_are_unknown_with_the_reason(planted, monkeypatch):
+    planted(None)
+
+    class Broken:
+        @property
+        def utils(self):
+            raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(driver, "_active", Broken())
+    found = doctor.limits(torch.cuda.get_device_properties(GPU), 1)
+    assert found["shared_memory_kib_a_block"] == "unknown: Failed to find C compiler."
+    assert found["l2_mib"] == 50.0
 
 
 def test_rates_are_measured():
