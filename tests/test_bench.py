@@ -80,7 +80,7 @@ def test_words_are_the_commands_own_or_overrides():
         (["step", "stuff"], "stuff is not of the form key=value"),
         (["compare", "one"], "takes two run folders"),
         (["publish", "nowhere"], "nowhere has no rows.jsonl"),
-        (["techniques", "setting=tiny", "precisions=[bf8]"], "precisions=bf8: choose some of fp32"),
+        (["techniques", "setting=tiny", "precisions=[bf8]"], r"precisions=\[bf8\]: choose some of fp32"),
         (["ladder", "setting=tiny", "model.depht=3"], "depht"),
         (["precision", "setting=tiny", "steps=1"], "at least 2 steps"),
     ],

@@ -171,10 +171,10 @@ def removed(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -
 
 
 def plan_techniques(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
-    unknown = [p for p in cfg.precisions if p not in PRECISIONS] or [] if cfg.precisions else ["[]"]
-    if unknown:
-        raise ValueError(f"precisions={','.join(unknown)}: choose some of {', '.join(PRECISIONS)}.")
-    size, said = fitted([[*overrides, "runtime=eager"], [*overrides, "runtime=max"]], device)
+    if not cfg.precisions or not {*cfg.precisions} <= {*PRECISIONS}:
+        raise ValueError(f"precisions=[{','.join(cfg.precisions)}]: choose some of {', '.join(PRECISIONS)}.")
+    eager = [[*overrides, "runtime=eager", override("precision", precision)] for precision in cfg.precisions]
+    size, said = fitted([*eager, [*overrides, "runtime=max"]], device)
     overrides = [*overrides, f"batch_size={size}"]
     for row in rows_of([*alone(cfg, overrides, device), *removed(cfg, overrides, device)], cfg):
         yield row._replace(labels=row.labels | ({"fit": said} if said else {}))
