@@ -172,6 +172,7 @@ class Queue:
 
     def __init__(self, cfg: GpuConfig) -> None:
         self.results, self.limit = Results(Path(cfg.out).expanduser().absolute()), cfg.limit_s
+        self.results.folder.mkdir(parents=True, exist_ok=True)
         self.results.compact()
         self.log = self.results.folder / "log.txt"
         self.deadline = time.time() + 60 * cfg.budget_minutes
