@@ -29,6 +29,8 @@ from training.config.compose import ROOT, from_words
 
 LIMIT = 480.0
 """Seconds after which the process of a benchmark is ended."""
+START_UP = 15.0
+"""Seconds that must be left to start a process that has not planned its rows yet."""
 LOG_BYTES = 2**20
 TINY = ["setting=tiny"]
 QUICK = [*TINY, "inductor=false"]
@@ -179,13 +181,15 @@ class Queue:
         self.here: dict[str, Any] = {}
         """Hardware and versions, as the first process of this start found them."""
 
-    def left(self, item: Item) -> dict[str, float]:
-        """Row -> seconds, of what is to be measured; the whole item where this code has not planned it here."""
+    def planned(self, item: Item) -> bool:
+        """Whether this code has planned the item, on this hardware with these versions."""
         run = self.results.plans().get(item.name, {}).get("run", {})
         same = {"code": code_hash(ROOT / "scripts" / "bench" / f"{BENCHMARKS[item.words[0]]}.py"), **self.here}
-        if run.get("command") != item.command or any(run[key] != value for key, value in same.items()):
-            return {f"all of {item.name}": item.seconds}
-        return self.results.left(item.name)
+        return run.get("command") == item.command and all(run[key] == value for key, value in same.items())
+
+    def left(self, item: Item) -> dict[str, float]:
+        """Row -> seconds, of what is to be measured; all of the item where it is not planned."""
+        return self.results.left(item.name) if self.planned(item) else {f"all of {item.name}": item.seconds}
 
     def time_left(self) -> float:
         return self.deadline - time.time()
@@ -202,8 +206,9 @@ class Queue:
                 return
 
     def fitting(self, item: Item) -> bool:
-        seconds = self.left(item).values()
-        return bool(seconds) and (min(seconds) <= min(self.time_left(), self.limit))
+        """Whether a row of the item may fit; which ones do, its process knows when it has planned."""
+        seconds = self.left(item).values() if self.planned(item) else [START_UP]
+        return bool(seconds) and min(seconds) <= min(self.time_left(), self.limit)
 
     def start(self, item: Item) -> None:
         """One process, until it ends or its time is over; then the row that it was at is kept with the reason."""
