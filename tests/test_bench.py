@@ -354,7 +354,9 @@ def test_mixers_are_compared_at_equal_parameters_and_at_equal_flops(tmp_path, ca
     cells = dict(zip(re.split(r"  +", lines[0].strip()), lines[2].split()[1:], strict=False))
     assert (cells["×attention"], cells["at equal FLOPs"]) == ("2.00", "1.00")
     with pytest.raises(ValueError, match="size=huge"):
-        bench(["mixers", "setting=tiny", "size=huge"])
+        bench(["mixers", "setting=tiny", "size=huge", f"out={tmp_path}"])
+    with pytest.raises(ValueError, match=r"families=\[mambda\]: choose some of conv, dit, mamba"):
+        bench(["mixers", "setting=tiny", "families=[mambda]", f"out={tmp_path}"])
 
 
 @pytest.mark.slow

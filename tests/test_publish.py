@@ -145,7 +145,8 @@ def test_the_tables_of_the_readme_say_what_was_measured_and_where():
     assert "| compiled blocks, over the same without | ×2.00 (2.00–2.00) |" in made
     assert "| products in bf16, over fp32 | ×1.50 (1.50–1.50) |" in made
     assert "over a newcomer's loop | ×3.00 (3.00–3.00) |" in made  # what was asked for and not on does not count
-    assert "[a CPU, 2 threads, torch 2.11.0, 2026-12-01](docs/benchmarks/ladder_33m_cpu_2026-12.md)" in made
+    at = "[a CPU, 2 threads, torch 2.11.0, 2026-12-01](docs/benchmarks/ladder_33m_cpu_2026-12.md)"
+    assert f"{at}, n = 5, `python -m scripts.bench ladder name=ladder_33m`" in made
     assert "No GPU has measured it yet" in made
     own = {"part": "alone", "over": "bf16"}
     found = [

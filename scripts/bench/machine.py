@@ -10,6 +10,7 @@ would before its first step, and keeps what it would choose; the run that follow
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,14 +43,20 @@ def plan_calibration(cfg: BenchConfig, overrides: list[str], device: torch.devic
     size = next(word for word in overrides if word.startswith("model=")).rpartition("_")[2]
     for family in FAMILIES:
         words = [f"model={family}_{size}" if word.startswith("model=") else word for word in overrides]
-        yield Row(family, lambda words=words: {"kernels": doctor.kernels(words)}, 60)
+        yield Row(family, partial(calibrate, words, device), 60)
+
+
+def calibrate(words: list[str], device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"reason": "the fused kernels need an NVIDIA GPU"}
+    return {"kernels": doctor.kernels(words)}
 
 
 def calibration_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     rows: list[Sequence[object]] = [("model", "key", "chosen", "")]
     for e in entries:
         rows += [(e["name"], k["key"], "on" if k["on"] else "off", k["why"]) for k in e.get("kernels", ())]
-        rows += [(e["name"], "", "", e["error"])] if "error" in e else []
+        rows += [(e["name"], "", "", e.get("error") or e["reason"])] if {"error", "reason"} & e.keys() else []
     return [table(rows)]
 
 

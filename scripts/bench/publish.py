@@ -81,7 +81,7 @@ def pages_in(folder: Path) -> dict[tuple[str, str], Page]:
 
 
 def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
-    """The pages that the rows of a folder change."""
+    """The pages that the rows of a folder change; one on which nothing could be had on that machine is none."""
     plans, groups = results.plans(), defaultdict(list)
     for line in results.read().values():
         groups[line["benchmark"], card_of(line["run"])].append(line)
@@ -93,7 +93,8 @@ def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
             rows[line["entry"]["name"]] = better(rows.get(line["entry"]["name"]), line)
         planned = list(plans.get(name, {}).get("seconds", rows))  # rows that are planned no more go
         page = Page(name, card, [rows[row] for row in planned if row in rows])
-        if page.lines and page.lines != old:
+        measured = any("reason" not in entry for entry in page.entries)
+        if measured and page.lines != old:
             changed.append(page)
     return changed
 
@@ -123,14 +124,13 @@ def text_of(page: Page) -> str:
     """The page: hardware, versions, dates, command, tables; and which rows are of earlier code."""
     run = page.newest
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("python", "torch", "triton"))
-    rounds = sorted({e["n"] for e in page.entries if "n" in e})
-    n = f"n = {', '.join(map(str, rounds))}" if rounds else "n = 1"
     texts = benchmark_of(run_command(page)).texts(page.entries)
     dates = sorted({line["run"]["date"] for line in page.lines})
+    when = " to ".join(dates[:: max(1, len(dates) - 1)])
     lines = [
         f"# {page.name.replace('_', ' ')}, {page.card}",
         "",
-        f"{run['hardware']}; {versions}; {' to '.join(dates[:: max(1, len(dates) - 1)])}; code {run['commit']}; {n}.",
+        f"{run['hardware']}; {versions}; {when}; code {run['commit']}; {rounds_of(page)}.",
         "",
         f"    {run['command']}",
         "",
@@ -145,10 +145,16 @@ def text_of(page: Page) -> str:
     return "\n".join([*lines, f"Every figure: [{page.stem}.json]({page.stem}.json).", ""])
 
 
-def source(page: Page, folder: str) -> str:
-    """Hardware, versions and date, with a link to the page."""
+def source(page: Page) -> str:
+    """Hardware, version and date, with a link to the page, n and the command."""
     run = page.newest
-    return f"[{run['hardware']}, torch {run['versions']['torch']}, {run['date']}]({folder}{page.stem}.md)"
+    link = f"[{run['hardware']}, torch {run['versions']['torch']}, {run['date']}](docs/benchmarks/{page.stem}.md)"
+    return f"{link}, {rounds_of(page)}, `{run['command']}`"
+
+
+def rounds_of(page: Page) -> str:
+    rounds = sorted({e["n"] for e in page.entries if "n" in e})
+    return f"n = {', '.join(map(str, rounds or [1]))}"
 
 
 def of_kind(pages: Sequence[Page], name: str, cuda: bool) -> list[Page]:
@@ -195,9 +201,7 @@ def front(pages: Sequence[Page]) -> str:
     for what, names, row in FRONT:
         cells = [next((times(page, row) for page in of_kind(pages, names[c], c)), "not measured") for c in shown]
         lines.append(f"| {what} | {' | '.join(cells)} |")
-    sources = dict.fromkeys(
-        source(p, "docs/benchmarks/") for c in shown for _, names, _ in FRONT for p in of_kind(pages, names[c], c)[:1]
-    )
+    sources = dict.fromkeys(source(p) for c in shown for _, names, _ in FRONT for p in of_kind(pages, names[c], c)[:1])
     missing = (
         "" if True in shown else " No GPU has measured it yet: `make gpu` fills the rest in slots of nine minutes."
     )
@@ -209,7 +213,8 @@ def times(page: Page, row: str | None) -> str:
     on = [e for e in rungs(page.entries) if "speed" in e and not e["not_on"]]
     entry = on[-1] if row is None and on else next((e for e in on if e["name"] == row), None)
     if entry is None:
-        return "not measured"
+        cannot = next((e["reason"] for e in page.entries if e["name"] == row and "reason" in e), None)
+        return f"not measured: {cannot}" if cannot else "not measured"
     name = "times_before" if row is not None and page.name.startswith("ladder") else "speed"
     return f"×{entry[name]:.2f} ({entry[f'{name}_q1']:.2f}–{entry[f'{name}_q3']:.2f})"
 
@@ -223,7 +228,7 @@ def techniques(pages: Sequence[Page]) -> str:
     for kind in TECHNIQUES:
         lines.append(f"| `{kind.key}` | {kind.summary} |" + "".join(f" {alone(page, kind.key)} |" for page in measured))
     if measured:
-        lines += ["", f"Alone, on a GPU: {', '.join(source(page, 'docs/benchmarks/') for page in measured)}."]
+        lines += ["", f"Alone, on a GPU: {', '.join(source(page) for page in measured)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -65,6 +65,8 @@ class MixersConfig(BenchConfig):
 
     size: str | None = None
     """xs, s, b, l or xl; null: s on a GPU, xs without one."""
+    families: list[str] = field(default_factory=list)
+    """Those that are compared with attention; empty: all."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,11 @@ def measured(variant: Variant, kept: Kept[Trained], cfg: BenchConfig, held_out: 
     }
 
 
+def unavailable(precision: str, device: torch.device) -> str | None:
+    """Why a precision cannot be had on the device."""
+    return None if precision == "fp32" else Precision(precision, device).unavailable()
+
+
 def with_attention(overrides: list[str]) -> list[str]:
     """The overrides with an attention model of the same size where theirs has no attention."""
     if "Attention" in str(compose(overrides).cfg.model):
@@ -154,7 +161,7 @@ def alone(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> 
                 needed = [word for word in (override(*item) for item in way.items()) if word not in added]
                 base = [*own, *eager, *needed]
                 labels = {"part": "alone", "key": kind.key, "over": precision, "baseline": [*eager, *needed]}
-                reason = kind(way[kind.key], device).unavailable()
+                reason = kind(way[kind.key], device).unavailable() or unavailable(precision, device)
                 yield Variant(f"{' '.join(added)} over {precision}", [*base, *added], base, reason, labels)
 
 
@@ -210,22 +217,25 @@ def techniques_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def families(size: str) -> list[str]:
-    """All families that have the size, attention first."""
+def models_of(size: str, families: Sequence[str]) -> dict[str, str]:
+    """Family -> its model of the size, attention first; ValueError for what there is not."""
     found = sorted(file.stem.rpartition("_")[0] for file in (CONF / "model").glob(f"*_{size}.yaml"))
     if not found:
         raise ValueError(f"size={size}: there is no such size; choose xs, s, b, l or xl.")
-    return [ATTENTION, *(name for name in found if name != ATTENTION)]
+    if not {*families} <= {*found}:
+        raise ValueError(f"families=[{','.join(families)}]: choose some of {', '.join(found)}.")
+    others = [name for name in found if name != ATTENTION and (not families or name in families)]
+    return {family: f"model={family}_{size}" for family in (ATTENTION, *others)}
 
 
 def plan_mixers(cfg: MixersConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
     """One model of each family, with attention as the baseline of all."""
     own = [word for word in overrides if not word.startswith("model")]
-    size = cfg.size or ("s" if device.type == "cuda" else "xs")
-    batch_size, said = fitted([[*own, f"model={family}_{size}"] for family in families(size)], device)
-    own, labels = [*own, f"batch_size={batch_size}"], {"fit": said} if said else {}
-    models = {family: [*own, f"model={family}_{size}"] for family in families(size)}
-    yield from rows_of([Variant(family, m, models[ATTENTION], None, labels) for family, m in models.items()], cfg)
+    models = models_of(cfg.size or ("s" if device.type == "cuda" else "xs"), cfg.families)
+    size, said = fitted([[*own, model] for model in models.values()], device)
+    own, labels = [*own, f"batch_size={size}"], {"fit": said} if said else {}
+    base = [*own, models[ATTENTION]]
+    yield from rows_of([Variant(name, [*own, model], base, None, labels) for name, model in models.items()], cfg)
 
 
 def mixers_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -263,7 +273,7 @@ def plan_precision(cfg: PrecisionConfig, overrides: list[str], device: torch.dev
     for seed in cfg.seeds:
         models = {name: [*overrides, f"seed={seed}", f"runtime.precision={name}"] for name in PRECISIONS}
         for name, own in models.items():
-            reason = None if name == "fp32" else Precision(name, device).unavailable()
+            reason = unavailable(name, device)
             labels = {"precision": name, "seed": seed}
             variants.append(Variant(f"{name}, seed {seed}", own, models["fp32"], reason, labels))
     durations = replace(cfg, loss_steps=cfg.steps, steps=max(1, cfg.steps // 10))
