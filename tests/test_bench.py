@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,12 @@ from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
-from scripts.bench import compare, kernels, ladder, peers, step, trace, variants
+from scripts.bench import compare, kernels, ladder, peers, step, tests, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
 from scripts.bench.naive import NaiveLoop, stream_order
 from scripts.bench.report import entries_table, table
-from scripts.bench.rows import Results
+from scripts.bench.rows import Results, Row, figures_of
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
 from scripts.bench.workload import Workload
@@ -371,6 +372,26 @@ def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
     assert found[0]["final_loss"] != found[3]["final_loss"]
     shown = variants.precision_texts(found)[0].splitlines()
     assert [line.split()[:2] for line in shown[2:]] == [[name, "2"] for name in variants.PRECISIONS]
+
+
+def test_a_gpu_test_is_a_row_with_its_outcome(tmp_path):
+    """On planted tests, by a pytest within this one."""
+    file = tmp_path / "test_planted.py"
+    outcomes = {"good": "pass", "bad": "assert 1 == 2, 'planted'", "absent": "pytest.skip('no such card')"}
+    bodies = (f"@pytest.mark.gpu\ndef test_{name}():\n    {body}\n" for name, body in outcomes.items())
+    file.write_text("import pytest\n" + "\n".join(bodies))
+    assert len(tests.pytest_main("--collect-only", str(file)).ids) == 3
+    rows = [Row(name, partial(tests.run_test, f"{file}::test_{name}")) for name in outcomes]
+    entries = [{"name": f"t.py::test_x[{row.name}]"} | figures_of(row) for row in rows]
+    assert entries[0]["passed"] is True
+    assert "planted" in entries[1]["error"]
+    assert entries[2]["reason"] == "no such card"
+    assert tests.texts(entries)[0].splitlines()[1].split() == ["t.py::test_x", "1", "1", "1"]
+    assert "planted" in tests.texts(entries)[1]
+    with pytest.raises(RuntimeError, match="pytest ended with status 4"):
+        tests.run_test(f"{file}::test_gone")
+    (row,) = tests.plan(tests.TestsConfig(), [], CPU)
+    assert row.measure() == {"reason": "needs an NVIDIA GPU"}
 
 
 def test_two_runs_are_compared(run, tmp_path, capsys):

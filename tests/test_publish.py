@@ -11,9 +11,21 @@ import pytest
 
 from accel.stack import TECHNIQUES
 from scripts.bench.gpu import ITEMS
-from scripts.bench.publish import Page, better, card_of, front, overview, pages_in, publish, tables, techniques
-from scripts.bench.rows import Results
+from scripts.bench.publish import (
+    Page,
+    better,
+    card_of,
+    front,
+    overview,
+    pages_in,
+    publish,
+    tables,
+    techniques,
+    with_commit,
+)
+from scripts.bench.rows import Results, code_hash, named
 from training.config.compose import ROOT
+from training.environment import git_state
 
 VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}
 GPU = {"hardware": "NVIDIA H100 80GB HBM3", "device": "cuda", "versions": VERSIONS, "date": "2026-12-01"}
@@ -122,6 +134,14 @@ def test_a_row_that_did_not_end_replaces_no_figures():
     assert better(good, failed) is failed
     assert better(failed, good) is failed
     assert better(None, hung) is hung
+
+
+def test_a_row_from_a_place_without_git_gets_the_commit_of_its_code():
+    here = {"code": code_hash(ROOT / "scripts" / "bench" / "saves.py"), "commit": "unknown"}
+    found = with_commit(line("saves", {"name": "a"}, **here))["run"]["commit"]
+    state = git_state()
+    assert found == (named(state) if state else "unknown")
+    assert with_commit(line("saves", {"name": "a"}, commit="unknown"))["run"]["commit"] == "unknown"  # other code
 
 
 def test_a_card_is_one_word():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -66,7 +65,7 @@ def planted(tmp_path: Path, monkeypatch):
     place.mkdir()
     (place / "planted_step.py").write_text(PLANTED)
     (place / "sitecustomize.py").write_text(FINDER.format(file=str(place / "planted_step.py")))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", str(place))
 
     def plant(faults: dict[int, str]) -> None:
         monkeypatch.setenv("PLANTED_FAULTS", ",".join(f"{row}={fault}" for row, fault in faults.items()))
@@ -167,9 +166,8 @@ def test_items_are_named_once_and_their_words_are_understood():
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     assert [item.words[0] for item in ITEMS[:4]] == ["doctor", "calibration", "tests", "kernels"]
     assert ITEMS[-1].name == "tests_rest"
-    for item in (*ITEMS, *chosen(GpuConfig(setting="tiny"))):
+    for item in (*ITEMS, *chosen(GpuConfig(setting="tiny", only=["mixers", "claims"]))):
         assert item.words[0] in BENCHMARKS
-        benchmark_of(item.words[0])
         cfg, _ = parse(benchmark_of(item.words[0]).config, item.words[0], [*item.words[1:], f"name={item.name}"], "")
         assert cfg.name == item.name
 

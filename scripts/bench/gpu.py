@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.bench.__main__ import BENCHMARKS
-from scripts.bench.rows import LOST_DEVICE, Results, code_hash
+from scripts.bench.rows import Results, code_hash
 from training.config.compose import ROOT, from_words
 
 LIMIT = 480.0
@@ -198,11 +198,13 @@ class Queue:
         """Starts the item's process, again after each crash or limit, until nothing is left of it that fits."""
         while not self.here or self.fitting(item):
             before = self.results.size()
-            self.start(item)
+            status = self.start(item)
             run = self.results.plans().get(item.name, {}).get("run")
             if run:
                 self.here = {key: run[key] for key in ("hardware", "versions")}
             if self.results.size() == before:
+                if status != 0:
+                    print(f"{item.name}: no row; status {status}: {last_line(self.log)}", flush=True)
                 return
 
     def fitting(self, item: Item) -> bool:
@@ -210,8 +212,11 @@ class Queue:
         seconds = self.left(item).values() if self.planned(item) else [START_UP]
         return bool(seconds) and min(seconds) <= min(self.time_left(), self.limit)
 
-    def start(self, item: Item) -> None:
-        """One process, until it ends or its time is over; then the row that it was at is kept with the reason."""
+    def start(self, item: Item) -> int | None:
+        """One process, until it ends or its time is over; then the row that it was at is kept with the reason.
+
+        Returns the exit status; None if its time was over.
+        """
         until = min(self.deadline, time.time() + self.limit)
         words = [*item.command.split()[1:], f"out={self.results.folder}", f"until={until}"]
         cut_to_last(self.log, LOG_BYTES)
@@ -223,6 +228,7 @@ class Queue:
                 stdin=subprocess.PIPE,  # its end tells the process that the queue is gone
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))},
                 start_new_session=True,
             )
             try:
@@ -231,20 +237,15 @@ class Queue:
                 status = None
             finally:
                 end(process)
-        self.explain(item, status)
-
-    def explain(self, item: Item, status: int | None) -> None:
-        """Keeps the row that had begun when the process ended, and says so; or why no row had."""
         if status is None:
-            failed = self.results.fail(item.name, None)
+            reason = None
         elif status < 0:
-            failed = self.results.fail(item.name, f"the process was ended by {signal.Signals(-status).name}")
+            reason = f"the process was ended by {signal.Signals(-status).name}"
         else:
-            failed = self.results.fail(item.name, f"the process ended with status {status}: {last_line(self.log)}")
-        if failed:
+            reason = f"the process ended with status {status}: {last_line(self.log)}"
+        if failed := self.results.fail(item.name, reason):
             print(f"{item.name}, {failed}", flush=True)
-        elif status is None or status not in (0, 1, LOST_DEVICE):
-            print(f"{item.name}: the process ended with status {status}: {last_line(self.log)}", flush=True)
+        return status
 
     def all(self, items: list[Item]) -> None:
         """Measures what fits, and says what remains."""

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 from accel.stack import TECHNIQUES
 from data.manifest import write_atomically
 from scripts.bench import claims
-from scripts.bench.__main__ import benchmark_of
+from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS
 from scripts.bench.ladder import rungs
 from scripts.bench.report import bar_chart, put_between
-from scripts.bench.rows import Results
+from scripts.bench.rows import Results, code_hash, named
 from scripts.timing import NO_DIFFERENCE, difference
 from training.config.compose import ROOT
+from training.environment import git_state
 
 Line = dict[str, Any]
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
@@ -80,11 +81,20 @@ def pages_in(folder: Path) -> dict[tuple[str, str], Page]:
     return found
 
 
+def with_commit(line: Line) -> Line:
+    """The line with the commit of this checkout, where it was measured with this code in a place without git."""
+    run, here = line["run"], git_state()
+    file = ROOT / "scripts" / "bench" / f"{BENCHMARKS[run['command'].split()[3]]}.py"
+    if run["commit"] != "unknown" or here is None or run["code"] != code_hash(file):
+        return line
+    return line | {"run": run | {"commit": named(here)}}
+
+
 def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
     """The pages that the rows of a folder change; one on which nothing could be had on that machine is none."""
     plans, groups = results.plans(), defaultdict(list)
     for line in results.read().values():
-        groups[line["benchmark"], card_of(line["run"])].append(line)
+        groups[line["benchmark"], card_of(line["run"])].append(with_commit(line))
     changed = []
     for (name, card), lines in groups.items():
         old = pages[name, card].lines if (name, card) in pages else []

@@ -182,16 +182,20 @@ def with_imports(file: Path, found: frozenset[Path] = frozenset()) -> frozenset[
     return found
 
 
+def named(git: Mapping[str, Any]) -> str:
+    """A commit in 10 digits, with + where files differ from it."""
+    return git["commit"][:10] + ("+" if git["uncommitted_changes"] else "")
+
+
 def describe(benchmark: Benchmark, cfg: BenchConfig, overrides: list[str], device: torch.device) -> dict[str, Any]:
     """With what rows are measured: code, hardware, versions, keys, and the command that does it again."""
     environment = describe_environment(device)
     git = environment.pop("git")
-    commit = "unknown" if git is None else git["commit"][:10] + ("+" if git["uncommitted_changes"] else "")
     words = [word for word in environment.pop("argv")[1:] if word.partition("=")[0] not in OF_THE_PROCESS]
     return environment | {
         "device": device.type,
         "code": code_hash(Path(sys.modules[benchmark.plan.__module__].__file__ or "")),
-        "commit": commit,
+        "commit": named(git) if git else "unknown",
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python -m scripts.bench", *words]),
         "keys": {key: value for key, value in asdict(cfg).items() if key not in (*OF_THE_PROCESS, "name")},

@@ -33,12 +33,19 @@ class TestsConfig(BenchConfig):
     """all; first: captured steps, no waiting, every technique on; rest: the others."""
 
 
+OF_PYTEST = ("Config", "AssertRewrite", "UnknownMark")
+"""Warnings about options of plugins that are not installed, and about modules that are imported already."""
+
+
 class Collector:
     """A pytest plugin that notes the ids of the collected tests, and the outcome of what ran."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
         self.reports: list[Any] = []
+
+    def pytest_configure(self, config: Any) -> None:
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which need not be there")
 
     def pytest_collection_finish(self, session: Any) -> None:
         self.ids = [item.nodeid for item in session.items]
@@ -53,14 +60,9 @@ def pytest_main(*words: str) -> Collector:
 
     collector = Collector()
     quiet = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore::pytest.PytestConfigWarning",
-        "-W",
-        "ignore::DeprecationWarning",
+        f"-Wignore::{kind}" for kind in ("DeprecationWarning", *(f"pytest.Pytest{what}Warning" for what in OF_PYTEST))
     ]
+    quiet += ["-q", "--tb=short", "-p", "no:cacheprovider"]
     status = pytest.main([f"--rootdir={ROOT}", "-m", "gpu", *quiet, *words], plugins=[collector])
     if status not in (0, 1, 5) or (not collector.ids and status != 5):
         raise RuntimeError(f"pytest ended with status {int(status)} on {words[-1]}")
