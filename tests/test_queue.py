@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench import gpu
 from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS, GpuConfig, Queue, chosen
 from scripts.bench.rows import Results, expected, is_measured
@@ -41,7 +42,7 @@ def measure(i):
     return {{"value": i, "speed": 1.0}}
 
 def plan(cfg, overrides, device):
-    seconds = [500.0 if FAULTS.get(str(i)) == "long" else 0.1 for i in range({ROWS})]
+    seconds = [400.0 if FAULTS.get(str(i)) == "long" else 0.1 for i in range({ROWS})]
     return [Row(f"row {{i}}", lambda i=i: measure(i), s) for i, s in enumerate(seconds)]
 
 BENCHMARKS = {{"step": Benchmark(BenchConfig, plan, lambda entries: [str(len(entries))], "planted")}}
@@ -112,6 +113,8 @@ def test_a_killed_queue_takes_its_processes_along_and_is_continued(tmp_path, pla
     while len(entries(tmp_path)) < 3:
         assert queue.poll() is None
         time.sleep(0.02)
+    with pytest.raises(ValueError, match="another queue measures into it"):
+        gpu.main(words[4:])
     queue.send_signal(signal.SIGKILL)
     queue.wait()
     time.sleep(0.3)
@@ -133,7 +136,7 @@ def test_a_row_begins_only_if_it_fits_the_budget(tmp_path, planted, capsys):
     assert taken < 60
     assert len(entries(tmp_path)) == ROWS - 2
     assert (
-        "remains: step_tiny, 2 rows, about 16.7 min: row 1, row 4\nabout 17 minutes remain" in capsys.readouterr().out
+        "remains: step_tiny, 2 rows, about 13.3 min: row 1, row 4\nabout 13 minutes remain" in capsys.readouterr().out
     )
 
 

@@ -26,12 +26,14 @@ from typing import Any, NamedTuple
 from scripts.bench.__main__ import BENCHMARKS
 from scripts.bench.rows import Results, code_hash
 from training.config.compose import ROOT, from_words
+from training.process import lock
 
 LIMIT = 480.0
 """Seconds after which the process of a benchmark is ended."""
 START_UP = 15.0
 """Seconds that must be left to start a process that has not planned its rows yet."""
 LOG_BYTES = 2**20
+ALL_OF = "all of"
 TINY = ["setting=tiny"]
 QUICK = [*TINY, "inductor=false"]
 
@@ -189,19 +191,19 @@ class Queue:
 
     def left(self, item: Item) -> dict[str, float]:
         """Row -> seconds, of what is to be measured; all of the item where it is not planned."""
-        return self.results.left(item.name) if self.planned(item) else {f"all of {item.name}": item.seconds}
+        return self.results.left(item.name) if self.planned(item) else {f"{ALL_OF} {item.name}": item.seconds}
 
     def time_left(self) -> float:
         return self.deadline - time.time()
 
     def measure(self, item: Item) -> None:
         """Starts the item's process, again after each crash or limit, until nothing is left of it that fits."""
-        while not self.here or self.fitting(item):
-            before = self.results.size()
+        while self.time_left() > 0 and (not self.here or self.fitting(item)):
+            began, before = time.time(), self.results.size()
             status = self.start(item)
-            run = self.results.plans().get(item.name, {}).get("run")
-            if run:
-                self.here = {key: run[key] for key in ("hardware", "versions")}
+            plan = self.results.plans().get(item.name, {})
+            if plan.get("time", 0.0) >= began:
+                self.here = {key: plan["run"][key] for key in ("hardware", "versions")}
             if self.results.size() == before:
                 if status != 0:
                     print(f"{item.name}: no row; status {status}: {last_line(self.log)}", flush=True)
@@ -220,6 +222,7 @@ class Queue:
         until = min(self.deadline, time.time() + self.limit)
         words = [*item.command.split()[1:], f"out={self.results.folder}", f"until={until}"]
         cut_to_last(self.log, LOG_BYTES)
+        self.results.note(item.name, at=None)  # a queue that was killed left the row at which it was
         with self.log.open("ab") as log:
             log.write(f"\n{item.command}\n".encode())
             log.flush()
@@ -250,18 +253,19 @@ class Queue:
     def all(self, items: list[Item]) -> None:
         """Measures what fits, and says what remains."""
         for item in items:
-            began, before = time.time(), len(self.results.of(item.name))
+            began = time.time()
             self.measure(item)
-            entries = self.results.of(item.name)
-            failed = sum("error" in entry for entry in entries)
-            note = f"{len(entries)} rows ({len(entries) - before} new), {failed} failed, {time.time() - began:.0f} s"
-            print(f"{item.name}: {note}", flush=True)
-        remaining = {item.name: self.left(item) for item in items}
+            lines = [line for (name, _), line in self.results.read().items() if name == item.name]
+            new, failed = sum(line["time"] >= began for line in lines), sum("error" in line["entry"] for line in lines)
+            took = time.time() - began
+            print(f"{item.name}: {len(lines)} rows, {new} new, {failed} failed, {took:.0f} s", flush=True)
+        remaining = {item.name: left for item in items if (left := self.left(item))}
         for name, left in remaining.items():
-            if left:
-                print(f"remains: {name}, {len(left)} rows, about {sum(left.values()) / 60:.1f} min: {', '.join(left)}")
+            print(f"remains: {name}, {len(left)} rows, about {sum(left.values()) / 60:.1f} min: {', '.join(left)}")
+            if long := [row for row, seconds in left.items() if seconds > self.limit and not row.startswith(ALL_OF)]:
+                print(f"  of these, not within limit_s={self.limit:g}: {', '.join(long)}")
         minutes = sum(sum(left.values()) for left in remaining.values()) / 60
-        print(f"{'nothing remains' if not minutes else f'about {minutes:.0f} minutes remain'}; {self.results.file}")
+        print(f"{f'about {minutes:.0f} minutes remain' if remaining else 'nothing remains'}; {self.results.file}")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -288,4 +292,9 @@ def main(words: list[str]) -> None:
     cfg = from_words(GpuConfig, words, __doc__ or "")
     if cfg.budget_minutes <= 0 or cfg.limit_s <= 0:
         raise ValueError(f"budget_minutes={cfg.budget_minutes} and limit_s={cfg.limit_s} must be above 0.")
-    Queue(cfg).all(chosen(cfg))
+    items, folder = chosen(cfg), Path(cfg.out).expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(
+        lock.held(folder, f"out={cfg.out}: another queue measures into it; wait for it, or stop it.")
+    ):
+        Queue(cfg).all(items)

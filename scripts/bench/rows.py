@@ -91,8 +91,8 @@ class Results:
             os.fsync(stream.fileno())
 
     def plans(self) -> dict[str, dict[str, Any]]:
-        """Benchmark -> its newest plan: `run`, what its rows were to be measured with; `seconds` by row; `at`, the row
-        that has begun and not ended."""
+        """Benchmark -> its newest plan: its `time`; `run`, what its rows were to be measured with; `seconds` by row;
+        `at`, the row that has begun and not ended."""
         return json.loads(self.plan_file.read_text()) if self.plan_file.is_file() else {}
 
     def note(self, benchmark: str, **facts: Any) -> None:
@@ -214,7 +214,7 @@ def measure_rows(
     assert cfg.name is not None
     results, run = Results(Path(cfg.out).expanduser()), describe(benchmark, cfg, overrides, device)
     rows = list(benchmark.plan(cfg, overrides, device))
-    results.note(cfg.name, run=run, seconds={row.name: row.seconds for row in rows}, at=None)
+    results.note(cfg.name, run=run, seconds={row.name: row.seconds for row in rows}, at=None, time=time.time())
     lines = results.read()
     torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
     for order, row in enumerate(rows):
