@@ -62,11 +62,6 @@ def difference(entry: Mapping[str, Any], name: str) -> str:
     return "gain" if entry[f"{name}_q1"] > 1 else "loss" if entry[f"{name}_q3"] < 1 else NO_DIFFERENCE
 
 
-def times_as_fast(base: Sequence[float], other: Sequence[float]) -> float:
-    """The median of `Spread.of_ratio`."""
-    return Spread.of_ratio(base, other).median
-
-
 def interleaved(
     runs: Mapping[str, Callable[[], object]],
     repeats: int,

@@ -25,7 +25,7 @@ from scripts.bench.rows import Results, Row, figures_of
 from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
 from scripts.bench.workload import Workload
-from scripts.timing import Spread, difference, interleaved, times_as_fast
+from scripts.timing import Spread, difference, interleaved
 from training.config.compose import ROOT, compose
 
 CPU = torch.device("cpu")
@@ -80,6 +80,7 @@ def test_words_are_the_commands_own_or_overrides():
         (["step", "steps=-1"], "steps=-1 must be at least 1"),
         (["step", "stuff"], "stuff is not of the form key=value"),
         (["compare", "one"], "takes two run folders"),
+        (["step", "setting=tiny", "again=true"], "again=True: choose all, failed"),
         (["publish", "nowhere"], "nowhere has no rows.jsonl"),
         (["techniques", "setting=tiny", "precisions=[bf8]"], r"precisions=\[bf8\]: choose some of fp32"),
         (["ladder", "setting=tiny", "model.depht=3"], "depht"),
@@ -108,7 +109,7 @@ def test_repeats_are_interleaved_and_turned_round():
     taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
-    assert times_as_fast([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]) == 2.0  # round by round, so a slow round is no matter
+    assert Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0  # a slow round is no matter
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3, 1.5, 2.5)
     assert Spread.of([4.0]) == Spread(4.0, 4.0, 4.0, 1, 4.0, 4.0)
 
@@ -175,7 +176,7 @@ def test_what_was_measured_with_this_code_is_not_measured_again(tmp_path, capsys
     result("doctor", tmp_path)
     assert (tmp_path / "rows.jsonl").read_bytes() == once
     assert capsys.readouterr().out.count("with this code") == 2
-    result("doctor", tmp_path, "again=true")
+    result("doctor", tmp_path, "again=all")
     assert len((tmp_path / "rows.jsonl").read_bytes().splitlines()) == 4
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from accel.evidence import keeping, observe_step
 from data.loader import Batch
 from scripts.bench import fitting
-from scripts.bench.fitting import Needs, fitted, kept_at, kept_bytes, memory_of, needs_of, predicted
+from scripts.bench.fitting import Needs, fitted, fitted_pairs, kept_at, memory_of, needs_of, predicted
 from scripts.bench.settings import SETTINGS
 from training.assemble import assemble
 from training.config.compose import compose
@@ -60,12 +60,12 @@ def test_what_is_predicted_is_what_is_kept(words):
     assert training.micro_batch == 16 // needed.accumulation_steps
     assert needed.activations(16) == pytest.approx(kept_at(training, training.micro_batch), rel=0.01)
     assert needed.parameters == sum(p.numel() for p in training.model.parameters())
-    assert needed.kept == kept_bytes(given, CPU) > 0
+    assert needed.kept > 0
 
 
 def test_one_more_block_keeps_what_the_ledgers_probe_sees_a_block_keep():
     """But for a small share: of its inputs the probe counts the bytes that came in, not whole storages."""
-    deeper = kept_bytes([*TINY, "model.depth=3"], CPU) - kept_bytes(TINY, CPU)
+    deeper = needs_of((*TINY, "model.depth=3"), CPU).kept - needs_of(tuple(TINY), CPU).kept
     training = assemble(compose(list(TINY)).cfg, CPU)
     samples = next(training.loader)
     seen = []
@@ -77,7 +77,9 @@ def test_one_more_block_keeps_what_the_ledgers_probe_sees_a_block_keep():
 
 
 def test_techniques_are_seen_and_nothing_is_compiled():
-    fast, compiled, little = (kept_bytes([*TINY, f"runtime={name}"], CPU) for name in ("fast", "production", "lowmem"))
+    fast, compiled, little = (
+        needs_of((*TINY, f"runtime={name}"), CPU).kept for name in ("fast", "production", "lowmem")
+    )
     assert fast == compiled > 3 * little
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -92,11 +94,11 @@ def test_measuring_leaves_nothing_behind_and_happens_once(monkeypatch):
 
     monkeypatch.setattr(fitting, "assemble", watched)
     before = torch.get_rng_state()
-    first = kept_bytes(TINY, CPU)
+    first = needs_of(tuple(TINY), CPU).kept
     assert torch.equal(torch.get_rng_state(), before)
     assert models[0]() is None
-    assert kept_bytes(list(TINY), CPU) == first
-    assert fitted([TINY, TINY], CPU) == (16, None)
+    assert needs_of(tuple(TINY), CPU).kept == first
+    assert fitted([TINY, TINY], CPU) == fitted_pairs(TINY, [TINY], CPU) == (16, None)
     assert len(models) == 1
 
 
@@ -137,9 +139,9 @@ def test_memory_is_the_devices(monkeypatch):
 @pytest.mark.gpu
 def test_a_gpus_memory_is_given_back():
     device = torch.device("cuda")
-    first = kept_bytes(SETTINGS["tiny"], device)  # libraries keep a workspace from then on
+    first = needs_of(tuple(SETTINGS["tiny"]), device).kept  # libraries keep a workspace from then on
     needs_of.cache_clear()
     before, generator = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    assert kept_bytes(SETTINGS["tiny"], device) == first > 0
+    assert needs_of(tuple(SETTINGS["tiny"]), device).kept == first > 0
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), generator)

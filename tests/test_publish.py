@@ -11,19 +11,8 @@ import pytest
 
 from accel.stack import TECHNIQUES
 from scripts.bench.gpu import ITEMS
-from scripts.bench.publish import (
-    Page,
-    better,
-    card_of,
-    front,
-    overview,
-    pages_in,
-    publish,
-    tables,
-    techniques,
-    with_commit,
-)
-from scripts.bench.rows import Results, code_hash, named
+from scripts.bench.publish import Page, card_of, front, overview, pages_in, publish, tables, techniques, with_commit
+from scripts.bench.rows import Results, code_hash, named, shown
 from training.config.compose import ROOT
 from training.environment import git_state
 
@@ -126,21 +115,50 @@ def test_an_older_row_stays_with_its_commit_until_it_is_replaced(tmp_path, docs)
     assert json_file.with_suffix(".md").read_text() == text
 
 
-def test_a_row_that_did_not_end_replaces_no_figures():
+def test_a_failure_replaces_no_figures(tmp_path):
     good, hung = line("x", {"name": "a"}), line("x", {"name": "a", "error": "not done"}, time=5.0) | {"limit": 9.0}
-    failed = line("x", {"name": "a", "error": "TypeError"}, time=5.0)
-    assert better(good, hung) is good
-    assert better(hung, good) is good
-    assert better(good, failed) is failed
-    assert better(failed, good) is failed
-    assert better(None, hung) is hung
+    failed = line("x", {"name": "a", "error": "TypeError"}, time=6.0)
+    newer = line("x", {"name": "a", "speed": 2.0}, time=3.0)
+    assert shown([good, hung, failed]) == shown([hung, failed, good]) == [good]
+    assert shown([hung, failed]) == [failed]
+    assert shown([good, newer]) == shown([newer, good]) == [newer]
+    other = line("x", {"name": "a"}, hardware="NVIDIA H200")
+    assert shown([good, other]) == [good, other]
+    results = Results(folder_of(tmp_path, good, other, hung, failed))
+    results.compact()  # drops the time-out, which is neither shown nor the newest
+    assert results.lines() == [good, other, failed]
+    assert results.newest("x", GPU["hardware"]) == {"a": failed}
 
 
-def test_a_row_from_a_place_without_git_gets_the_commit_of_its_code():
+def test_a_page_is_of_one_machine_and_of_what_is_planned(tmp_path, docs):
+    def names() -> list[str]:
+        (page,) = pages_in(docs / "docs" / "benchmarks").values()
+        return [row["entry"]["name"] for row in page.lines]
+
+    first = [line("ladder_s256", rung(name, 1.0), i) for i, name in enumerate("abc")]
+    publish([folder := folder_of(tmp_path / "one", *first)], docs)
+    Results(folder).note("ladder_s256", run=first[0]["run"], seconds={"a": 1.0, "c": 1.0})
+    publish([folder], docs)
+    assert names() == ["a", "c"]  # the same command plans b no more
+    Results(folder).note("ladder_s256", run=first[0]["run"] | {"keys": {"families": ["x"]}}, seconds={"a": 1.0})
+    publish([folder], docs)
+    assert names() == ["a", "b", "c"]  # a command with other keys plans for itself
+    other = line("ladder_s256", rung("d", 1.0), time=9.0, hardware="NVIDIA H100 PCIe")
+    publish([folder_of(tmp_path / "two", other)], docs)
+    assert names() == ["d"]
+
+
+def test_a_row_from_a_place_without_git_gets_the_commit_of_its_code(tmp_path, docs, monkeypatch):
+    of_ladder = {"code": code_hash(ROOT / "scripts" / "bench" / "ladder.py"), "commit": "unknown"}
     here = {"code": code_hash(ROOT / "scripts" / "bench" / "saves.py"), "commit": "unknown"}
     found = with_commit(line("saves", {"name": "a"}, **here))["run"]["commit"]
     state = git_state()
     assert found == (named(state) if state else "unknown")
+    publish([folder_of(tmp_path / "rows", line("ladder_s256", rung("a", 1.0), **of_ladder))], docs)
+    once = files(docs)
+    monkeypatch.setattr("scripts.bench.publish.git_state", lambda: {"commit": "f" * 40, "uncommitted_changes": True})
+    publish([tmp_path / "rows"], docs)
+    assert files(docs) == once  # the first one stays, whatever is committed since
     assert with_commit(line("saves", {"name": "a"}, commit="unknown"))["run"]["commit"] == "unknown"  # other code
 
 
@@ -164,6 +182,7 @@ def test_the_tables_of_the_readme_say_what_was_measured_and_where():
     made = front([page])
     assert "| compiled blocks, over the same without | ×2.00 (2.00–2.00) |" in made
     assert "| products in bf16, over fp32 | ×1.50 (1.50–1.50) |" in made
+    assert "| two CPU cores, batch 4 |" in made
     assert "over a newcomer's loop | ×3.00 (3.00–3.00) |" in made  # what was asked for and not on does not count
     at = "[a CPU, 2 threads, torch 2.11.0, 2026-12-01](docs/benchmarks/ladder_33m_cpu_2026-12.md)"
     assert f"{at}, n = 5, `python -m scripts.bench ladder name=ladder_33m`" in made

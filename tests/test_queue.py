@@ -100,10 +100,10 @@ def test_faults_at_random_rows_lose_no_finished_row(tmp_path, planted, capsys):
     assert said["hang"].startswith("not done after ")
     assert said["kill"] == "the process was ended by SIGKILL"
     assert [found[f"row {i}"]["value"] for i in range(ROWS) if i not in at] == [i for i in range(ROWS) if i not in at]
-    assert "remains: step_tiny, 1 rows, about 0." in capsys.readouterr().out
     before = (tmp_path / "rows.jsonl").read_bytes()
-    start(tmp_path, limit_s=20.0)  # what hung would take 40 seconds at least, so it is not begun again
+    start(tmp_path, limit_s=20.0)  # what hung has had nearly all that a process may have
     assert (tmp_path / "rows.jsonl").read_bytes() == before
+    assert "nothing remains" in capsys.readouterr().out
 
 
 def test_a_killed_queue_takes_its_processes_along_and_is_continued(tmp_path, planted):
@@ -177,15 +177,32 @@ def test_items_are_named_once_and_their_words_are_understood():
 
 def test_rows_are_measured_anew_when_what_is_measured_changes():
     run = {"code": "a", "hardware": "h", "versions": {"torch": "1"}, "keys": {"steps": 2}, "overrides": ["seed=0"]}
-    line = {"run": run, "seconds": 3.0}
+    line = {"run": run, "seconds": 3.0, "entry": {"name": "x", "speed": 1.0}}
+    failed = line | {"entry": {"name": "x", "error": "e"}}
     assert is_measured(line, run)
     assert not is_measured(None, run)
-    assert not is_measured(line | {"limit": 9.0}, run)
+    assert not is_measured(failed | {"limit": 9.0}, run)
+    assert is_measured(failed, run)
+    assert not is_measured(failed, run, failed_too=False)
     for key, other in {"code": "b", "hardware": "g", "versions": {}, "keys": {"steps": 3}, "overrides": []}.items():
         assert not is_measured(line, run | {key: other})
     assert expected(5.0, None) == 5.0
     assert expected(5.0, line) == 3.0
-    assert expected(5.0, line | {"limit": 9.0}) == 18.0
+    assert expected(50.0, line) == 12.5  # what rows share, the first one pays
+    assert expected(5.0, failed) == 5.0  # how soon it failed says nothing
+    assert expected(5.0, failed | {"limit": 8.0}) == 10.0
+
+
+def test_a_process_that_ends_after_keeping_its_row_has_not_lost_it(tmp_path):
+    results, run = Results(tmp_path), {"hardware": "h"}
+    results.note("x", run=run, seconds={"a": 1.0, "b": 1.0}, at="a", began=7.0, labels={"fit": "f"})
+    results.add({"benchmark": "x", "order": 0, "seconds": 1.0, "time": 7.0, "entry": {"name": "a"}, "run": run})
+    assert results.fail("x", "killed") is None
+    assert results.of("x") == [{"name": "a"}]
+    results.note("x", at="b", began=8.0)
+    assert results.fail("x", "killed") == "b: killed"
+    assert results.of("x")[1] == {"name": "b", "fit": "f", "error": "killed"}
+    assert results.fail("x", "killed") is None
 
 
 @pytest.mark.slow
@@ -194,7 +211,7 @@ def test_the_tiny_queue_ends_within_fifteen_minutes(tmp_path):
     began = time.time()
     Queue(GpuConfig(out=str(tmp_path), setting="tiny", budget_minutes=15.0)).all(chosen(GpuConfig(setting="tiny")))
     assert time.time() - began < 900
-    lines = Results(tmp_path).read().values()
+    lines = Results(tmp_path).lines()
     assert {line["benchmark"] for line in lines} == {item.name for item in chosen(GpuConfig(setting="tiny"))}
     assert not [line["entry"] for line in lines if "error" in line["entry"]]
     assert len(list(tmp_path.iterdir())) <= 6

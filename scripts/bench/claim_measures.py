@@ -65,8 +65,11 @@ def product_error(bench: Bench) -> Pair:
 def optimizer_phase(bench: Bench) -> Pair:
     """Norm, clipping, decision and update, unfused and fused."""
     pair = [bench.workload("runtime=eager", f"runtime.fused_adamw={on}") for on in ("false", "true")]
-    rounds = [[phases_of(w, bench.cfg.steps)[0]["optimizer"] for w in pair] for _ in range(bench.cfg.repeats)]
-    return Pair.of(map(list, zip(*rounds, strict=True)))
+    found: list[list[float]] = [[], []]
+    for turn in range(bench.cfg.repeats):
+        for i in (0, 1) if turn % 2 == 0 else (1, 0):
+            found[i].append(phases_of(pair[i], bench.cfg.steps)[0]["optimizer"])
+    return Pair.of(found)
 
 
 def memory(one: Sequence[str], other: Sequence[str]) -> Measure:
@@ -230,8 +233,8 @@ def nvidia_smi(device: torch.device) -> Callable[[str], str]:
     def ask(query: str) -> str:
         command = ["nvidia-smi", gpu, f"--query-{query}", "--format=csv,noheader,nounits"]
         try:
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        except (OSError, subprocess.CalledProcessError) as error:
+            return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
+        except (OSError, subprocess.SubprocessError) as error:
             raise NotHereError(f"nvidia-smi does not answer: {error}") from error
 
     return ask
@@ -245,7 +248,7 @@ def smi_beside(reserved: int, allocated: int, pid: int, ask: Callable[[str], str
     """
     beside = {"memory_allocated": allocated / 2**30}
     listed = (line.split(",") for line in ask("compute-apps=pid,used_memory").splitlines())
-    used = sum(float(mib) for number, mib in listed if int(number) == pid)
+    used = sum(float(mib) for number, mib in listed if int(number) == pid and mib.strip().isdigit())
     if not used:
         used = float(ask("gpu=memory.used"))
         beside["nvidia-smi of the whole GPU, as it does not list this process"] = used / 2**10

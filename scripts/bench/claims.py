@@ -3,10 +3,11 @@
     python -m scripts.bench claims setting=s256
     python -m scripts.bench claims setting=s256 model=dit_s
 
-Each claim is measured on top of runtime=fast: the same work done two ways, in turn, with the quartiles of the ratio. It
-is confirmed where the figure lies in the claimed range, give or take a fifth, or beyond it; refuted where it falls
-short; and "no difference" where the quartiles of the ratio lie on both sides of 1. docs/techniques.md lists all of
-them, with what guides propose and this framework does not offer.
+Each claim is measured on top of runtime=fast, or of what it names: the same work done two ways, timed in turn with the
+quartiles of the ratio; memory, start-ups and rates once each, which the verdict says. A claim is confirmed where the
+figure lies in the claimed range, give or take a fifth, or beyond it; refuted where it falls short; and "no difference"
+where the quartiles of the ratio lie on both sides of 1. docs/techniques.md lists all of them, with what guides propose
+and this framework does not offer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def figures(claim: Practice, pair: Pair) -> dict[str, Any]:
         measured = Spread.of([AMOUNTS[claim.unit](*both) for both in zip(pair.one, pair.other, strict=True)]).median
     return {
         "measured": measured,
-        "verdict": judged(claim, measured, ratio),
+        "verdict": judged(claim, measured, ratio) + (", one round" if len(pair.one) == 1 else ""),
         **(ratio.as_json("ratio") if ratio and ratio.n > 1 else {}),
         **Spread.of(pair.one).as_json("one"),
         **Spread.of(pair.other).as_json("other"),
@@ -143,21 +144,15 @@ def here(claim: Practice, entry: Mapping[str, Any] | None) -> str:
     return f"{short(entry['measured'])} {entry['unit']}: {entry['verdict']}"
 
 
-def section(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The table of all claims, with the source of its figures below.
-
-    `lines` are those of rows.jsonl; where some are of a GPU, only these count, and of each row the last one.
-    """
-    of_gpus = [line for line in lines if line["run"]["device"] == "cuda"]
-    entries = {line["entry"]["name"]: line["entry"] for line in of_gpus or lines}
+def section(entries: Sequence[Mapping[str, Any]], source: str) -> str:
+    """The table of all claims with what `entries` measured, and the `source` of these below."""
+    measured = {entry["name"]: entry for entry in entries}
     table = ["| what | our key | who says it | claim | measured here |", "|---|---|---|---|---|"]
     for claim in CLAIMS:
         key = f"`{claim.key}`" if claim.key else "–"
-        cells = (claim.name, key, linked(claim.source), promised(claim), here(claim, entries.get(claim.name)))
+        cells = (claim.name, key, linked(claim.source), promised(claim), here(claim, measured.get(claim.name)))
         table.append(f"| {' | '.join(cells)} |")
-    runs = [line["run"] for line in of_gpus or lines]
-    said = [f"{run['hardware']}, torch {run['versions']['torch']}, {run['date']}: `{run['command']}`" for run in runs]
-    return "\n".join([*table, *(["", "; ".join(dict.fromkeys(said)) + "."] if said else [])]) + "\n"
+    return "\n".join([*table, *(["", f"{source}."] if source else [])]) + "\n"
 
 
 BENCHMARKS = {"claims": Benchmark(BenchConfig, plan, texts, __doc__ or "")}

@@ -3,10 +3,10 @@
     python -m scripts.bench data
     python -m scripts.bench data setting=s256 step_ms=100 images=2000
 
-All in one run over the same latents (fp16), in turn. `cold` is the first epoch, from the start of the loader, with the
-files out of the page cache (Linux); `warm` what follows. `wait` is the share of the time that a loop which is busy for
-`step_ms` a batch spends waiting for the next one. The usual ways: a webdataset pipeline as its documentation has it
-(one .npy a sample, shuffle, `.decode()`), and a memory-mapped file read at random.
+One after the other over the same latents (fp16); `×usual` divides medians. `cold` is the first epoch, from the start of
+the loader, with the files out of the page cache (Linux); the others are warm. `wait` is the share of the time that a
+loop which is busy for `step_ms` a batch spends waiting for the next one. The usual ways: a webdataset pipeline as its
+documentation has it (one .npy a sample, shuffle, `.decode()`), and a memory-mapped file read at random.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import atexit
 import importlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
-from scripts.bench.settings import BenchConfig
+from scripts.bench.settings import BenchConfig, scratch
 from scripts.bench.workload import Kept
 from scripts.timing import Spread, seconds
 from training.environment import pick_device
@@ -245,7 +244,7 @@ def plan(cfg: DataConfig, overrides: list[str], device: torch.device) -> Iterato
         raise ValueError(f"step_ms={cfg.step_ms} must be at least 0, and count={cfg.count} at least 1.")
     count, batch_size, side = SIZES[cfg.setting]
     images, image_side = IMAGES[cfg.setting]
-    temporary = Path(tempfile.mkdtemp())
+    temporary = scratch(cfg)
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     kept: Kept[LatentFiles] = Kept()
 
@@ -263,13 +262,13 @@ def plan(cfg: DataConfig, overrides: list[str], device: torch.device) -> Iterato
 def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     loaders = [e for e in entries if e["name"] != PRECOMPUTE]
     usual = next((e["samples_per_s"] for e in loaders if e["name"] == USUAL and "samples_per_s" in e), None)
-    for e in loaders:
-        e["times_usual"] = e["samples_per_s"] / usual if usual and "samples_per_s" in e else None
+    if usual:
+        loaders = [e | {"times_usual": e["samples_per_s"] / usual} if "samples_per_s" in e else e for e in loaders]
     columns = {
         "samples/s": "{samples_per_s:.0f}",
         "quartiles": "{samples_per_s_q1:.0f}–{samples_per_s_q3:.0f}",
         "cold": "{cold_samples_per_s:.0f}",
-        "×usual": "{times_usual:.1f}",
+        **({"×usual": "{times_usual:.1f}"} if usual else {}),
         "wait": "{wait:.1%}",
         "at ms": "{step_ms:.0f}",
     }

@@ -44,18 +44,13 @@ class Needs(NamedTuple):
         return self.constant + self.kept * batch_size / self.accumulation_steps
 
 
-def kept_bytes(overrides: Sequence[str], device: torch.device) -> float:
-    """Bytes a sample that the forward pass under these overrides keeps for the backward pass, run eagerly on `device`.
+@cache
+def needs_of(overrides: tuple[str, ...], device: torch.device) -> Needs:
+    """Builds what would train, runs it eagerly on `device`, and frees it again.
 
     Random number generators are as before afterwards. Process-wide flags are those of these overrides, and what was
     compiled before compiles again: as whenever a run is built.
     """
-    return needs_of(tuple(overrides), device).kept
-
-
-@cache
-def needs_of(overrides: tuple[str, ...], device: torch.device) -> Needs:
-    """Builds what would train, measures it, and frees it again."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         training = assemble(compose(list(overrides)).cfg, device)
         few, many = (kept_at(training, samples) for samples in BATCHES)
@@ -123,3 +118,8 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def fitted_pairs(base: Sequence[str], others: Sequence[Sequence[str]], device: torch.device) -> tuple[int, str | None]:
+    """`fitted` of a configuration with each of the others in turn: the smallest batch."""
+    return min((fitted([base, other], device) for other in others), key=lambda found: found[0])

@@ -6,15 +6,17 @@
     python -m scripts.bench publish bench/gpu
 
 The same command goes on where it stopped: rows that the same code has measured on the same hardware with the same
-versions are left alone. Each benchmark is a process of its own. A row that raises, exhausts the memory, crashes or
-hangs is kept with its sentence, and the next one follows. A row begins only if it should end within the budget; the
-last lines say what remains. `publish` makes pages, charts and the README's tables of the folder.
+versions are left alone, and so are failed ones without again=failed. Each benchmark is a process of its own. A row that
+raises, exhausts the memory, crashes or hangs is kept with its sentence, and the next one follows. A row begins only if
+it should end within the budget; the last lines say what remains. `publish` makes pages, charts and the README's tables
+of the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.bench.__main__ import BENCHMARKS
-from scripts.bench.rows import Results, code_hash
+from scripts.bench.rows import LOST_DEVICE, Results, code_hash
+from scripts.bench.settings import SCRATCH
 from training.config.compose import ROOT, from_words
 from training.process import lock
 
@@ -33,7 +36,6 @@ LIMIT = 480.0
 START_UP = 15.0
 """Seconds that must be left to start a process that has not planned its rows yet."""
 LOG_BYTES = 2**20
-ALL_OF = "all of"
 TINY = ["setting=tiny"]
 QUICK = [*TINY, "inductor=false"]
 
@@ -49,6 +51,8 @@ class GpuConfig:
     """Names of items or of commands; empty: all."""
     setting: str | None = None
     """tiny: everything at a size for two CPU cores; null: the sizes that are published."""
+    again: str | None = None
+    """failed: measures rows again that failed with this code, once."""
     limit_s: float = LIMIT
     """Seconds after which the process of one benchmark is ended, and the row at which it is with it."""
 
@@ -178,10 +182,12 @@ class Queue:
         self.results, self.limit = Results(Path(cfg.out).expanduser().absolute()), cfg.limit_s
         self.results.folder.mkdir(parents=True, exist_ok=True)
         self.results.compact()
+        shutil.rmtree(self.results.folder / SCRATCH, ignore_errors=True)
         self.log = self.results.folder / "log.txt"
         self.deadline = time.time() + 60 * cfg.budget_minutes
         self.here: dict[str, Any] = {}
         """Hardware and versions, as the first process of this start found them."""
+        self.again, self.lost = cfg.again, 0
 
     def planned(self, item: Item) -> bool:
         """Whether this code has planned the item, on this hardware with these versions."""
@@ -190,38 +196,49 @@ class Queue:
         return run.get("command") == item.command and all(run[key] == value for key, value in same.items())
 
     def left(self, item: Item) -> dict[str, float]:
-        """Row -> seconds, of what is to be measured; all of the item where it is not planned."""
-        return self.results.left(item.name) if self.planned(item) else {f"{ALL_OF} {item.name}": item.seconds}
+        """Row -> seconds, of what is to be measured; all of the item where it is not planned.
+
+        What has had nearly all the time of a process, and did not end, is not to be measured.
+        """
+        if not self.planned(item):
+            return {f"all of {item.name}": item.seconds}
+        return {name: s for name, s in self.results.left(item.name).items() if s <= self.limit - START_UP}
 
     def time_left(self) -> float:
         return self.deadline - time.time()
 
     def measure(self, item: Item) -> None:
         """Starts the item's process, again after each crash or limit, until nothing is left of it that fits."""
-        while self.time_left() > 0 and (not self.here or self.fitting(item)):
+        again = self.again
+        while self.time_left() > 0 and (not self.here or again or self.fitting(item)):
             began, before = time.time(), self.results.size()
-            status = self.start(item)
-            plan = self.results.plans().get(item.name, {})
+            status = self.start(item, again)
+            again = None
+            plan = self.results.plans()[item.name]
             if plan.get("time", 0.0) >= began:
                 self.here = {key: plan["run"][key] for key in ("hardware", "versions")}
             if self.results.size() == before:
                 if status != 0:
                     print(f"{item.name}: no row; status {status}: {last_line(self.log)}", flush=True)
                 return
+            good = any(line["time"] >= began and "error" not in line["entry"] for line in self.results.lines())
+            self.lost = self.lost + 1 if status == LOST_DEVICE and not good else 0
+            if self.lost == 2:
+                raise ValueError("two processes lost the GPU at their first row; see log.txt, and start again.")
 
     def fitting(self, item: Item) -> bool:
         """Whether a row of the item may fit; which ones do, its process knows when it has planned."""
         seconds = self.left(item).values() if self.planned(item) else [START_UP]
         return bool(seconds) and min(seconds) <= min(self.time_left(), self.limit)
 
-    def start(self, item: Item) -> int | None:
+    def start(self, item: Item, again: str | None) -> int | None:
         """One process, until it ends or its time is over; then the row that it was at is kept with the reason.
 
         Returns the exit status; None if its time was over.
         """
         until = min(self.deadline, time.time() + self.limit)
         words = [*item.command.split()[1:], f"out={self.results.folder}", f"until={until}"]
-        cut_to_last(self.log, LOG_BYTES)
+        words += [f"again={again}"] if again else []
         self.results.note(item.name, at=None)  # a queue that was killed left the row at which it was
         with self.log.open("ab") as log:
             log.write(f"\n{item.command}\n".encode())
@@ -240,6 +257,8 @@ class Queue:
                 status = None
             finally:
                 end(process)
+                shutil.rmtree(self.results.folder / SCRATCH, ignore_errors=True)
+        cut_to_last(self.log, LOG_BYTES)
         if status is None:
             reason = None
         elif status < 0:
@@ -255,15 +274,13 @@ class Queue:
         for item in items:
             began = time.time()
             self.measure(item)
-            lines = [line for (name, _), line in self.results.read().items() if name == item.name]
+            lines = self.results.newest(item.name, self.here.get("hardware", "")).values()
             new, failed = sum(line["time"] >= began for line in lines), sum("error" in line["entry"] for line in lines)
             took = time.time() - began
             print(f"{item.name}: {len(lines)} rows, {new} new, {failed} failed, {took:.0f} s", flush=True)
         remaining = {item.name: left for item in items if (left := self.left(item))}
         for name, left in remaining.items():
             print(f"remains: {name}, {len(left)} rows, about {sum(left.values()) / 60:.1f} min: {', '.join(left)}")
-            if long := [row for row, seconds in left.items() if seconds > self.limit and not row.startswith(ALL_OF)]:
-                print(f"  of these, not within limit_s={self.limit:g}: {', '.join(long)}")
         minutes = sum(sum(left.values()) for left in remaining.values()) / 60
         print(f"{f'about {minutes:.0f} minutes remain' if remaining else 'nothing remains'}; {self.results.file}")
 
@@ -290,6 +307,8 @@ def last_line(file: Path) -> str:
 
 def main(words: list[str]) -> None:
     cfg = from_words(GpuConfig, words, __doc__ or "")
+    if cfg.again not in (None, "failed"):
+        raise ValueError(f"again={cfg.again}: the queue has again=failed.")
     if cfg.budget_minutes <= 0 or cfg.limit_s <= 0:
         raise ValueError(f"budget_minutes={cfg.budget_minutes} and limit_s={cfg.limit_s} must be above 0.")
     items, folder = chosen(cfg), Path(cfg.out).expanduser().absolute()

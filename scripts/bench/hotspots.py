@@ -292,5 +292,4 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-PROFILE = Benchmark(config=BenchConfig, plan=plan, texts=texts, help=__doc__ or "")
-BENCHMARKS = {"hotspots": PROFILE}
+BENCHMARKS = {"hotspots": Benchmark(BenchConfig, plan, texts, __doc__ or "")}

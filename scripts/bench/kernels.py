@@ -24,7 +24,7 @@ from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.technique import first_line
 from scripts.bench import peers
-from scripts.bench.report import Bar, entries_table
+from scripts.bench.report import Bar, entries_table, with_difference
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
 from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Kept
@@ -178,7 +178,7 @@ COLUMNS = {
 
 def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     shapes = dict.fromkeys(", ".join(f"{value} {name}" for name, value in e["shape"].items()) for e in entries)
-    return [*shapes, entries_table(COLUMNS, entries)]
+    return [*shapes, entries_table(COLUMNS, with_difference(entries, "speed"))]
 
 
 def bars(entries: Sequence[dict[str, Any]]) -> tuple[str, list[Bar]]:

@@ -23,7 +23,7 @@ from scripts.bench.fitting import fitted
 from scripts.bench.naive import NaiveLoop
 from scripts.bench.report import Bar, entries_table, fits
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
-from scripts.bench.settings import BenchConfig
+from scripts.bench.settings import BenchConfig, scratch
 from scripts.bench.workload import Kept, Runnable, Workload, beside
 from scripts.capabilities import capabilities
 from scripts.timing import NO_DIFFERENCE, difference, fresh_compiler
@@ -90,7 +90,7 @@ def plan(cfg: LadderConfig, overrides: list[str], device: torch.device) -> list[
     measure = partial(climb, Kept(), cfg, rung_0)
 
     def from_files() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=scratch(cfg)) as folder:
             return measure(partial(newcomer, overrides, cfg.num_workers, True, Path(folder)))
 
     found: list[tuple[str, Callable[[], dict[str, Any]], float]] = [

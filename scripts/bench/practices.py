@@ -17,7 +17,7 @@ import torch
 
 from accel.kernels.add_norm import add_norm
 from scripts.bench.data import random_autoencoder
-from scripts.bench.report import entries_table
+from scripts.bench.report import entries_table, with_difference
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
 from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Runnable, Workload, time_steps
@@ -283,7 +283,7 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         "factor": "×{factor:.2f}",
         "its quartiles": "{factor_q1:.2f}–{factor_q3:.2f}",
     }
-    return [entries_table(columns, entries)]
+    return [entries_table(columns, with_difference(entries, "factor"))]
 
 
 BENCHMARKS = {"antipatterns": Benchmark(BenchConfig, plan, texts, __doc__ or "")}

@@ -26,12 +26,11 @@ from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS
 from scripts.bench.ladder import rungs
 from scripts.bench.report import bar_chart, put_between
-from scripts.bench.rows import Results, code_hash, named
+from scripts.bench.rows import Line, Results, code_hash, named, shown
 from scripts.timing import NO_DIFFERENCE, difference
 from training.config.compose import ROOT
 from training.environment import git_state
 
-Line = dict[str, Any]
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
 
 
@@ -64,13 +63,6 @@ def card_of(run: dict[str, Any]) -> str:
     return words[0] if words else "gpu"
 
 
-def better(old: Line | None, new: Line) -> Line:
-    """The line that is shown: the newer one, but a row that did not end replaces no figures."""
-    if old is None or ("limit" in old) != ("limit" in new):
-        return old if old and "limit" in new else new
-    return old if old["time"] > new["time"] else new
-
-
 def pages_in(folder: Path) -> dict[tuple[str, str], Page]:
     """(benchmark, card) -> the page that lies there."""
     found = {}
@@ -83,29 +75,36 @@ def pages_in(folder: Path) -> dict[tuple[str, str], Page]:
 
 def with_commit(line: Line) -> Line:
     """The line with the commit of this checkout, where it was measured with this code in a place without git."""
-    run, here = line["run"], git_state()
-    file = ROOT / "scripts" / "bench" / f"{BENCHMARKS[run['command'].split()[3]]}.py"
-    if run["commit"] != "unknown" or here is None or run["code"] != code_hash(file):
+    run = line["run"]
+    if run["commit"] != "unknown":
+        return line
+    here, file = git_state(), ROOT / "scripts" / "bench" / f"{BENCHMARKS[run['command'].split()[3]]}.py"
+    if here is None or run["code"] != code_hash(file):
         return line
     return line | {"run": run | {"commit": named(here)}}
 
 
 def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
-    """The pages that the rows of a folder change; one on which nothing could be had on that machine is none."""
+    """The pages that the rows of a folder change; one on which nothing could be had on that machine is none.
+
+    A page is of one machine, the one that measured last. A row goes when the same command plans it no more.
+    """
     plans, groups = results.plans(), defaultdict(list)
-    for line in results.read().values():
-        groups[line["benchmark"], card_of(line["run"])].append(with_commit(line))
+    for line in map(with_commit, results.lines()):
+        groups[line["benchmark"], card_of(line["run"])].append(line)
     changed = []
     for (name, card), lines in groups.items():
         old = pages[name, card].lines if (name, card) in pages else []
-        rows: dict[str, Line] = {}
-        for line in [*old, *lines]:
-            rows[line["entry"]["name"]] = better(rows.get(line["entry"]["name"]), line)
-        planned = list(plans.get(name, {}).get("seconds", rows))  # rows that are planned no more go
-        page = Page(name, card, [rows[row] for row in planned if row in rows])
-        measured = any("reason" not in entry for entry in page.entries)
-        if measured and page.lines != old:
-            changed.append(page)
+        hardware = max((*old, *lines), key=lambda line: line["time"])["run"]["hardware"]
+        plan = plans.get(name, {"run": {"hardware": None}})
+        found = []
+        for line in shown((*old, *lines)):
+            of_plan = all(line["run"][key] == plan["run"].get(key) for key in ("hardware", "keys"))
+            if line["run"]["hardware"] == hardware and (not of_plan or line["entry"]["name"] in plan["seconds"]):
+                found.append(line)
+        found.sort(key=lambda line: line["order"])
+        if found != old and any("reason" not in line["entry"] for line in found):
+            changed.append(Page(name, card, found))
     return changed
 
 
@@ -155,10 +154,10 @@ def text_of(page: Page) -> str:
     return "\n".join([*lines, f"Every figure: [{page.stem}.json]({page.stem}.json).", ""])
 
 
-def source(page: Page) -> str:
+def source(page: Page, folder: str = "docs/benchmarks/") -> str:
     """Hardware, version and date, with a link to the page, n and the command."""
     run = page.newest
-    link = f"[{run['hardware']}, torch {run['versions']['torch']}, {run['date']}](docs/benchmarks/{page.stem}.md)"
+    link = f"[{run['hardware']}, torch {run['versions']['torch']}, {run['date']}]({folder}{page.stem}.md)"
     return f"{link}, {rounds_of(page)}, `{run['command']}`"
 
 
@@ -182,40 +181,46 @@ def overview(pages: Sequence[Page]) -> str:
 
     lines = ["| what | command | on a GPU | on two CPU cores |", "|---|---|---|---|"]
     for item in ITEMS:
-        small = links((f"{item.name}_tiny", f"{item.name}_33m"), False, "")
+        small = links((f"{item.name}_tiny", ON_A_CPU.get(item.name, "")), False, "")
         lines.append(
             f"| {item.what} | `{' '.join(item.words)}` | {links((item.name,), True, 'not measured')} | {small} |"
         )
     return "\n".join(lines) + "\n"
 
 
+ON_A_CPU = {"ladder_s256": "ladder_33m", "mixers_256": "mixers_33m"}
+"""Benchmark -> what it is called at a batch for a CPU; docs/benchmarks/README.md has the commands."""
 FRONT = (
-    ("compiled blocks, over the same without", ("ladder_33m", "ladder_s256"), "+ compiled blocks"),
-    ("products in bf16, over fp32", ("ladder_33m", "ladder_s256"), "+ bf16"),
-    ("the scan in a transformer (`ssd_mlp`), over attention (`dit`)", ("mixers_33m", "mixers_256"), "ssd_mlp"),
-    ("all that is on here, over a newcomer's loop", ("ladder_33m", "ladder_s256"), None),
+    ("compiled blocks, over the same without", "ladder_s256", "+ compiled blocks"),
+    ("products in bf16, over fp32", "ladder_s256", "+ bf16"),
+    ("the scan in a transformer (`ssd_mlp`), over attention (`dit`)", "mixers_256", "ssd_mlp"),
+    ("all that is on here, over a newcomer's loop", "ladder_s256", None),
 )
-"""What README's front shows: a sentence, the benchmarks on a CPU and on a GPU, and the row; None is the top rung."""
+"""What README's front shows: a sentence, the benchmark and its row; None is the top rung."""
 
 
 def front(pages: Sequence[Page]) -> str:
     """README's first table: a training step at 33 M parameters and 256 tokens, where it was measured."""
-    columns = {False: "two CPU cores, batch 4", True: "GPU"}
-    shown = {c: head for c, head in columns.items() if any(of_kind(pages, names[c], c) for _, names, _ in FRONT)}
-    if not shown:
+    found = {}
+    for cuda in (False, True):
+        newest = {name: of_kind(pages, name if cuda else ON_A_CPU[name], cuda)[:1] for _, name, _ in FRONT}
+        if any(newest.values()):
+            found[cuda] = {name: page for name, pages_of in newest.items() for page in pages_of}
+    if not found:
         return "Not measured yet: `make gpu`.\n"
-    lines = [
-        f"| a training step, 33 M parameters, 256 tokens | {' | '.join(shown.values())} |",
-        "|---" * (len(shown) + 1) + "|",
-    ]
-    for what, names, row in FRONT:
-        cells = [next((times(page, row) for page in of_kind(pages, names[c], c)), "not measured") for c in shown]
+    heads = []
+    for cuda, by_name in found.items():
+        sizes = sorted({e["batch_size"] for page in by_name.values() for e in page.entries if "batch_size" in e})
+        heads.append(f"{'GPU' if cuda else 'two CPU cores'}, batch {', '.join(map(str, sizes))}")
+    lines = [f"| a training step, 33 M parameters, 256 tokens | {' | '.join(heads)} |", "|---" * (len(found) + 1) + "|"]
+    for what, name, row in FRONT:
+        cells = [times(by_name[name], row) if name in by_name else "not measured" for by_name in found.values()]
         lines.append(f"| {what} | {' | '.join(cells)} |")
-    sources = dict.fromkeys(source(p) for c in shown for _, names, _ in FRONT for p in of_kind(pages, names[c], c)[:1])
+    sources = dict.fromkeys(source(page) for by_name in found.values() for page in by_name.values())
     missing = (
-        "" if True in shown else " No GPU has measured it yet: `make gpu` fills the rest in slots of nine minutes."
+        "" if True in found else " No GPU has measured it yet: `make gpu` fills the rest in slots of nine minutes."
     )
-    return "\n".join([*lines, "", f"Median and quartiles of rounds in turn: {', '.join(sources)}.{missing}"]) + "\n"
+    return "\n".join([*lines, "", f"Median and quartiles of rounds in turn: {'; '.join(sources)}.{missing}"]) + "\n"
 
 
 def times(page: Page, row: str | None) -> str:
@@ -226,7 +231,8 @@ def times(page: Page, row: str | None) -> str:
         cannot = next((e["reason"] for e in page.entries if e["name"] == row and "reason" in e), None)
         return f"not measured: {cannot}" if cannot else "not measured"
     name = "times_before" if row is not None and page.name.startswith("ladder") else "speed"
-    return f"×{entry[name]:.2f} ({entry[f'{name}_q1']:.2f}–{entry[f'{name}_q3']:.2f})"
+    same = f"{NO_DIFFERENCE}: " if difference(entry, name) == NO_DIFFERENCE else ""
+    return f"{same}×{entry[name]:.2f} ({entry[f'{name}_q1']:.2f}–{entry[f'{name}_q3']:.2f})"
 
 
 def techniques(pages: Sequence[Page]) -> str:
@@ -257,11 +263,14 @@ def alone(page: Page, key: str) -> str:
 
 def tables(root: Path, pages: Sequence[Page]) -> dict[Path, str]:
     """The pages whose tables are made from results, made anew; ValueError where the marks around one are gone."""
-    measured = [line for page in pages if page.name.startswith("claims") for line in page.lines]
+    told = (of_kind(pages, "claims", True) or of_kind(pages, "claims_tiny", False))[:1]
+    claimed = claims.section(
+        [e for page in told for e in page.entries], "".join(source(page, "benchmarks/") for page in told)
+    )
     made = {
         root / "README.md": {"front": front(pages), "techniques": techniques(pages)},
         root / "docs" / "benchmarks" / "README.md": {"overview": overview(pages)},
-        root / "docs" / "techniques.md": {"claims": claims.section(measured)},
+        root / "docs" / "techniques.md": {"claims": claimed},
     }
     texts = {}
     for file, parts in made.items():

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.timing import NO_DIFFERENCE, difference
+
 
 def put_between(text: str, start: str, end: str, content: str, page: str) -> str:
     """The text of `page` with what lies between its marks made anew; ValueError if a mark is gone."""
@@ -57,6 +59,12 @@ def entries_table(columns: Mapping[str, str], entries: Sequence[dict[str, Any]])
         remark = e.get("reason") or e.get("error") or e.get("remark") or ""
         rows.append((e["name"], *(cell(text, e) for text in columns.values()), remark))
     return table(rows)
+
+
+def with_difference(entries: Sequence[dict[str, Any]], ratio: str) -> list[dict[str, Any]]:
+    """The entries, remarking "no difference" where the quartiles of a ratio straddle 1 and nothing else is remarked."""
+    same = [e.get(ratio) is not None and difference(e, ratio) == NO_DIFFERENCE for e in entries]
+    return [e | {"remark": e.get("remark") or NO_DIFFERENCE} if s else e for e, s in zip(entries, same, strict=True)]
 
 
 def fits(entries: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,8 +1,8 @@
 """Measures the rows of a benchmark one at a time, and keeps each in a folder as soon as it is measured.
 
-A folder holds `rows.jsonl`, one line a row, with the hardware, versions, state of the code and command of each. The
-last line with a row's name is the one that counts, so folders are merged by joining these files. `plan.json` says what
-each benchmark planned last, how long that should take, and at which row it is.
+A folder holds `rows.jsonl`, one line a row, with the hardware, versions, state of the code and command of each. Folders
+are merged by joining these files. `plan.json` says what each benchmark planned last, how long that should take, and at
+which row it is.
 """
 
 from __future__ import annotations
@@ -63,24 +63,37 @@ class Benchmark(NamedTuple):
     """Title and bars of a chart."""
 
 
+ALSO = {"tests": ("tests", "training", "data", "scripts"), "data": ("data", "encoding"), "saves": ("training",)}
+"""Benchmark -> folders that it measures, beside those of all."""
+Line = dict[str, Any]
+"""A line of rows.jsonl."""
+PLANNING = "(planning)"
+"""The row at which a process is until it has planned the others."""
+
+
 class Results:
-    """The rows in a folder, by benchmark and name."""
+    """The rows in a folder, by benchmark, name and hardware."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file, self.plan_file = folder, folder / "rows.jsonl", folder / "plan.json"
 
-    def read(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """(benchmark, row) -> its newest line, in the order in which rows were first measured."""
-        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
-        whole = (json.loads(line) for line in lines if line.endswith(b"\n"))
-        return {(line["benchmark"], line["entry"]["name"]): line for line in whole}
+    def lines(self) -> list[Line]:
+        """All whole lines; the last one of a process that was killed may be a part."""
+        found = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
+        return [json.loads(line) for line in found if line.endswith(b"\n")]
+
+    def newest(self, benchmark: str, hardware: str) -> dict[str, Line]:
+        """Row -> its last line."""
+        lines = self.lines()
+        mine = (line for line in lines if line["benchmark"] == benchmark and line["run"]["hardware"] == hardware)
+        return {line["entry"]["name"]: line for line in mine}
 
     def of(self, benchmark: str) -> list[dict[str, Any]]:
-        """The entries of a benchmark in the order of its plan."""
-        lines = sorted((v for k, v in self.read().items() if k[0] == benchmark), key=lambda line: line["order"])
-        return [line["entry"] for line in lines]
+        """The entries of a benchmark that are shown, in the order of its plan."""
+        lines = shown(line for line in self.lines() if line["benchmark"] == benchmark)
+        return [line["entry"] for line in sorted(lines, key=lambda line: line["order"])]
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: Line) -> None:
         """Appends a line and waits until it is on the disk; a half-written one, of a process that was killed, goes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.file.open("ab+") as stream:
@@ -104,33 +117,29 @@ class Results:
 
     def left(self, benchmark: str) -> dict[str, float]:
         """Row -> seconds it should take, of the rows that are planned and not measured in that way."""
-        plan, lines = self.plans().get(benchmark, {}), self.read()
-        return {
-            name: expected(seconds, lines.get((benchmark, name)))
-            for name, seconds in plan.get("seconds", {}).items()
-            if not is_measured(lines.get((benchmark, name)), plan["run"])
-        }
+        plan = self.plans()[benchmark]
+        newest = self.newest(benchmark, plan["run"]["hardware"])
+        rows = {name: (seconds, newest.get(name)) for name, seconds in plan["seconds"].items()}
+        return {name: expected(*row) for name, row in rows.items() if not is_measured(row[1], plan["run"])}
 
     def fail(self, benchmark: str, error: str | None) -> str | None:
         """Keeps the row at which a process was when it ended, with the reason; None is that its time was over.
 
-        Returns the row and the sentence; None if no row had begun.
+        Returns the row and the sentence; None if no row had begun, or it was kept already.
         """
         plan = self.plans().get(benchmark, {})
         name = plan.get("at")
         if name is None:
             return None
+        self.note(benchmark, at=None)
+        newest = self.newest(benchmark, plan["run"]["hardware"]).get(name)
+        if newest and newest["time"] == plan["began"]:  # the process ended between keeping the row and saying so
+            return None
         taken = round(time.time() - plan["began"], 2)
         error, limit = (error, {}) if error else (f"not done after {taken:.0f} s", {"limit": taken})
-        entry = {"name": name, **plan["labels"], "error": error}
-        line = {
-            "benchmark": benchmark,
-            "order": list(plan["seconds"]).index(name),
-            "seconds": taken,
-            "time": time.time(),
-        }
-        self.add(line | limit | {"entry": entry, "run": plan["run"]})
-        self.note(benchmark, at=None)
+        order = list(plan["seconds"]).index(name)
+        facts = {"benchmark": benchmark, "order": order, "seconds": taken, "time": plan["began"]} | limit
+        self.add(facts | {"entry": {"name": name, **plan["labels"], "error": error}, "run": plan["run"]})
         return f"{name}: {error}"
 
     def size(self) -> int:
@@ -138,30 +147,56 @@ class Results:
         return self.file.stat().st_size if self.file.is_file() else 0
 
     def compact(self) -> None:
-        """Drops the lines that newer ones have replaced."""
-        lines = "".join(json.dumps(line) + "\n" for line in self.read().values())
-        if len(lines.encode()) < self.size():
-            write_atomically(self.file, lines)
+        """Drops lines that newer ones have replaced, but none that is shown."""
+        lines = self.lines()
+        newest = {key_of(line): line for line in lines}
+        kept = {id(line) for line in (*newest.values(), *shown(lines))}
+        text = "".join(json.dumps(line) + "\n" for line in lines if id(line) in kept)
+        if len(text.encode()) < self.size():
+            write_atomically(self.file, text)
 
 
-def expected(stated: float, line: dict[str, Any] | None) -> float:
-    """Seconds that a row should take: what it took last, twice its limit where it did not end, or what is stated."""
-    if line is None:
+def key_of(line: Line) -> tuple[str, str, str]:
+    return line["benchmark"], line["entry"]["name"], line["run"]["hardware"]
+
+
+def shown(lines: Iterable[Line]) -> list[Line]:
+    """One line for each benchmark, row and hardware: the newest, but a failure replaces no figures."""
+    found: dict[tuple[str, str, str], Line] = {}
+    for line in lines:
+        old = found.get(key_of(line))
+        if old is None or rank(line) > rank(old):
+            found[key_of(line)] = line
+    return list(found.values())
+
+
+def rank(line: Line) -> tuple[bool, float]:
+    return "error" not in line["entry"], line["time"]
+
+
+def expected(stated: float, line: Line | None) -> float:
+    """Seconds that a row should take: what it took last; a quarter more than it had where it did not end.
+
+    At least a quarter of what is stated: what rows share, the first one pays.
+    """
+    if line is None or not ("limit" in line or line["entry"].keys().isdisjoint({"error", "reason"})):
         return stated
-    return 2 * line["limit"] if "limit" in line else line["seconds"]
+    return 1.25 * line["limit"] if "limit" in line else max(line["seconds"], stated / 4)
 
 
-def is_measured(line: dict[str, Any] | None, run: Mapping[str, Any]) -> bool:
+def is_measured(line: Line | None, run: Mapping[str, Any], failed_too: bool = True) -> bool:
     """Whether a line was measured with the same code, hardware, versions and keys, and ended."""
     same = ("code", "hardware", "versions", "keys", "overrides")
-    return line is not None and "limit" not in line and all(line["run"][key] == run[key] for key in same)
+    if line is None or "limit" in line or (not failed_too and "error" in line["entry"]):
+        return False
+    return all(line["run"][key] == run[key] for key in same)
 
 
 @cache
 def code_hash(file: Path) -> str:
-    """16 digits of the SHA-256 over what is measured (accel/, models/, conf/, training/step.py; tests/, if it runs
-    them) and over the benchmark `file` with what it imports from scripts/."""
-    folders = ("accel", "models", "conf", *(("tests",) if file.stem == "tests" else ()))
+    """16 digits of the SHA-256 over what is measured (accel/, models/, conf/, training/step.py, and what ALSO says) and
+    over the benchmark `file` with what it imports from scripts/."""
+    folders = ("accel", "models", "conf", *ALSO.get(file.stem, ()))
     parts = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     digest = hashlib.sha256()
     for path in sorted({*parts, ROOT / "training" / "step.py", *with_imports(file)}):
@@ -213,18 +248,21 @@ def measure_rows(
     """
     assert cfg.name is not None
     results, run = Results(Path(cfg.out).expanduser()), describe(benchmark, cfg, overrides, device)
+    results.note(
+        cfg.name, run=run, seconds={PLANNING: 30.0}, at=PLANNING, began=time.time(), labels={}, time=time.time()
+    )
     rows = list(benchmark.plan(cfg, overrides, device))
-    results.note(cfg.name, run=run, seconds={row.name: row.seconds for row in rows}, at=None, time=time.time())
-    lines = results.read()
+    results.note(cfg.name, seconds={row.name: row.seconds for row in rows}, at=None)
+    newest = results.newest(cfg.name, run["hardware"])
     torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
     for order, row in enumerate(rows):
-        line = lines.get((cfg.name, row.name))
-        if line and is_measured(line, run) and not cfg.again:
-            print(f"{row.name}: measured {line['run']['date']} with this code; again=true measures it anew", flush=True)
-            continue
-        if time.time() + expected(row.seconds, line) > cfg.until:
+        line = newest.get(row.name)
+        if line and cfg.again != "all" and is_measured(line, run, failed_too=cfg.again != "failed"):
+            print(f"{row.name}: measured {line['run']['date']} with this code; again=all measures it anew", flush=True)
             continue
         began = time.time()
+        if began + expected(row.seconds, line) > cfg.until:
+            continue
         results.note(cfg.name, at=row.name, began=began, labels=row.labels)
         entry = {"name": row.name, **row.labels, **figures_of(row)}
         facts = {"order": order, "seconds": round(time.time() - began, 2), "time": began}
@@ -233,8 +271,8 @@ def measure_rows(
         said = entry.get("error") or entry.get("reason") or f"measured in {facts['seconds']:.0f} s"
         print(f"{row.name}: {said}", flush=True)
         leave_if_lost(device)
-    planned = {row.name for row in rows}
-    return [entry for entry in results.of(cfg.name) if entry["name"] in planned]
+    newest = results.newest(cfg.name, run["hardware"])
+    return [newest[row.name]["entry"] for row in rows if row.name in newest]
 
 
 def figures_of(row: Row) -> dict[str, Any]:

@@ -10,18 +10,16 @@ not counted.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from scripts.bench.report import entries_table
+from scripts.bench.report import entries_table, with_difference
 from scripts.bench.rows import Benchmark, Row
-from scripts.bench.settings import BenchConfig
+from scripts.bench.settings import BenchConfig, scratch
 from scripts.bench.workload import Kept, Workload
 from scripts.timing import Spread, synchronise
 from training.assemble import describe_run
@@ -50,7 +48,7 @@ def measure(cfg: BenchConfig, kept: Kept[Workload], overrides: list[str], in_bac
     """Rounds of steps that begin with a save, in turn with rounds without."""
     workload = kept.get("workload", lambda: Workload(overrides))
     described = describe_run(workload.composed, workload.loader.spec, workload.ledger)
-    parent = Path(tempfile.mkdtemp(prefix="saves-", dir="."))
+    parent = scratch(cfg)
     try:
         ways = {"own": Checkpoints(parent, in_background=in_background), "no save": None}
         rounds: dict[str, list[list[float]]] = {name: [] for name in ways}
@@ -91,7 +89,8 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         "quartiles": "{times_as_long_q1:.3f}–{times_as_long_q3:.3f}",
         "written after": "{written_after_s:.2f} s",
     }
-    return [entries_table(columns, [e | {"mib": e["bytes"] / 2**20} if "bytes" in e else e for e in entries])]
+    measured = [e | {"mib": e["bytes"] / 2**20} if "bytes" in e else e for e in entries]
+    return [entries_table(columns, with_difference(measured, "times_as_long"))]
 
 
 BENCHMARKS = {"saves": Benchmark(BenchConfig, plan, texts, __doc__ or "")}

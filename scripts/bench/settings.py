@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, fields, replace
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from training.config.compose import compose, from_words
@@ -25,6 +27,8 @@ CONSTANT = ["schedule.kind=constant", "schedule.warmup_samples=0"]
 """So that the short stretches that are compared train at the full rate."""
 DURATIONS = {"tiny": (2, 3), "s256": (8, 5), "s32": (20, 5), "b256": (4, 5)}
 """Name -> steps in a repeat, repeats."""
+SCRATCH = "tmp"
+AGAIN = (None, "all", "failed")
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class BenchConfig:
     """What the results are called; null: <command>_<setting>."""
     out: str = "bench"
     """The folder that keeps the results."""
-    again: bool = False
-    """True measures rows that this code has measured on this machine before."""
+    again: str | None = None
+    """all, or failed: measures rows that this code has measured on this machine before, or that failed then."""
     until: float = inf
     """Unix time by which a row must end to be begun; `bench gpu` sets it."""
 
@@ -75,6 +79,8 @@ def parse(schema: type[Config], command: str, words: list[str], help_text: str) 
     for key in ("steps", "repeats", "loss_steps"):
         if getattr(cfg, key) < 0:
             raise ValueError(f"{key}={getattr(cfg, key)} must be at least 1, or 0 for the setting's own.")
+    if cfg.again not in AGAIN:
+        raise ValueError(f"again={cfg.again}: choose all, failed, or leave it out.")
     steps = cfg.steps or DURATIONS[setting][0]
     cfg = replace(
         cfg,
@@ -89,6 +95,13 @@ def parse(schema: type[Config], command: str, words: list[str], help_text: str) 
     overrides = [*kept, *CONSTANT, *theirs]
     compose(overrides)  # a mistake is told before anything is measured
     return cfg, overrides
+
+
+def scratch(cfg: BenchConfig) -> Path:
+    """A new folder for what a benchmark writes, on the disk of its results; the queue clears what is left there."""
+    parent = Path(cfg.out).expanduser() / SCRATCH
+    parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=parent))
 
 
 def device_of(overrides: list[str]) -> torch.device:

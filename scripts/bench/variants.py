@@ -29,7 +29,7 @@ import torch
 from accel.ledger import UNUSED
 from accel.precision import Precision
 from accel.stack import TECHNIQUES
-from scripts.bench.fitting import fitted
+from scripts.bench.fitting import fitted_pairs
 from scripts.bench.report import entries_table, fits
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
 from scripts.bench.settings import BenchConfig
@@ -181,7 +181,7 @@ def plan_techniques(cfg: TechniquesConfig, overrides: list[str], device: torch.d
     if not cfg.precisions or not {*cfg.precisions} <= {*PRECISIONS}:
         raise ValueError(f"precisions=[{','.join(cfg.precisions)}]: choose some of {', '.join(PRECISIONS)}.")
     eager = [[*overrides, "runtime=eager", override("precision", precision)] for precision in cfg.precisions]
-    size, said = fitted([*eager, [*overrides, "runtime=max"]], device)
+    size, said = fitted_pairs([*overrides, "runtime=max"], eager, device)
     overrides = [*overrides, f"batch_size={size}"]
     for row in rows_of([*alone(cfg, overrides, device), *removed(cfg, overrides, device)], cfg):
         yield row._replace(labels=row.labels | ({"fit": said} if said else {}))
@@ -232,7 +232,7 @@ def plan_mixers(cfg: MixersConfig, overrides: list[str], device: torch.device) -
     """One model of each family, with attention as the baseline of all."""
     own = [word for word in overrides if not word.startswith("model")]
     models = models_of(cfg.size or ("s" if device.type == "cuda" else "xs"), cfg.families)
-    size, said = fitted([[*own, model] for model in models.values()], device)
+    size, said = fitted_pairs([*own, models[ATTENTION]], [[*own, model] for model in models.values()], device)
     own, labels = [*own, f"batch_size={size}"], {"fit": said} if said else {}
     base = [*own, models[ATTENTION]]
     yield from rows_of([Variant(name, [*own, model], base, None, labels) for name, model in models.items()], cfg)
