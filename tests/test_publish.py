@@ -173,7 +173,7 @@ def test_the_tables_of_the_readme_say_what_was_measured_and_where():
     assert "make gpu" in front([])
     cpu = {"hardware": "a CPU, 2 threads", "device": "cpu", "command": "python -m scripts.bench ladder name=ladder_33m"}
     steps = [
-        rung("0", 1.0),
+        rung("0", 1.0, batch_size=4),
         rung("+ bf16", 1.5),
         rung("+ compiled blocks", 3.0),
         rung("max", 9.0, not_on=["cuda_graph"]),
