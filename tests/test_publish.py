@@ -187,6 +187,9 @@ def test_the_tables_of_the_readme_say_what_was_measured_and_where():
     at = "[a CPU, 2 threads, torch 2.11.0, 2026-12-01](docs/benchmarks/ladder_33m_cpu_2026-12.md)"
     assert f"{at}, n = 5, `python -m scripts.bench ladder name=ladder_33m`" in made
     assert "No GPU has measured it yet" in made
+    off = {"not_on": ["tf32"], "baseline_not_on": ["tf32"]}  # on neither side of the comparison
+    mixers = Page("mixers_33m", "cpu", [line("mixers_33m", rung("ssd_mlp", 0.5, **off), **cpu)])
+    assert "over attention (`dit`) | ×0.50 (0.50–0.50) |" in front([page, mixers])
     own = {"part": "alone", "over": "bf16"}
     found = [
         rung("runtime.tf32=true over bf16", 2.345, key="tf32", **own),

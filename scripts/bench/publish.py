@@ -225,7 +225,8 @@ def front(pages: Sequence[Page]) -> str:
 
 def times(page: Page, row: str | None) -> str:
     """A speed with its quartiles, of a rung over the rung before; of what was on there."""
-    on = [e for e in rungs(page.entries) if "speed" in e and not e["not_on"]]
+    measured = [e for e in rungs(page.entries) if "speed" in e]
+    on = [e for e in measured if {*e["not_on"]} <= {*e.get("baseline_not_on", ())}]  # nothing that the other side has
     entry = on[-1] if row is None and on else next((e for e in on if e["name"] == row), None)
     if entry is None:
         cannot = next((e["reason"] for e in page.entries if e["name"] == row and "reason" in e), None)
