@@ -215,10 +215,10 @@ def test_the_pages_figures_come_from_results():
     shown = claims.section(
         [entry("flash attention, 256 tokens", reason="needs an NVIDIA GPU")], "a CPU, `bench claims`"
     )
-    assert "| 2–4 × | needs an NVIDIA GPU |" in shown
+    assert "| 2–4 × | not measured: needs an NVIDIA GPU |" in shown
     assert shown.endswith("\n\na CPU, `bench claims`.\n")
     assert shown.count("| not measured |") == sum(claim.reason is None for claim in CLAIMS) - 1
     measured = entry("flash attention, 256 tokens", measured=2.345, verdict="confirmed")
     shown = claims.section([measured, entry("TF32, a step", error="out of memory: 1")], "")
     assert "| 2–4 × | 2.35 ×: confirmed |" in shown or "| 2–4 × | 2.34 ×: confirmed |" in shown
-    assert "| 2–3 × | out of memory: 1 |" in shown
+    assert "| 2–3 × | not measured: out of memory: 1 |" in shown

@@ -11,7 +11,18 @@ import pytest
 
 from accel.stack import TECHNIQUES
 from scripts.bench.gpu import ITEMS
-from scripts.bench.publish import Page, card_of, front, overview, pages_in, publish, tables, techniques, with_commit
+from scripts.bench.publish import (
+    Page,
+    card_of,
+    front,
+    overview,
+    pages_in,
+    publish,
+    tables,
+    techniques,
+    text_of,
+    with_commit,
+)
 from scripts.bench.rows import Results, code_hash, named, shown
 from training.config.compose import ROOT
 from training.environment import git_state
@@ -54,9 +65,11 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
 
 
-def test_the_tables_are_those_of_the_results():
-    """`bench publish` has been run since the last result was kept."""
+def test_pages_and_tables_are_those_of_the_results():
+    """`bench publish` has been run since the last result was kept, and since what shows it was changed."""
     pages = list(pages_in(ROOT / "docs" / "benchmarks").values())
+    for page in pages:
+        assert (ROOT / "docs" / "benchmarks" / f"{page.stem}.md").read_text() == text_of(page)
     for file, text in tables(ROOT, pages).items():
         assert file.read_text() == text, f"{file.name}: run python -m scripts.bench publish"
 

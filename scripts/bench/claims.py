@@ -140,7 +140,7 @@ def here(claim: Practice, entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "not measured"
     if "measured" not in entry:
-        return str(entry.get("reason") or entry.get("error"))
+        return f"not measured: {entry.get('reason') or entry['error']}"
     return f"{short(entry['measured'])} {entry['unit']}: {entry['verdict']}"
 
 

@@ -130,7 +130,7 @@ def rungs(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 COLUMNS = {
     "ms/step": "{step_ms:.2f}",
     "quartiles": "{step_ms_q1:.2f}–{step_ms_q3:.2f}",
-    "samples/s": "{samples_per_s:.0f}",
+    "samples/s": "{samples_per_s:.1f}",
     "×before": "{times_before:.2f}",
     "×rung 0": "{speed:.2f}",
     "its quartiles": "{speed_q1:.2f}–{speed_q3:.2f}",
@@ -148,8 +148,8 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
 def bars(entries: Sequence[dict[str, Any]]) -> tuple[str, list[Bar]]:
     """The rungs that were on."""
     on = [e for e in entries if "speed" in e and not e["not_on"]]
-    drawn = [Bar(e["name"], e["samples_per_s"], f"{e['samples_per_s']:.0f}  x{e['speed']:.2f}") for e in on]
-    return "samples/s, and times rung 0", drawn
+    drawn = [Bar(e["name"], e["speed"], f"x{e['speed']:.2f}  {e['samples_per_s']:.1f}/s") for e in on]
+    return "times rung 0, and samples/s", drawn
 
 
 BENCHMARKS = {"ladder": Benchmark(LadderConfig, plan, texts, __doc__ or "", bars)}

@@ -6,8 +6,8 @@
 
 Rows go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those that lie there: a newer row replaces the
 one of its name, and an older row keeps the commit that measured it. Page and chart are made from that file, the tables
-in README.md, docs/techniques.md and docs/benchmarks/README.md from all such files; without a folder they are only made
-anew. What has no row says "not measured".
+in README.md, docs/techniques.md and docs/benchmarks/README.md from all such files; without a folder, too. What has no
+row says "not measured".
 """
 
 from __future__ import annotations
@@ -109,19 +109,20 @@ def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
 
 
 def write(page: Page, folder: Path) -> None:
-    """Writes the rows, the page and the chart; those of an earlier month go."""
+    """Writes the rows, the page and the chart, and says where if the page changes; those of an earlier month go."""
     for file in folder.glob(f"{page.name}_{page.card}_????-??.*"):
         if file.stem != page.stem:
             file.unlink()
-    base = folder / page.stem
+    base, text = folder / page.stem, text_of(page)
+    file = base.with_suffix(".md")
+    if not file.is_file() or file.read_text() != text:
+        print(file)
     write_atomically(base.with_suffix(".json"), json.dumps({"rows": page.lines}, indent=1) + "\n")
-    write_atomically(base.with_suffix(".md"), text_of(page))
-    run, bars = page.newest, benchmark_of(run_command(page)).bars
-    if bars:
-        title, drawn = bars(page.entries)
-        if drawn:
-            bar_chart(base.with_suffix(".png"), f"{title}; {run['hardware']}", drawn)
-    print(base.with_suffix(".md"))
+    write_atomically(file, text)
+    bars = benchmark_of(run_command(page)).bars
+    title, drawn = bars(page.entries) if bars else ("", [])
+    if drawn:
+        bar_chart(base.with_suffix(".png"), f"{title}; {page.newest['hardware']}", drawn)
 
 
 def run_command(page: Page) -> str:
@@ -283,7 +284,7 @@ def tables(root: Path, pages: Sequence[Page]) -> dict[Path, str]:
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:
-    """Merges the folders' rows into the docs below `root`, and makes the tables anew."""
+    """Merges the folders' rows into the docs below `root`, and makes pages, charts and tables anew."""
     docs = root / "docs" / "benchmarks"
     for folder in folders:
         results = Results(folder)
@@ -291,7 +292,10 @@ def publish(folders: Sequence[Path], root: Path) -> None:
             raise ValueError(f"{folder} has no rows.jsonl with rows; name the `out` folder of a benchmark.")
         for page in merge(pages_in(docs), results):
             write(page, docs)
-    for file, text in tables(root, list(pages_in(docs).values())).items():
+    pages = list(pages_in(docs).values())
+    for page in pages:
+        write(page, docs)
+    for file, text in tables(root, pages).items():
         if text != file.read_text():
             write_atomically(file, text)
             print(file)

@@ -242,9 +242,9 @@ def mixers_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     columns = {
         "parameters": "{parameters}",
         "tokens": "{tokens}",
-        "GFLOP a sample": "{gflop:.1f}",
+        "GFLOP a sample": "{gflop:.3g}",
         "ms/step": "{step_ms:.2f}",
-        "samples/s": "{samples_per_s:.0f}",
+        "samples/s": "{samples_per_s:.1f}",
         "×attention": "{speed:.2f}",
         "quartiles": "{speed_q1:.2f}–{speed_q3:.2f}",
         "at equal FLOPs": "{at_equal_flops:.2f}",
