@@ -193,6 +193,12 @@ def test_rows_are_measured_anew_when_what_is_measured_changes():
     assert expected(5.0, failed | {"limit": 8.0}) == 10.0
 
 
+def test_a_damaged_line_is_told(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"{}\n{broken\n{}\n")
+    with pytest.raises(ValueError, match="line 2: this is no JSON"):
+        Results(tmp_path).lines()
+
+
 def test_a_process_that_ends_after_keeping_its_row_has_not_lost_it(tmp_path):
     results, run = Results(tmp_path), {"hardware": "h"}
     results.note("x", run=run, seconds={"a": 1.0, "b": 1.0}, at="a", began=7.0, labels={"fit": "f"})

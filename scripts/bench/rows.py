@@ -78,9 +78,17 @@ class Results:
         self.folder, self.file, self.plan_file = folder, folder / "rows.jsonl", folder / "plan.json"
 
     def lines(self) -> list[Line]:
-        """All whole lines; the last one of a process that was killed may be a part."""
-        found = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
-        return [json.loads(line) for line in found if line.endswith(b"\n")]
+        """All whole lines; the last one of a process that was killed may be a part. ValueError for a damaged one."""
+        texts = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
+        found: list[Line] = []
+        for number, text in enumerate((text for text in texts if text.endswith(b"\n")), start=1):
+            try:
+                found.append(json.loads(text))
+            except ValueError:
+                raise ValueError(
+                    f"{self.file}, line {number}: this is no JSON; remove the line, it is measured anew."
+                ) from None
+        return found
 
     def newest(self, benchmark: str, hardware: str) -> dict[str, Line]:
         """Row -> its last line."""
