@@ -117,7 +117,8 @@ def write(page: Page, folder: Path) -> None:
     file = base.with_suffix(".md")
     if not file.is_file() or file.read_text() != text:
         print(file)
-    write_atomically(base.with_suffix(".json"), json.dumps({"rows": page.lines}, indent=1) + "\n")
+    rows = ",\n".join(map(json.dumps, page.lines))  # a line a row, as a difference shows it best
+    write_atomically(base.with_suffix(".json"), f'{{"rows": [\n{rows}\n]}}\n')
     write_atomically(file, text)
     bars = benchmark_of(run_command(page)).bars
     title, drawn = bars(page.entries) if bars else ("", [])
