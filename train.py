@@ -21,6 +21,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is 
 
 def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
+    from evaluation.in_run import InRun
     from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick
     from training.evaluate import evaluate, sample_grid
@@ -43,7 +44,8 @@ def train(composed: Composed) -> dict[str, Any]:
     training = assemble(cfg, run.device, ranks, run.folder)
     run.keep_kernels(training.kernels)
     state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec
-    autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every else None
+    autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
+    distances = InRun(training, autoencoder, run.folder) if cfg.fd_every and autoencoder else None
     began = time.perf_counter()
     with failures_explained(training, run.folder):
         ledger = training.warm_up()
@@ -59,23 +61,25 @@ def train(composed: Composed) -> dict[str, Any]:
     explained = failures_explained(training, run.folder)
     with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained:
         run.open(ledger, logger, where)
-        run.keep_metrics_before(state.step)
+        meter.earlier_seconds = run.keep_metrics_before(state.step)
         meter.start()
-        batches, eval_loss = [], None
+        batches, scores = [], {}
         while True:
             done, stopping = state.done, bool(stop)
-            if state.due(cfg.log_every) or state.due(cfg.eval_every) or (done and state.moved):
+            if any(map(state.due, (cfg.log_every, cfg.eval_every, cfg.fd_every))) or (done and state.moved):
                 metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
                 metrics |= checkpoints.figures()
                 state.skipped_steps += metrics["skipped"]
                 with meter.paused():
                     if state.due(cfg.eval_every):
-                        metrics |= evaluate(training)
+                        metrics |= (scores := evaluate(training))
+                    if distances and state.due(cfg.fd_every):
+                        metrics |= (measured := distances())
+                        scores = scores | measured
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
                     progress.say(log_line(metrics))
                     stop_if_hopeless(training, run.folder, batches)
-                    eval_loss = metrics.get("eval_loss")
             drawing = autoencoder if state.due(cfg.sample_every) else None
             saving = state.due(cfg.save_every) or (stopping and state.moved and cfg.save_every)
             with meter.paused() if drawing or saving else nullcontext():
@@ -83,7 +87,7 @@ def train(composed: Composed) -> dict[str, Any]:
                     file = run.folder / "samples" / f"step-{state.step}.png"
                     logger.image("samples", sample_grid(training, drawing, file), state.samples)
                 if saving:
-                    checkpoints.save(state, described, eval_loss)
+                    checkpoints.save(state, described, scores)
             if done:
                 break
             if stopping:
@@ -96,7 +100,7 @@ def train(composed: Composed) -> dict[str, Any]:
             meter.update(step(batches))
             state.advance(cfg.batch_size)
             progress.advance(cfg.batch_size)
-            eval_loss = None
+            scores = {}
     progress.close()
 
     # 5. What came of it.

@@ -1,10 +1,11 @@
-"""From noise to latents: ODE solvers for a velocity model, with classifier-free guidance. No training code needed.
+"""From noise to latents: ODE and SDE solvers for a velocity model, with classifier-free guidance. No training code.
 
 Letters: B samples, C channels, H W latent height and width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -49,24 +50,48 @@ def guided_velocity(
 
 @torch.no_grad()
 def sample(
-    velocity: Velocity, noise: Float[Tensor, "B C H W"], steps: int, solver: str, shift: float = 1.0
+    velocity: Velocity,
+    noise: Float[Tensor, "B C H W"],
+    steps: int,
+    solver: str,
+    shift: float = 1.0,
+    fresh: Callable[[int], Float[Tensor, "B C H W"]] | None = None,
 ) -> Float[Tensor, "B C H W"]:
     """Integrates dx/dt = v(x, t) from t = 1 (`noise`) to t = 0 and returns the clean latents.
 
-    `steps` intervals, equal before the timestep shift. `solver` is a `Solver`: "euler" calls the model once a step,
-    "heun" (second order, Karras et al. 2022) twice except in the last step. ValueError for fewer than one step or an
-    unknown solver.
+    `steps` intervals, equal before the timestep shift. `solver` is a `Solver`:
+
+    - "euler" calls the model once a step.
+    - "heun" (second order, Karras et al. 2022) calls it twice, except in the last step.
+    - "ab2" is the two-step Adams–Bashforth method for unequal steps (second order, one call; Hairer, Nørsett & Wanner,
+      Solving Ordinary Differential Equations I, III.5). The first step is Euler's.
+    - "sde" is Euler–Maruyama for dx = [v + ½·ε̂] dt + √t dw̄, the reverse SDE with diffusion w(t) = t of SiT (Ma et al.
+      2024, https://arxiv.org/abs/2401.08740, eq. 4): its score is -ε̂/t with ε̂ = x + (1 - t)·v. `fresh(i)` gives the
+      standard normal noise of step i. The last step adds none.
+
+    ValueError for fewer than one step, an unknown solver, or "sde" without `fresh`.
     """
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1.")
     if solver not in tuple(Solver):
-        raise ValueError(f"solver={solver} is unknown; choose {' or '.join(Solver)}.")
+        raise ValueError(f"solver={solver} is unknown; choose {', '.join(Solver)}.")
+    if solver == Solver.sde and fresh is None:
+        raise ValueError("solver=sde needs noise for its steps; give `fresh`.")
     times = shifted(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
-    for t, t_next in pairwise(times):
-        v = velocity(x, t)
-        x_next = x + (t_next - t) * v
+    before: tuple[float, Tensor] | None = None
+    for i, (t, t_next) in enumerate(pairwise(times)):
+        dt, v = t_next - t, velocity(x, t)
+        slope = v
+        if solver == Solver.ab2 and before is not None:
+            earlier_dt, earlier_v = before
+            slope = v + 0.5 * dt / earlier_dt * (v - earlier_v)
+        elif solver == Solver.sde:
+            slope = v + 0.5 * (x + (1.0 - t) * v)
+        x_next = x + dt * slope
         if solver == Solver.heun and t_next > 0.0:
-            x_next = x + (t_next - t) * 0.5 * (v + velocity(x_next, t_next))
-        x = x_next
+            x_next = x + dt * 0.5 * (v + velocity(x_next, t_next))
+        elif solver == Solver.sde and fresh is not None and t_next > 0.0:
+            x_next = x_next + math.sqrt(-dt * t) * fresh(i)
+        x, before = x_next, (dt, v)
     return x

@@ -1,90 +1,151 @@
-"""Samples from a trained run: a PNG grid and an array file.
+"""Draws samples from a trained run.
 
     python -m scripts.sample run_dir=runs/mine out=samples/mine
-    python -m scripts.sample run_dir=runs/mine labels=[0,3] count=16 guidance=2 steps=50 seed=1 out=samples/two_classes
-    python -m scripts.sample weights=copied/ema.safetensors
+    python -m scripts.sample run_dir=runs/mine labels=[0,3] count=16 guidance=2 steps=50 seed=1 grid=16 out=samples/two
+    python -m scripts.sample weights=copied/ema.safetensors format=png
+    torchrun --nproc-per-node 8 -m scripts.sample run_dir=runs/mine count=50000 batch_size=256 out=samples/many
 
-Writes <out>.png (a grid) and <out>.npz: `arr_0` uint8 (N, H, W, 3) and `labels` (N,), as ADM's evaluator reads it.
+`format=npz` writes <out>.npz with `arr_0` uint8 (N, H, W, 3), which ADM's evaluator reads, and `labels` (N,); `png`
+writes <out>/<label>/<number>.png; `latents` writes <out>.npz with `latents` fp32 (N, C, H, W), as the autoencoder
+decodes them, and `labels`. <out>.json says how they were drawn. Sample i depends on seed and i alone, bit for bit at
+equal batch_size. Stopped anywhere, the same command goes on from the pieces in <out>.parts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from models.solver import Solver
 from training.config.compose import from_words, one_sentence
+from training.drawing import DrawConfig, Drawing
+from training.process.exit import exiting
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from training.pieces import Pieces
+
+
+class Format(str, Enum):
+    npz, png, latents = "npz", "png", "latents"
 
 
 @dataclass(frozen=True)
-class SampleConfig:
-    """What to sample from which run. Null, in the settings of the sampler: as the run itself sampled."""
-
-    run_dir: str | None = None
-    """A run folder, or one of its checkpoints; its averaged weights are used."""
-    weights: str | None = None
-    """Instead of a run: a .safetensors file of a checkpoint, wherever it lies; its header says what the model is."""
-    encoder: str | None = None
-    """Where the autoencoder lies now, if its folder was moved since the latents were made."""
-    labels: list[int] | None = None
-    """Classes to sample; null: all of them."""
-    count: int = 64
-    """Samples in all, dealt to the labels in turn."""
-    guidance: float | None = None
-    guidance_interval: list[float] | None = None
-    solver: Solver | None = None
-    steps: int | None = None
-    shift: float | None = None
-    seed: int = 0
-    batch_size: int = 64
-    device: str = "auto"
+class SampleConfig(DrawConfig):
+    format: Format = Format.npz
+    grid: int = 0
+    """The first so many, sorted by label, also as one picture: <out>.png."""
     out: str = "samples/samples"
 
-
-SAMPLER = ("guidance", "guidance_interval", "solver", "steps", "shift")
-
-
-def checked(cfg: SampleConfig) -> SampleConfig:
-    if (cfg.run_dir is None) == (cfg.weights is None):
-        fault = "run_dir is not set" if cfg.run_dir is None else "run_dir and weights are both set"
-        raise ValueError(f"{fault}; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors.")
-    for key in ("count", "batch_size"):
-        if getattr(cfg, key) < 1:
-            raise ValueError(f"{key}={getattr(cfg, key)} must be at least 1.")
-    return cfg
+    def check(self) -> None:
+        """ValueError for a value that nothing can be drawn with."""
+        super().check()
+        if not 0 <= self.grid <= LARGEST_GRID:
+            raise ValueError(f"grid={self.grid} must be between 0 (no grid) and {LARGEST_GRID} images.")
+        if self.grid and self.format is Format.latents:
+            raise ValueError(f"grid={self.grid} is made of images; leave it out with format=latents.")
 
 
-def sample_run(cfg: SampleConfig) -> tuple[Path, Path]:
-    """Samples as `cfg` says and returns the paths of the PNG and the npz. Equal settings give equal samples."""
+LARGEST_GRID = 1024
+
+
+def sample_run(cfg: SampleConfig) -> Path:
+    """Draws samples as `cfg` says and returns the file or folder that has them. Equal settings give equal bytes."""
+    import torch
+
+    from data.manifest import write_atomically
+    from models.images import to_uint8
+    from training.process.ranks import Ranks
+
+    cfg.check()
+    ranks = Ranks.from_environment()
+    ranks.wait_for_all()  # connects them
+    drawing = Drawing(cfg, ranks)
+    trained = drawing.trained
+    ranks.say(f"{cfg.count} samples from {trained.file}\n\nledger ({trained.device})\n{drawing.ledger.table()}\n")
+
+    def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        if cfg.format is Format.latents:
+            return {"labels": labels, "samples": latents}
+        return {"labels": labels, "samples": torch.from_numpy(to_uint8(trained.autoencoder.decode(latents)))}
+
+    out = Path(cfg.out).expanduser()
+    kind = "latents" if cfg.format is Format.latents else "images"
+    pieces = drawing.run(out.with_name(out.name + ".parts"), {"kind": kind}, content)
+
+    file = out if cfg.format is Format.png else out.with_name(out.name + ".npz")
+    if cfg.format is Format.png:
+        write_pngs(out, pieces, drawing.size)
+    elif ranks.first:
+        write_npz(file, pieces, cfg.count, "latents" if kind == "latents" else "arr_0")
+    if ranks.first:
+        if cfg.grid:
+            write_sorted_grid(out.with_name(out.name + ".png"), pieces, min(cfg.grid, cfg.count))
+        write_atomically(out.with_name(out.name + ".json"), json.dumps(drawing.protocol(), indent=1) + "\n")
+    pieces.remove()
+    ranks.say(str(file))
+    return file
+
+
+def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
+    """Streams the pieces into one .npz, a piece in memory at a time: `name` (count, …) and `labels` (count,)."""
+    import numpy as np
+
+    temporary = file.with_name(file.name + ".tmp")
+    with zipfile.ZipFile(temporary, "w") as archive:  # a ZipInfo made from a name has a fixed date: equal bytes
+        for array, key in ((name, "samples"), ("labels", "labels")):
+            like = pieces.read(0)[key].numpy()
+            with archive.open(zipfile.ZipInfo(f"{array}.npy"), "w", force_zip64=True) as stream:
+                header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
+                np.lib.format.write_array_header_1_0(stream, header)
+                for number in range(pieces.count):
+                    stream.write(pieces.read(number)[key].numpy().tobytes())
+    temporary.replace(file)
+
+
+def write_pngs(folder: Path, pieces: Pieces, size: int) -> None:
+    """Writes this process's pieces as <folder>/<label>/<number>.png: a folder a class, as other tools read them."""
+    from PIL import Image
+
+    for number in pieces.mine():
+        found = pieces.read(number)
+        for i, (label, image) in enumerate(zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)):
+            file = folder / f"{label:04d}" / f"{number * size + i:06d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(file)
+
+
+def write_sorted_grid(file: Path, pieces: Pieces, count: int) -> None:
+    """Writes the first `count` images as one picture: a row a label where that fits, else a square."""
     import numpy as np
 
     from models.images import write_grid
-    from training.sampling import load_run
 
-    key = "weights" if cfg.weights else "run_dir"
-    trained = load_run(str(getattr(cfg, key)), cfg.encoder, cfg.device, key)
-    chosen = list(range(trained.spec.num_classes)) if cfg.labels is None else cfg.labels
-    labels = [chosen[i % len(chosen)] for i in range(cfg.count)]
-    labels = sorted(labels) if cfg.count > len(chosen) else labels
-    settings = {name: getattr(cfg, name) for name in SAMPLER if getattr(cfg, name) is not None}
-    pixels = trained.sample(labels, cfg.seed, cfg.batch_size, **settings)
-
-    out = Path(cfg.out).expanduser()
-    png, npz = out.with_name(out.name + ".png"), out.with_name(out.name + ".npz")
-    write_grid(png, pixels, columns=-(-cfg.count // len(chosen)) if cfg.count > len(chosen) else min(cfg.count, 10))
-    np.savez(npz, pixels, labels=np.array(labels))
-    names = [trained.spec.class_names[label] for label in chosen]
-    print(f"{cfg.count} samples of {json.dumps(names[:10])}{' …' if len(names) > 10 else ''} from {trained.file}")
-    print(f"{png}\n{npz}", flush=True)
-    return png, npz
+    labels, images = (np.concatenate(parts)[:count] for parts in zip(*first_images(pieces, count), strict=True))
+    order, rows = np.argsort(labels, kind="stable"), np.bincount(labels)
+    rows = rows[rows > 0]
+    equal = len(rows) > 1 and rows.min() == rows.max() <= 4 * len(rows)
+    write_grid(file, images[order], columns=int(rows[0]) if equal else int(np.ceil(np.sqrt(count))))
 
 
-def main() -> None:
-    with one_sentence():
-        sample_run(checked(from_words(SampleConfig, sys.argv[1:], __doc__ or "")))
+def first_images(pieces: Pieces, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    number = 0
+    while count > 0:
+        found = pieces.read(number)
+        yield found["labels"].numpy(), found["samples"].numpy()
+        count, number = count - len(found["labels"]), number + 1
+
+
+def main(words: list[str]) -> None:
+    with exiting(), one_sentence():
+        sample_run(from_words(SampleConfig, words, __doc__ or ""))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -53,7 +53,8 @@ class Meter:
         self.in_row: Tensor | float = 0.0
         self.skipped_in_row = 0
         """Steps skipped without one between them that was not, up to the last report."""
-        self.train_seconds = self.maintenance_seconds = 0.0
+        self.train_seconds = self.maintenance_seconds = self.earlier_seconds = 0.0
+        """Of this process; and the seconds of training that earlier processes of the run had logged."""
         self.trained_samples = self.recompiles = 0
         self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """On a GPU: where its queue stood when waiting for data began and ended, of waits that are not summed yet."""
@@ -146,6 +147,7 @@ class Meter:
             "lr": lr,
             "skipped": skipped,
             "backed_off": int(float(self.backed_off)),
+            "train_seconds": self.earlier_seconds + self.train_seconds,
             "samples_per_s": rate,
             "tokens_per_s": rate * self.tokens,
             "model_tflops": rate * self.train_flops / 1e12,

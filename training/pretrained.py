@@ -31,6 +31,12 @@ def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
     return {KEY: json.dumps({"weights": kind, **told})}
 
 
+def told_by(file: Path) -> dict[str, Any]:
+    """What the header of a weights file of ours says: `weights` ("ema" or "model"), `model`, `spec` and `step`."""
+    with safe_open(file, "pt") as opened:
+        return json.loads((opened.metadata() or {})[KEY])
+
+
 def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
     """The model in evaluation mode, and the latents it knows; ValueError if the file does not describe its model.
 
@@ -38,8 +44,7 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     this command has admitted itself.
     """
     try:
-        with safe_open(file, "pt") as opened:
-            told = json.loads((opened.metadata() or {})[KEY])
+        told = told_by(file)
         node, spec = told["model"], LatentSpec(**told["spec"])
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error

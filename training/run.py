@@ -83,6 +83,7 @@ class Run:
             cfg.keep_checkpoints,
             self.ranks,
             keep_every=cfg.keep_every,
+            best_by=cfg.keep_best,
             in_background=cfg.async_checkpoints,
         )
 
@@ -118,14 +119,18 @@ class Run:
             if self.ranks.first:
                 self.write_json(KERNELS_FILE, kernels)
 
-    def keep_metrics_before(self, step: int) -> None:
-        """Drops logged steps after `step`, which a killed run had reached and this one will do again."""
-        if not self.ranks.first:
-            return
+    def keep_metrics_before(self, step: int) -> float:
+        """Drops logged steps after `step`, which a killed run had reached and this one will do again.
+
+        Returns the seconds of training up to the last line that stays; 0 in all processes but the first.
+        """
         file = self.folder / "metrics.jsonl"
-        if file.is_file():
-            whole = (line for line in file.read_text().splitlines() if line.endswith("}"))
-            write_atomically(file, "".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= step))
+        if not self.ranks.first or not file.is_file():
+            return 0.0
+        whole = (json.loads(line) for line in file.read_text().splitlines() if line.endswith("}"))
+        kept = [line for line in whole if line["step"] <= step]
+        write_atomically(file, "".join(f"{json.dumps(line)}\n" for line in kept))
+        return kept[-1].get("train_seconds", 0.0) if kept else 0.0
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         if not self.ranks.first:

@@ -5,9 +5,10 @@ Letters: N and B samples, C channels, H W height and width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,30 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.ledger import Ledger, LedgerRow
+from accel.stack import AccelerationStack
 from data.loader import LatentSpec
+from data.shards import file_sha256
 from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import guided_velocity, sample
+from training.assemble import build_loader, prove_kernels, runtime_values
 from training.checkpoint.find import weights_file
 from training.config.compose import from_yaml, typed
-from training.config.schema import SamplingConfig
+from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device
-from training.pretrained import build_autoencoder, load_pretrained
+from training.pretrained import build_autoencoder, load_pretrained, told_by
+
+TECHNIQUES = (
+    *("tf32", "residual_in_fp32", "fused_add_norm", "fused_scan", "fused_conv"),
+    *("attention", "compile", "precision"),
+)
+"""The runtime keys that matter where nothing is trained. Not cudnn_benchmark: it chooses algorithms by their time, and
+work that continues after a stop must end with the same bytes."""
+UNCOMPILED = MappingProxyType({"compile": False})
+FARTHEST = 1 << 40
+"""Positions of samples lie below it: the step of a solver that adds noise is counted above."""
 
 
 def draw_latents(
@@ -37,10 +52,25 @@ def draw_latents(
     sampling: SamplingConfig,
 ) -> Float[Tensor, "B C H W"]:
     """Latents as the autoencoder decodes them; the noise of a sample depends on `seed` and its `position` only."""
-    noise = counter_normal(seed, Purpose.SAMPLE, position, (spec.channels, spec.height, spec.width))
+    shape = (spec.channels, spec.height, spec.width)
+
+    def fresh(step: int) -> Tensor:
+        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
+
+    noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
     low, high = sampling.guidance_interval
     velocity = guided_velocity(model, labels, spec.num_classes, sampling.guidance, (low, high))
-    return spec.denormalise(sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift))
+    return spec.denormalise(sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh))
+
+
+class Forward:
+    """A denoiser's forward pass, in a form that the acceleration stack can wrap."""
+
+    def __init__(self, model: Denoiser) -> None:
+        self.forward: Callable[..., Tensor] = model
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.forward(*inputs)
 
 
 @dataclass(frozen=True)
@@ -48,12 +78,32 @@ class TrainedModel:
     """A trained denoiser with the autoencoder that decodes its latents."""
 
     model: Denoiser
+    forward: Forward
+    """The model under the techniques of `stack`."""
+    stack: AccelerationStack
     spec: LatentSpec
     autoencoder: Autoencoder
     sampling: SamplingConfig
     """How the run drew its own samples; the defaults where the weights came without their run."""
     file: Path
     device: torch.device
+    runtime: RuntimeConfig
+    data: dict[str, Any] | None
+    """The run's data configuration; None where the weights came without their run."""
+
+    def weights(self) -> dict[str, Any]:
+        """Which weights these are: file, sha256, "ema" or "model", and the step they are of."""
+        told = told_by(self.file)
+        kind, step = told["weights"], told["step"]
+        return {"file": str(self.file), "sha256": file_sha256(self.file), "kind": kind, "step": step}
+
+    def settings(self, **changes: Any) -> SamplingConfig:
+        """The run's own `sampling` with changes, such as steps=50 or guidance=2.0; ValueError for what cannot be."""
+        found = typed(
+            SamplingConfig, asdict(self.sampling) | changes, [f"{key}={value}" for key, value in changes.items()]
+        )
+        found.check()
+        return found
 
     def sample(
         self, labels: Sequence[int], seed: int = 0, batch_size: int = 64, **changes: Any
@@ -62,32 +112,114 @@ class TrainedModel:
 
         Equal arguments give equal images. ValueError for a label or a value that there is not.
         """
+        self.check_labels(labels)
+        if batch_size < 1 or not labels:
+            raise ValueError(f"batch_size={batch_size} and the number of labels, {len(labels)}, must be at least 1.")
+        sampling = self.settings(**changes)
+        wanted, images = torch.tensor(labels, device=self.device), []
+        for position in torch.arange(len(labels), device=self.device).split(batch_size):
+            latents = draw_latents(self.forward, self.spec, wanted[position], position, seed, sampling)
+            images.append(to_uint8(self.autoencoder.decode(latents)))
+        return np.concatenate(images)
+
+    def check_labels(self, labels: Sequence[int]) -> None:
+        """ValueError for a label that there is not."""
         if wrong := [label for label in labels if not 0 <= label < self.spec.num_classes]:
             raise ValueError(
                 f"labels={list(labels)}: {wrong[0]} is no class of this run; it has 0 … {self.spec.num_classes - 1}."
             )
-        if batch_size < 1 or not labels:
-            raise ValueError(f"batch_size={batch_size} and the number of labels, {len(labels)}, must be at least 1.")
-        sampling = typed(
-            SamplingConfig, asdict(self.sampling) | changes, [f"{key}={value}" for key, value in changes.items()]
-        )
-        sampling.check()
-        wanted, images = torch.tensor(labels, device=self.device), []
-        for position in torch.arange(len(labels), device=self.device).split(batch_size):
-            latents = draw_latents(self.model, self.spec, wanted[position], position, seed, sampling)
-            images.append(to_uint8(self.autoencoder.decode(latents)))
-        return np.concatenate(images)
+
+    @torch.no_grad()
+    def warm_up(self, batch_size: int, guidance: float) -> Ledger:
+        """Evaluates the model once as sampling will, and tells which techniques are on."""
+        spec, count = self.spec, batch_size * (1 if guidance == 1.0 else 2)
+        x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
+        t, labels = torch.full((count,), 0.5, device=self.device), torch.zeros(count, dtype=torch.int64).to(self.device)
+        ledger = self.stack.warm_up(lambda: self.forward(x, t, labels), self.model.blocks)
+        why = "sampling captures no graph: no GPU has proved one yet"
+        ledger.append(LedgerRow("cuda_graph", self.runtime.cuda_graph, False, why))
+        return ledger
 
 
-def load_run(path: str | Path, encoder: str | None = None, device: str = "auto", key: str = "run_dir") -> TrainedModel:
+Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
+"""Positions of samples to their labels."""
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """Endless samples, numbered from 0: label and noise of sample i depend on (seed, i) alone.
+
+    A batch is always whole, so equal batch sizes give equal bits at any count and in any process.
+    """
+
+    forward: Callable[..., Tensor]
+    spec: LatentSpec
+    sampling: SamplingConfig
+    labels: Labels
+    seed: int
+    batch_size: int
+    device: torch.device
+
+    def batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
+        """Labels and raw latents of the samples from number · batch_size on."""
+        first = number * self.batch_size
+        position = torch.arange(first, first + self.batch_size, device=self.device)
+        labels = self.labels(position)
+        return labels, draw_latents(self.forward, self.spec, labels, position, self.seed, self.sampling)
+
+
+def labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
+    """The label of sample i is labels[i mod len(labels)]."""
+    dealt = torch.tensor(labels, device=device)
+    return lambda position: dealt[position % len(dealt)]
+
+
+def labels_of_data(node: dict[str, Any], seed: int, batch_size: int, device: torch.device) -> Labels:
+    """The label of sample i is that of the i-th training sample in the order of `seed`: classes as often as there."""
+    loader = build_loader(node, seed, batch_size, device)
+
+    def labels(position: Tensor) -> Tensor:
+        if loader.state_dict()["samples_seen"] != (first := int(position[0])):
+            loader.load_state_dict({"samples_seen": first})
+        return next(loader).labels
+
+    return labels
+
+
+def load_run(
+    path: str | Path,
+    encoder: str | None = None,
+    device: str | torch.device = "auto",
+    key: str = "run_dir",
+    runtime: Mapping[str, Any] = UNCOMPILED,
+    batch_size: int = 64,
+) -> TrainedModel:
     """Loads the averaged weights of a run folder, a checkpoint or a .safetensors file, ready to sample.
 
-    `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the path. ValueError if
-    there are no such weights, if they are damaged, or if the autoencoder is another one.
+    `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the path. The model
+    computes under the run's own runtime keys with the changes in `runtime`, and says in its ledger what could not be
+    had; a choice of kernels is made for batches of `batch_size`, doubled by guidance. ValueError if there are no such
+    weights, if they are damaged, or if the autoencoder is another one.
     """
-    chosen, file = pick_device(device), weights_file(str(path), key)
+    chosen = pick_device(device) if isinstance(device, str) else device
+    file = weights_file(str(path), key)
     model, spec = load_pretrained(file, chosen)
-    config = file.parents[2] / "config.yaml" if file.parent.parent.name == "checkpoints" else None
-    found = from_yaml(config.read_text()).get("sampling", {}) if config and config.is_file() else {}
+    folder = file.parents[2] if file.parent.parent.name == "checkpoints" else None
+    config = folder / "config.yaml" if folder else None
+    found = from_yaml(config.read_text()) if config and config.is_file() else {}
     autoencoder = build_autoencoder(spec, chosen, encoder)
-    return TrainedModel(model, spec, autoencoder, typed(SamplingConfig, found, []), file, chosen)
+    sampling = typed(SamplingConfig, found.get("sampling", {}), [])
+    asked = found.get("runtime", {}) | {"on_unavailable": "degrade", "parallel": {}} | dict(runtime)
+    settings = typed(RuntimeConfig, asked, [f"runtime.{name}={value}" for name, value in runtime.items()])
+    settings.check()
+
+    stack = AccelerationStack(
+        runtime_values(settings), chosen, on_unavailable=settings.on_unavailable.value, only=TECHNIQUES
+    )
+    stack.on_process()
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    prove_kernels(stack, model, spec, 2 * batch_size, folder)
+    model = stack.on_model(model)
+    forward = stack.on_step(Forward(model))
+    data = found.get("data")
+    return TrainedModel(model, forward, stack, spec, autoencoder, sampling, file, chosen, settings, data)

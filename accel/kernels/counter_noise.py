@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     EVAL_TIME = 7
     SAMPLE = 8
     SYNTHETIC = 9
+    SAMPLE_STEP = 10
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:

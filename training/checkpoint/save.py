@@ -55,13 +55,20 @@ class Checkpoints:
     """The checkpoints of one run, `folder/step-N` for N = the number of steps done.
 
     Kept are the newest `keep`, every one whose step is a multiple of `keep_every` (0: none), and the one with the
-    lowest `eval_loss`. With `in_background` a save returns once the state is copied; one is in flight at a time.
+    lowest score `best_by`. With `in_background` a save returns once the state is copied; one is in flight at a time.
     """
 
     def __init__(
-        self, folder: Path, keep: int = 1, ranks: Ranks = SINGLE, *, keep_every: int = 0, in_background: bool = False
+        self,
+        folder: Path,
+        keep: int = 1,
+        ranks: Ranks = SINGLE,
+        *,
+        keep_every: int = 0,
+        best_by: str = "eval_loss",
+        in_background: bool = False,
     ) -> None:
-        self.folder, self.keep, self.keep_every, self.ranks = folder, keep, keep_every, ranks
+        self.folder, self.keep, self.keep_every, self.best_by, self.ranks = folder, keep, keep_every, best_by, ranks
         self.copies = HostCopies() if in_background else None
         self.group = None if ranks.alone else dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self.thread: threading.Thread | None = None
@@ -81,16 +88,17 @@ class Checkpoints:
         except Exception as failure:
             print(f"warning: {failure}", flush=True)
 
-    def save(self, state: Savable, run: dict[str, Any], eval_loss: float | None = None) -> Path:
+    def save(self, state: Savable, run: dict[str, Any], scores: Mapping[str, float] | None = None) -> Path:
         """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
 
-        `run` describes the run (see `describe_run`) and goes into `state.json`. All processes call it.
+        `run` describes the run (see `describe_run`) and goes into `state.json`, with the `scores` that were measured
+        at this step. All processes call it.
         ValueError if it, or the one before it, cannot be written; complete ones stay.
         """
         began = time.perf_counter()
         self.finish()
         staged = stage(state.state_dict(), state.kept, self.ranks.first, self.copies)
-        told = {"format": FORMAT, "step": state.step, "eval_loss": eval_loss, "world_size": self.ranks.world_size}
+        told = {"format": FORMAT, "step": state.step, "scores": dict(scores or {}), "world_size": self.ranks.world_size}
         described = told | staged.values | run
         sizes = torch.cat(self.ranks.gathered(torch.tensor([staged.nbytes])))
         self.ranks.agreed(lambda: self.prepare(state.step, int(sizes.sum())))
@@ -225,7 +233,7 @@ class Checkpoints:
     def remove_old(self, newest: Path) -> None:
         """Nothing goes before the newest one was read back and is as it was meant to be. Trouble is a warning only."""
         found = complete(self.folder)
-        losses = {folder: loss for folder in found if (loss := eval_loss_of(folder)) is not None}
+        losses = {folder: score for folder in found if (score := score_of(folder, self.best_by)) is not None}
         kept = {*found[-self.keep :], *sorted(losses, key=losses.__getitem__)[:1]}
         kept |= {folder for folder in found if self.keep_every and step_of(folder) % self.keep_every == 0}
         if not (old := [folder for folder in found if folder not in kept]):
@@ -269,13 +277,14 @@ class Checkpoints:
         return None
 
 
-def eval_loss_of(folder: Path) -> float | None:
-    """The held-out loss at that step; None if there was none, or none that can be compared."""
+def score_of(folder: Path, name: str) -> float | None:
+    """A score measured at that step; None if there was none, or none that can be compared."""
     try:
-        loss = description(folder)["eval_loss"]
+        told = description(folder)
+        score = told.get("scores", told)[name]  # older versions wrote `eval_loss` alone, beside the rest
     except (OSError, ValueError, KeyError):
         return None
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+    return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def remove(folder: Path) -> None:

@@ -218,6 +218,25 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class FdConfig:
+    """What `fd_every` measures: the distance of samples to the training images (evaluation/in_run.py)."""
+
+    count: int = 1000  # samples; fd needs more than twice the values of a feature space, kd does not
+    features: list[str] = field(default_factory=lambda: ["encoder", "random"])  # inception, dinov2, or your own class
+    reference: str | None = None  # a folder of images; null: the decoded training latents
+    reference_count: int = 10_000  # at most so many of them
+    inception: str | None = None  # file of torch-fidelity's Inception weights
+    dinov2: str | None = None  # folder or hub id of DINOv2
+
+    def check(self, keep_best: str) -> None:
+        """ValueError for a value that no run can have."""
+        at_least(4, self, "count", "reference_count", prefix="fd.")
+        known = ["eval_loss", *(f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features)]
+        if keep_best not in known:
+            raise ValueError(f"keep_best={keep_best} is nothing that this run measures; choose {', '.join(known)}.")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run. The defaults train on handwritten digits in about a minute."""
 
@@ -235,8 +254,10 @@ class TrainConfig:
     log_every: int = 50  # steps; 0: never. Each of these also happens at the end
     eval_every: int = 400
     sample_every: int = 800
+    fd_every: int = 0
     save_every: int = 400
-    keep_checkpoints: int = 2  # the newest; the one with the lowest eval_loss stays too
+    keep_checkpoints: int = 2  # the newest; the one with the lowest `keep_best` stays too
+    keep_best: str = "eval_loss"  # or fd_<features>, kd_<features>, with fd_every
     keep_every: int = 0  # steps; a checkpoint at a multiple of it is kept for good. 0: none
     async_checkpoints: bool = True  # written in the background; training waits only while the state is copied
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -244,6 +265,7 @@ class TrainConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    fd: FdConfig = field(default_factory=FdConfig)
     model: Any = None
     data: Any = None
     objective: Any = None
@@ -256,9 +278,16 @@ class TrainConfig:
         at_least(
             0, self, "seed", "max_grad_norm", "log_every", "save_every", "sample_every", "eval_every", "keep_every"
         )
+        at_least(0, self, "fd_every")
         self.guards.check()
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
         self.sampling.check()
+        self.fd.check(self.keep_best)
+        if self.keep_best != "eval_loss" and (not self.fd_every or self.save_every % self.fd_every):
+            raise ValueError(
+                f"keep_best={self.keep_best} needs that figure at every checkpoint; set fd_every to a divisor of "
+                f"save_every={self.save_every} (it is {self.fd_every})."
+            )
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"batch_size={self.batch_size} (global) is not a multiple of "

@@ -1,0 +1,81 @@
+"""Distances during training: a few samples of the averaged weights, now and then, against the reference."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.manifest import write_atomically
+from evaluation.distances import too_few
+from evaluation.judge import Judge, JudgeConfig
+from evaluation.sides import distances, floor
+from models.autoencoders import Autoencoder
+from models.images import to_uint8
+from training.assemble import Training
+from training.drawing import SAMPLER
+from training.evaluate import dealt
+from training.sampling import SampleStream, labels_in_turn
+
+PROTOCOL = "fd_protocol.json"
+
+
+class InRun:
+    """`fd_<space>` and `kd_<space>` of a model in training. The same samples mature from call to call.
+
+    ValueError where `fd.count` samples are too few for the distance that `keep_best` names.
+    """
+
+    def __init__(self, training: Training, autoencoder: Autoencoder, folder: Path) -> None:
+        cfg, spec = training.cfg, training.loader.spec
+        self.training, self.autoencoder, self.count = training, autoencoder, cfg.fd.count
+        files = {"inception": cfg.fd.inception, "dinov2": cfg.fd.dinov2}
+        how = JudgeConfig(tuple(cfg.fd.features), cfg.fd.reference, cfg.fd.reference_count, files)
+        self.judge = Judge(how, spec, cfg.data, autoencoder, training.device, training.ranks)
+        batch = max(1, training.micro_batch // 2)  # guidance doubles it
+        labels = labels_in_turn(range(spec.num_classes), training.device)
+        self.stream = SampleStream(training.step.forward, spec, cfg.sampling, labels, cfg.seed, batch, training.device)
+        self.refuse_too_few()
+        if training.ranks.first:
+            sampling = {name: value for name, value in asdict(cfg.sampling).items() if name in SAMPLER}
+            told = {"count": self.count, "labels": "balanced", "seed": cfg.seed, **sampling, **self.judge.protocol()}
+            told |= {"precision": str(training.stack.value("precision")), "weights": "ema"}
+            for name, side in self.judge.reference.items():
+                told["features"][name] |= floor(side)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / PROTOCOL, json.dumps(told, indent=1) + "\n")
+
+    def refuse_too_few(self) -> None:
+        """Says once which distances are left out; ValueError if `keep_best` is one of them."""
+        best = self.training.cfg.keep_best
+        for name, space in self.judge.spaces.items():
+            count = min(self.count, self.judge.source.count)
+            if (why := too_few(count, space.dim)) and best == f"fd_{name}":
+                raise ValueError(f"keep_best={best}: {why}")
+            if why:
+                self.training.ranks.say(f"fd_{name} is left out: {why}")
+
+    def __call__(self) -> dict[str, float]:
+        """Draws and compares; the first process has the figures, the others nothing."""
+        began, ranks = time.perf_counter(), self.training.ranks
+        found: list[tuple[int, dict[str, Tensor]]] = []
+        with self.training.state.averaged(), torch.no_grad():
+            for number, mine in dealt(range(-(-self.count // self.stream.batch_size)), ranks):
+                _, latents = self.stream.batch(number)
+                if mine:
+                    images = torch.from_numpy(to_uint8(self.autoencoder.decode(latents)))
+                    found.append((number, self.judge.of(images)))
+        numbers = torch.cat(ranks.gathered(torch.tensor([number for number, _ in found], dtype=torch.int64)))
+        figures: dict[str, float] = {}
+        for name, side in self.judge.sides().items():
+            mine = torch.stack([features[name] for _, features in found]) if found else torch.zeros(0)
+            parts = torch.cat([part for part in ranks.gathered(mine) if len(part)])
+            if ranks.first:
+                side.add(parts[numbers.argsort()].flatten(0, 1)[: self.count])
+                distance = distances(side, self.judge.reference[name])
+                figures |= {f"{kind}_{name}": distance[kind] for kind in ("fd", "kd") if distance[kind] is not None}
+        return figures | {"fd_s": time.perf_counter() - began}

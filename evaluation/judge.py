@@ -1,0 +1,87 @@
+"""Judges samples: the feature spaces and the reference, opened once, for `scripts.evaluate` and for runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from data.loader import LatentSpec
+from evaluation.features import build_features
+from evaluation.reference import Source, features_of, folder_source, reconstructions, reference_sides
+from evaluation.sides import NEIGHBOURS, ROWS, Side
+from evaluation.space import Features
+from models.autoencoders import Autoencoder, PixelAutoencoder
+from models.images import to_uint8
+from training.process.ranks import Ranks
+
+QUANTISATION = "uint8, rounded to the nearest value"
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """In which spaces samples are compared, and with what."""
+
+    features: tuple[str, ...]
+    reference: str | None
+    """A folder of images, tars or `datasets`; None: the decoded training latents."""
+    reference_count: int
+    """At most so many."""
+    files: Mapping[str, str | None]
+    """Where the weights of `inception` and `dinov2` lie."""
+
+
+class Judge:
+    """The feature spaces, and the reference's side in each. Built by all processes; the first has the sides."""
+
+    def __init__(
+        self,
+        cfg: JudgeConfig,
+        spec: LatentSpec,
+        data: dict[str, Any] | None,
+        autoencoder: Autoencoder,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        channels = 3 if not isinstance(autoencoder, PixelAutoencoder) or spec.channels == 3 else 1
+        blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=device)
+        black = torch.from_numpy(to_uint8(autoencoder.decode(spec.denormalise(blank))))
+        built = build_features(cfg.features, autoencoder, channels, cfg.files)
+        self.spaces: dict[str, Features] = {name: space.to(device) for name, space in built.items()}
+        self.of(black)  # which tells a space the size of its images
+        self.source = source_of(cfg, spec, data, autoencoder, (black.shape[1], black.shape[2]))
+        self.reference = reference_sides(self.source, self.spaces, ranks)
+
+    def of(self, images: UInt8[Tensor, "B H W 3"]) -> dict[str, Tensor]:
+        """The features of images in each space, as fp32 on the CPU."""
+        return features_of(self.spaces, images)
+
+    def sides(self) -> dict[str, Side]:
+        """Empty sides, for samples."""
+        return {name: Side(space.dim) for name, space in self.spaces.items()}
+
+    def protocol(self) -> dict[str, Any]:
+        """What figures of this judge depend on, beside the samples."""
+        return {
+            "reference": self.source.told,
+            "features": {name: space.describe() for name, space in self.spaces.items()},
+            "quantisation": QUANTISATION,
+            "rows": ROWS,
+            "neighbours": NEIGHBOURS,
+        }
+
+
+def source_of(
+    cfg: JudgeConfig, spec: LatentSpec, data: dict[str, Any] | None, autoencoder: Autoencoder, size: tuple[int, int]
+) -> Source:
+    """The reference that the configuration asks for; ValueError where it cannot be had."""
+    if cfg.reference is not None:
+        return folder_source(cfg.reference, size, cfg.reference_count)
+    if data is None:
+        raise ValueError("reference is not set, and weights= does not name the run's data; give reference=<folder>.")
+    device = next(iter(autoencoder.parameters()), torch.zeros(0)).device
+    return reconstructions(data, spec, autoencoder, device, cfg.reference_count)

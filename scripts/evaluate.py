@@ -1,0 +1,130 @@
+"""Measures how close the samples of a trained run are to images: Fréchet and kernel distance, precision and recall.
+
+    python -m scripts.evaluate run_dir=runs/mine count=10000
+    python -m scripts.evaluate run_dir=runs/mine count=50000 reference=photos guidance=1 solver=ab2 steps=100
+    torchrun --nproc-per-node 8 -m scripts.evaluate run_dir=runs/mine count=50000 batch_size=256 \
+        features=[inception,dinov2] inception=weights-inception-2015-12-05-6726825d.pth dinov2=facebook/dinov2-large
+
+Features: `encoder` (the latent set's autoencoder) and `random` (a fixed random network) download nothing; `inception`
+and `dinov2` need `pip install 'fastlatent[evaluation]'` and weights; `<package>.<module>.<Class>` is one of your own
+(extensions=[package]). The reference is a folder of images, or the decoded training latents ("reconstructions").
+<out>.json has the figures and the protocol: all that they depend on. Compare figures of one protocol only. Stopped
+anywhere, the same command goes on from the pieces in <out>.parts and comes to the same figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from training.config.compose import from_words, one_sentence
+from training.drawing import DrawConfig, Drawing
+from training.process.exit import exiting
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(DrawConfig):
+    """What to draw, and what to compare it with."""
+
+    count: int = 10_000
+    batch_size: int = 128
+    features: list[str] = field(default_factory=lambda: ["encoder", "random"])
+    reference: str | None = None
+    """A folder of images, tars or `datasets`; null: the run's training latents, decoded."""
+    reference_count: int = 50_000
+    """At most so many of the reference."""
+    inception: str | None = None
+    """File of torch-fidelity's Inception weights."""
+    dinov2: str | None = None
+    """Folder or hub id of DINOv2."""
+    out: str | None = None
+    """Null: <run_dir>/evaluation/step-<N>, numbered by protocol; needed with weights=."""
+
+
+def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
+    """Draws, compares and writes <out>.json; returns its content, in the first process."""
+    import torch
+
+    from data.manifest import write_atomically
+    from evaluation.judge import Judge, JudgeConfig
+    from evaluation.sides import figures
+    from models.images import to_uint8
+    from training.environment import describe_environment
+    from training.process.ranks import Ranks
+
+    cfg.check()
+    if cfg.reference_count < 4:
+        raise ValueError(f"reference_count={cfg.reference_count} must be at least 4.")
+    ranks = Ranks.from_environment()
+    ranks.wait_for_all()  # connects them
+    drawing = Drawing(cfg, ranks)
+    trained = drawing.trained
+    out = out_of(cfg, drawing)
+    files = {"inception": cfg.inception, "dinov2": cfg.dinov2}
+    how = JudgeConfig(tuple(cfg.features), cfg.reference, cfg.reference_count, files)
+    judge = Judge(how, trained.spec, trained.data, trained.autoencoder, trained.device, ranks)
+    ranks.say(f"{cfg.count} samples from {trained.file}\n\nledger ({trained.device})\n{drawing.ledger.table()}\n")
+
+    def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        return judge.of(torch.from_numpy(to_uint8(trained.autoencoder.decode(latents))))
+
+    pieces = drawing.run(out.with_name(out.name + ".parts"), judge.protocol(), content)
+    result: dict[str, Any] = {}
+    if ranks.first:
+        sides = judge.sides()
+        for number in range(pieces.count):
+            for name, features in pieces.read(number).items():
+                sides[name].add(features)
+        result = {
+            "features": figures(sides, judge.reference),
+            "protocol": drawing.protocol() | judge.protocol(),
+            "environment": describe_environment(trained.device),
+        }
+        file = out.with_name(out.name + ".json")
+        write_atomically(file, json.dumps(result, indent=1) + "\n")
+        print(f"\n{table(result['features'])}\n{file}", flush=True)
+    pieces.remove()
+    return result
+
+
+def out_of(cfg: EvaluateConfig, drawing: Drawing) -> Path:
+    """Where the result goes; its folder exists."""
+    if cfg.out is not None:
+        out = Path(cfg.out).expanduser()
+    elif cfg.run_dir is None:
+        raise ValueError("out is not set; say where the figures of weights= go: out=<file without .json>.")
+    else:
+        run = drawing.trained.file.parents[2]
+        out = run / "evaluation" / f"step-{drawing.trained.weights()['step']}-{cfg.count}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be written ({error.strerror}); choose another.") from error
+    return out
+
+
+def table(features: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures as aligned lines, with a sentence where one is refused."""
+    columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall")
+    rows = [["features", *columns]]
+    for name, found in features.items():
+        rows.append([name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines + [f"{name}: {found['why']}" for name, found in features.items() if "why" in found])
+
+
+def main(words: list[str]) -> None:
+    with exiting(), one_sentence():
+        evaluate_run(from_words(EvaluateConfig, words, __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,145 @@
+"""Draws many samples of a trained run, piece by piece and in several processes; what becomes of them is the caller's.
+
+`scripts.sample` keeps the images, `scripts.evaluate` their features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from models.solver import Solver
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel.ledger import Ledger
+    from training.pieces import Pieces
+    from training.process.ranks import Ranks
+    from training.sampling import Labels
+
+SAMPLER = ("guidance", "guidance_interval", "solver", "steps", "shift")
+PIECE = 512
+"""Samples in a piece, or a batch where that is larger."""
+
+
+@dataclass(frozen=True)
+class DrawConfig:
+    """What to draw from which run. Null, in the settings of the sampler: as the run itself sampled."""
+
+    run_dir: str | None = None
+    """A run folder, or one of its checkpoints; its averaged weights are used."""
+    weights: str | None = None
+    """Instead of a run: a .safetensors file of a checkpoint, wherever it lies; its header says what the model is."""
+    encoder: str | None = None
+    """Where the autoencoder lies now, if its folder was moved since the latents were made."""
+    labels: Any = "balanced"
+    """`balanced`: all classes in turn; `data`: as often as the training set has them; or a list, dealt in turn."""
+    count: int = 64
+    guidance: float | None = None
+    guidance_interval: list[float] | None = None
+    solver: Solver | None = None
+    steps: int | None = None
+    shift: float | None = None
+    seed: int = 0
+    batch_size: int = 64
+    """Of each process. Guidance doubles it."""
+    runtime: dict[str, Any] = field(default_factory=dict)
+    """Changes to the run's own runtime keys, such as runtime.precision=fp32 or runtime.compile=false."""
+    device: str = "auto"
+
+    def check(self) -> None:
+        """ValueError for a value that nothing can be drawn with."""
+        if (self.run_dir is None) == (self.weights is None):
+            fault = "run_dir is not set" if self.run_dir is None else "run_dir and weights are both set"
+            raise ValueError(f"{fault}; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors.")
+        for key in ("count", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 1.")
+
+
+class Drawing:
+    """The samples of a `DrawConfig`, opened: the model under its techniques, and the endless stream of its samples."""
+
+    def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
+        from training.environment import pick_device
+        from training.sampling import SampleStream, load_run
+
+        cfg.check()
+        key = "weights" if cfg.weights else "run_dir"
+        device = ranks.device(pick_device(cfg.device))
+        self.cfg, self.ranks = cfg, ranks
+        self.trained = load_run(str(getattr(cfg, key)), cfg.encoder, device, key, cfg.runtime, cfg.batch_size)
+        given = {name: getattr(cfg, name) for name in SAMPLER}
+        sampling = self.trained.settings(**{name: value for name, value in given.items() if value is not None})
+        self.stream = SampleStream(
+            self.trained.forward, self.trained.spec, sampling, self.labels(), cfg.seed, cfg.batch_size, device
+        )
+        self.ledger: Ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
+        self.size = cfg.batch_size * max(1, PIECE // cfg.batch_size)
+
+    def labels(self) -> Labels:
+        """The labels that the configuration asks for; ValueError where they cannot be had."""
+        from training.sampling import labels_in_turn, labels_of_data
+
+        cfg, trained = self.cfg, self.trained
+        if cfg.labels == "balanced":
+            return labels_in_turn(range(trained.spec.num_classes), trained.device)
+        if cfg.labels == "data":
+            if trained.data is None:
+                raise ValueError("labels=data needs the run's data, which weights= does not name; use run_dir=.")
+            return labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
+        if not isinstance(cfg.labels, list) or not cfg.labels or not all(isinstance(y, int) for y in cfg.labels):
+            raise ValueError(f"labels={cfg.labels} must be balanced, data or a list of classes such as [0,3].")
+        trained.check_labels(cfg.labels)
+        return labels_in_turn(cfg.labels, trained.device)
+
+    def protocol(self) -> dict[str, Any]:
+        """All that a figure of these samples depends on: settings, weights, and how the model really computed."""
+        spec, stream, active = self.trained.spec, self.stream, {row.key: row.active for row in self.ledger}
+        sampling = {name: value for name, value in asdict(stream.sampling).items() if name in SAMPLER}
+        return {
+            "count": self.cfg.count,
+            "labels": self.cfg.labels,
+            "seed": stream.seed,
+            **sampling,
+            "precision": active["precision"],
+            "data": spec.fingerprint,
+            "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),
+            "weights": self.trained.weights(),
+        }
+
+    def run(
+        self, folder: Path, job: Mapping[str, Any], content: Callable[[Tensor, Tensor], dict[str, Tensor]]
+    ) -> Pieces:
+        """Draws all samples into pieces in `folder`, of which some may be there, and returns them.
+
+        `content(labels, latents)` makes the tensors to keep of a batch; `job` says what else they depend on.
+        """
+        import torch
+
+        from training.pieces import Pieces
+        from training.process.progress import Progress
+
+        cfg, size = self.cfg, self.size
+        job = {**self.protocol(), **job, "batch_size": cfg.batch_size, "techniques": self.ledger.as_dict()}
+        pieces = Pieces(folder, job, -(-cfg.count // size), self.ranks)
+        missing = pieces.missing()
+        if done := len(pieces.mine()) - len(missing):
+            print(f"{done} of {len(pieces.mine())} pieces are already there", flush=True)
+        total = sum(min(size, cfg.count - number * size) for number in missing)
+        progress = Progress(total, "samples", every=10.0, silent=not self.ranks.first)
+        for number in missing:
+            first, last = number * size, min((number + 1) * size, cfg.count)
+            found: list[dict[str, Tensor]] = []
+            for start in range(first, last, cfg.batch_size):
+                labels, latents = self.stream.batch(start // cfg.batch_size)
+                kept = content(labels[: last - start], latents[: last - start])
+                found.append({name: tensor.cpu() for name, tensor in kept.items()})
+                progress.advance(min(cfg.batch_size, last - start))
+            pieces.write(number, {name: torch.cat([kept[name] for kept in found]) for name in found[0]})
+        progress.close()
+        self.ranks.wait_for_all()
+        return pieces
