@@ -1,0 +1,169 @@
+"""Distances between two sets of features: Fréchet, kernel, precision and recall. All of them compute in fp64.
+
+Letters: N M samples of the two sets, B of a batch, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SUBSETS = 100
+SUBSET_SIZE = 1000
+CHUNK_ELEMENTS = 2**24
+"""Distances held at once: 128 MiB in fp64."""
+NEGATIVE = 1e-9
+"""An eigenvalue below minus this, relative to the largest, is none that rounding made."""
+
+
+class Moments:
+    """Count, mean and covariance of features that arrive in batches, on the CPU in fp64.
+
+    Batches are merged by deviations from their means (Chan, Golub & LeVeque 1983), so a large mean costs no digits.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.count = 0
+        self.mean: Float[Tensor, "D"] = torch.zeros(dim, dtype=torch.float64)
+        self.scatter: Float[Tensor, "D D"] = torch.zeros(dim, dim, dtype=torch.float64)
+        """Sum of the outer products of deviations from the mean."""
+
+    def add(self, features: Float[Tensor, "B D"]) -> None:
+        """Takes in a batch of any float type on any device; ValueError for another width, or a NaN or infinity."""
+        if not len(features):
+            return
+        batch = checked(features, len(self.mean)).cpu().double()
+        count, mean = self.count + len(batch), batch.mean(0)
+        deviations, step = batch - mean, mean - self.mean
+        self.scatter += deviations.T @ deviations + torch.outer(step, step) * (self.count * len(batch) / count)
+        self.mean = self.mean + step * (len(batch) / count)
+        self.count = count
+
+    @property
+    def covariance(self) -> Float[Tensor, "D D"]:
+        """With N - 1 in the denominator; ValueError for fewer than two samples."""
+        if self.count < 2:
+            raise ValueError(f"a covariance needs two samples or more, there are {self.count}.")
+        return self.scatter / (self.count - 1)
+
+
+def too_few(count: int, dim: int) -> str | None:
+    """Why `count` samples of `dim` features give no Fréchet distance worth reading, in one sentence; None if they do.
+
+    With N <= 2·D the estimated covariance is (nearly) singular, and the distance is mostly bias.
+    """
+    if count > 2 * dim:
+        return None
+    return (
+        f"fd of {dim} features needs more than {2 * dim} samples, there are {count}; draw more (count=...), or read "
+        f"kd, which has no such bias."
+    )
+
+
+def frechet(a: Moments, b: Moments) -> float:
+    """Fréchet distance of the Gaussians with the moments `a` and `b` (Heusel et al. 2017, eq. 6), squared as usual.
+
+    |mu1 - mu2|² + tr S1 + tr S2 - 2 tr((S1^½ S2 S1^½)^½): the symmetric form, whose eigenvalues are real. In squared
+    units of the features. ValueError where `too_few` says so of either, where the widths differ, and where a
+    covariance has a clearly negative eigenvalue.
+    """
+    if len(a.mean) != len(b.mean):
+        raise ValueError(f"fd compares equal features, not {len(a.mean)} with {len(b.mean)}.")
+    if sentence := too_few(min(a.count, b.count), len(a.mean)):
+        raise ValueError(sentence)
+    first, second = a.covariance, b.covariance
+    values, vectors = torch.linalg.eigh(first)
+    root = (vectors * clamped(values, values[-1]).sqrt()) @ vectors.T
+    product = root @ second @ root
+    overlaps = torch.linalg.eigvalsh((product + product.T) / 2)
+    overlap = clamped(overlaps, values[-1] * second.trace()).sqrt().sum()
+    return float((a.mean - b.mean).square().sum() + first.trace() + second.trace() - 2 * overlap)
+
+
+def clamped(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "D"]:
+    """Negative eigenvalues as small as rounding makes beside `largest` become 0; ValueError for others and for NaN."""
+    if not bool((eigenvalues >= -NEGATIVE * largest.abs()).all()):
+        raise ValueError(
+            f"a covariance has the eigenvalue {float(eigenvalues.min()):.3g} beside {float(largest):.3g}, so it is "
+            f"none; compute the features again."
+        )
+    return eigenvalues.clamp(min=0.0)
+
+
+def kernel_distance(a: Float[Tensor, "N D"], b: Float[Tensor, "M D"], seed: int = 0) -> tuple[float, float]:
+    """Kernel distance of Bińkowski et al. 2018 ("KID" with Inception features): mean and standard deviation.
+
+    The unbiased squared MMD with the kernel (x·y/D + 1)³, over 100 random subsets of 1000, so it may be below 0. Not
+    multiplied by 1000, as some tables have it. With fewer than 2000 samples the subsets are half of the smaller set:
+    larger ones would nearly coincide, and their spread would say nothing. The mean is unbiased at any size.
+
+    ValueError for fewer than four samples, another width, or a NaN or infinity.
+    """
+    fewest = min(len(a), len(b))
+    if fewest < 4:
+        raise ValueError(f"kd needs four samples or more, there are {fewest}; draw more (count=...).")
+    a, b = checked(a).double(), checked(b, a.shape[1]).double()
+    size = min(SUBSET_SIZE, fewest // 2)
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(features: Tensor) -> Tensor:
+        return features[torch.randperm(len(features), generator=generator)[:size].to(features.device)]
+
+    found = torch.stack([squared_mmd(drawn(a), drawn(b)) for _ in range(SUBSETS)])
+    return float(found.mean()), float(found.std(correction=0))
+
+
+def squared_mmd(x: Float[Tensor, "m D"], y: Float[Tensor, "m D"]) -> Float[Tensor, ""]:
+    """Unbiased estimate of the squared maximum mean discrepancy (Gretton et al. 2012, eq. 3), cubic kernel."""
+
+    def kernel(first: Tensor, second: Tensor) -> Tensor:
+        return (first @ second.T / first.shape[1] + 1.0) ** 3
+
+    def off_diagonal(square: Tensor) -> Tensor:
+        return (square.sum() - square.trace()) / (len(square) * (len(square) - 1))
+
+    return off_diagonal(kernel(x, x)) + off_diagonal(kernel(y, y)) - 2.0 * kernel(x, y).mean()
+
+
+def precision_recall(
+    real: Float[Tensor, "N D"], fake: Float[Tensor, "M D"], neighbours: int = 3
+) -> tuple[float, float]:
+    """Improved precision and recall of Kynkäänniemi et al. 2019, both in [0, 1].
+
+    Precision: the share of `fake` no farther from some real sample than that one's `neighbours`-th nearest real
+    neighbour. Recall: the same with the sets exchanged. Both grow with fewer samples, so compare equal counts.
+
+    ValueError where a set has no more than `neighbours` samples, for another width, or a NaN or infinity.
+    """
+    fewest = min(len(real), len(fake))
+    if fewest <= neighbours:
+        raise ValueError(f"precision and recall need more than {neighbours} samples, there are {fewest}.")
+    real, fake = checked(real).double(), checked(fake, real.shape[1]).double()
+    centre = real.mean(0)
+    real, fake = real - centre, fake - centre
+    return covered(fake, real, neighbours), covered(real, fake, neighbours)
+
+
+def covered(points: Float[Tensor, "N D"], by: Float[Tensor, "M D"], neighbours: int) -> float:
+    """Share of `points` inside a ball around one of `by` that reaches to its nearest `neighbours` of `by`."""
+    balls = torch.cat([d.kthvalue(neighbours + 1).values for d in squared_distances(by, by)])  # the nearest is itself
+    return float(torch.cat([(d <= balls).any(1) for d in squared_distances(points, by)]).double().mean())
+
+
+def squared_distances(rows: Float[Tensor, "N D"], columns: Float[Tensor, "M D"]) -> Iterator[Float[Tensor, "n M"]]:
+    """Squared distances in chunks of rows. In fp64 and about the mean, |x|² + |y|² - 2x·y keeps enough digits."""
+    for chunk in rows.split(max(1, CHUNK_ELEMENTS // len(columns))):
+        lengths = chunk.square().sum(1, keepdim=True) + columns.square().sum(1)
+        yield torch.addmm(lengths, chunk, columns.T, alpha=-2.0)
+
+
+def checked(features: Tensor, dim: int | None = None) -> Tensor:
+    """`features` if they are finite rows, of `dim` values where it is given; a ValueError otherwise."""
+    if features.ndim != 2 or dim not in (None, features.shape[1]):
+        raise ValueError(f"features of shape {tuple(features.shape)} do not fit: rows of {dim or 'values'} are needed.")
+    if not bool(features.isfinite().all()):
+        raise ValueError("features have a NaN or infinity; look at the images that they were made of.")
+    return features
