@@ -49,6 +49,11 @@ def of_numpy(features: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return features.numpy().mean(0), np.cov(features.numpy(), rowvar=False)
 
 
+def forget_torch_fidelity() -> None:
+    for name in [name for name in sys.modules if name.startswith("torch_fidelity")]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def fidelity(monkeypatch):
     """torch-fidelity imported; what is used of it here needs no torchvision, so an empty one stands in for none."""
@@ -57,16 +62,14 @@ def fidelity(monkeypatch):
     try:
         import torchvision  # noqa: F401
     except Exception:
-        for name in ("torchvision", "torchvision.datasets", "torchvision.transforms.functional"):
-            empty = types.ModuleType(name)
-            monkeypatch.setattr(empty, "__getattr__", lambda name: type(name, (), {}), raising=False)
-            monkeypatch.setitem(sys.modules, name, empty)
-        monkeypatch.setitem(sys.modules, "torchvision.transforms", types.ModuleType("torchvision.transforms"))
+        empty = types.ModuleType("torchvision")
+        empty.__dict__.update(transforms=empty, functional=empty, __getattr__=lambda name: type(name, (), {}))
+        for name in ("", ".datasets", ".transforms", ".transforms.functional"):
+            monkeypatch.setitem(sys.modules, f"torchvision{name}", empty)
     import torch_fidelity
 
     yield torch_fidelity
-    for name in [name for name in sys.modules if name.startswith("torch_fidelity")]:
-        del sys.modules[name]
+    forget_torch_fidelity()
 
 
 # --- Fréchet ---
@@ -110,8 +113,8 @@ def test_frechet_of_known_gaussians():
     assert frechet(a, b) == pytest.approx(1 + 4 + (2 - 3) ** 2 + (0 - 2) ** 2 + (1 - 0) ** 2, abs=1e-12)
     assert frechet(a, a) == pytest.approx(0.0, abs=1e-7)
     assert frechet(gaussian([0.0], [0.0]), gaussian([2.0], [0.0])) == 4.0
-    b.scatter[1, 1] = -4000.0
-    for pair in ((a, b), (b, a)):
+    good, broken = gaussian([0.0, 0.0], [1.0, 1.0]), gaussian([0.0, 0.0], [1.0, -1e-3])
+    for pair in ((good, broken), (broken, good)):
         with pytest.raises(ValueError, match="eigenvalue"):
             frechet(*pair)
 
@@ -189,7 +192,7 @@ def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
     assert abs(equal.mean()) < 3 * equal.std() / 30**0.5
     assert equal.min() < 0 < equal.max()
     a, b = normal(200), normal(200)
-    shifted = [kernel_distance(a, b + shift)[0] for shift in (0.0, 0.2, 0.4)]
+    shifted = [kernel_distance(a, b + shift)[0] for shift in (0.0, 0.5, 1.0)]
     assert equal.abs().max() < shifted[1] < shifted[2]
     assert shifted[0] < shifted[1]
     assert kernel_distance(a, b, seed=1) == kernel_distance(a, b, seed=1) != kernel_distance(a, b, seed=2)
@@ -330,9 +333,9 @@ def test_encoder_features(kind, channels, side, dim, tmp_path):
     assert space.describe()["sha256"] == made_by.weights_sha256
     assert (found - space(images.flip(-1))).abs().max() > 1e-3 * found.abs().max()
     latents = made_by.encode(images.permute(0, 3, 1, 2).float()[:, :channels] / 127.5 - 1)[0].detach()
-    torch.testing.assert_close(
-        found.view(3, latents.shape[1], -1).mean(-1), latents.mean((2, 3)), rtol=0, atol=0.1 * float(latents.std())
-    )
+    cell = -(-latents.shape[-1] // space.grid)
+    corner = latents[:, :, :cell, :cell].mean((2, 3))
+    torch.testing.assert_close(found.view(3, latents.shape[1], -1)[..., 0], corner, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="use one size"):
         space(pictures(side=side + 4))
 
@@ -403,15 +406,16 @@ def test_inception_that_is_none(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=sentence):
             InceptionFeatures(weights)
     monkeypatch.setattr(pretrained_features, "INCEPTION_SHA256", file_sha256(other))
+    forget_torch_fidelity()
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
     with pytest.raises(ValueError, match=r"torch_fidelity, which is not installed; pip install"):
         InceptionFeatures(str(other))
     package = tmp_path / "code" / "torch_fidelity"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    monkeypatch.delitem(sys.modules, "torch_fidelity")
+    forget_torch_fidelity()
     monkeypatch.syspath_prepend(package.parent)
-    with pytest.raises(ValueError, match="nms does not exist.*; mostly its torchvision is built for another torch"):
+    with pytest.raises(ValueError, match=r"nms does not exist.*; mostly its torchvision is built for another torch"):
         InceptionFeatures(str(other))
 
 
@@ -444,7 +448,7 @@ def test_spaces_by_name():
     assert list(built) == ["random", "encoder"]
     assert [type(space) for space in built.values()] == [RandomFeatures, EncoderFeatures]
     for names, sentence in (
-        ([], "must name spaces"),
+        ([], "must name one space"),
         (["random", "random"], "each once"),
         (["fid"], "features=fid is unknown; choose of encoder, random, inception, dinov2"),
         (["torch.nn.Linear"], "extensions="),
@@ -478,7 +482,7 @@ def test_a_space_of_ones_own(tmp_path, monkeypatch):
         ("myspaces.colour.Other", "no class derived from"),
         ("myspaces.colour.Missing", "no class derived from"),
         ("myspaces.nowhere.Colour", "no module myspaces.nowhere"),
-        ("myspaces", "no module|no class derived"),
+        ("myspaces", "is unknown"),
     ):
         with pytest.raises(ValueError, match=sentence):
             build_features([name], PixelAutoencoder(), 1, NO_FILES)
