@@ -43,7 +43,7 @@ class RandomFeatures(Features):
         convolutions = []
         for C_in, C_out in zip(self.CHANNELS, self.CHANNELS[1:], strict=False):
             weight = draw.standard_normal((C_out, C_in, 3, 3)) * math.sqrt(2.0 / (9 * C_in))  # He et al. 2015
-            convolution = nn.Conv2d(C_in, C_out, 3, stride=2, padding=1, bias=False)
+            convolution = nn.Conv2d(C_in, C_out, 3, stride=2, padding=1, bias=False, device="meta")
             convolution.weight = nn.Parameter(torch.from_numpy(weight).float(), requires_grad=False)
             convolutions += [convolution, nn.ReLU()]
         self.network = nn.Sequential(*convolutions)
@@ -133,12 +133,12 @@ def build_one(name: str, autoencoder: Autoencoder, channels: int, files: Mapping
         return InceptionFeatures(files.get(name))
     if name == "dinov2":
         return Dinov2Features(files.get(name))
-    if not is_admitted(name):
+    module, _, attribute = name.rpartition(".")
+    if not module or not is_admitted(name):
         raise ValueError(
             f"features={name} is unknown; choose of {', '.join(KNOWN)}, or give the path of a class in a package that "
             f"extensions=[…] on this command line names."
         )
-    module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:

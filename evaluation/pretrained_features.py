@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def dinov2_folder(path: str) -> Path:
 
 def not_importable(space: str, package: str, error: Exception) -> str:
     """Why a feature space's package could not be imported, and the fix."""
-    if isinstance(error, ModuleNotFoundError) and error.name == package:
+    if find_spec(package) is None:
         return f"features={space} needs {package}, which is not installed; {INSTALL}."
     cause = " ".join(str(error).split())
     return (

@@ -10,7 +10,7 @@ import pytest
 
 from training.config.compose import ROOT
 
-PACKAGES = ("accel", "data", "models", "training", "encoding", "scripts")
+PACKAGES = ("accel", "data", "models", "training", "encoding", "evaluation", "scripts")
 CODE = [ROOT / "train.py", ROOT / "precompute_latents.py"]
 CODE += sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 NAMED = pytest.mark.parametrize("file", CODE, ids=[file.relative_to(ROOT).as_posix() for file in CODE])
