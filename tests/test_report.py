@@ -170,6 +170,14 @@ def test_torn_lines_and_numbers_that_are_none_are_said(plant: Plant):
     assert "At 1 of 11 logged steps the loss is no finite number." in page
 
 
+def test_a_summary_that_the_run_has_outrun_is_left_out(plant: Plant):
+    run = plant("mine")
+    write(run / "summary.json", {"loss": 0.5, "steps": 50})
+    page = summary([read_history(str(run), "run_dir")])
+    assert "summary.json is of an earlier end of the run" in page
+    assert "<td>0.12</td>" in page
+
+
 def test_missing_parts_are_a_sentence(plant: Plant):
     run = plant("mine")
     for name in ("environment.json", "ledger.json", "summary.json", "fd_protocol.json", "metrics.jsonl"):
@@ -180,7 +188,7 @@ def test_missing_parts_are_a_sentence(plant: Plant):
     for sentence in (
         "There is no environment.json",
         "no: there is no summary.json",
-        "There are no logged steps",
+        "there are no logged steps",
         "no distance was measured",
         "no evaluation",
         "no grids of samples",
@@ -198,7 +206,7 @@ def test_a_run_of_an_older_version_has_no_plots_over_seconds(plant: Plant):
     file.write_text(re.sub(r'"train_seconds": [\d.]+, ', "", file.read_text()))
     shown = distances([read_history(str(run), "run_dir")])
     assert len(alts(shown)) == 1
-    assert "metrics.jsonl has no train_seconds" in shown
+    assert "mine is not drawn over seconds" in shown
 
 
 def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Path):
@@ -223,7 +231,7 @@ def test_figures_of_two_protocols_stand_apart(plant: Plant):
     runs = [read_history(str(folder), "run_dir") for folder in (plant("mine"), plant("theirs", steps=50))]
     for shown in (distances(runs), evaluations(runs)):
         assert shown.count("Another protocol") == 1
-        assert "they differ in: steps (20 or 50)." in shown
+        assert "they differ in steps (20 or 50)." in shown
         assert not any("mine" in alt and "theirs" in alt for alt in alts(shown))
     assert evaluations(runs).count("<thead>") == 4  # two tables of figures and two of settings
 
@@ -239,7 +247,7 @@ def test_the_model_card(whole: tuple[str, str]):
         "| samples seen | 3,200 |",
         "| batch (global) | 32 |",
         "| seconds of training | 50.5 |",
-        "weights=ema.safetensors guidance=1.5 guidance_interval=[0.0,1.0] solver=heun steps=20",
+        "weights=ema.safetensors guidance=1.5 'guidance_interval=[0.0,1.0]' solver=heun steps=20",
         "ef" * 32,
         "| 21.25 | 3.25 | 0.021 ± 0.001 |",
         "Protocol: count 1,000",
@@ -257,6 +265,12 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path):
         report(ReportConfig(run_dir=str(tmp_path), out="page.md"))
     with pytest.raises(ValueError, match="run_dir is not set"):
         report(ReportConfig())
+
+
+def test_a_folder_that_cannot_be_written_is_said(plant: Plant, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\); set out=<folder>/<name>\.html"):
+        report(ReportConfig(run_dir=str(plant("mine")), out=str(tmp_path / "file" / "page.html")))
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(plant: Plant, monkeypatch: pytest.MonkeyPatch):

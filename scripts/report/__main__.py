@@ -40,12 +40,17 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
 
     run = read_history(cfg.run_dir, "run_dir")
     runs = [run] if cfg.other is None else [run, read_history(cfg.other, "other")]
+    if runs[-1] is not run and runs[-1].name == run.name:
+        runs[-1].name += " (other)"
     html = run.folder / "report.html" if cfg.out is None else Path(cfg.out).expanduser()
     markdown = run.folder / "model_card.md" if cfg.out is None else html.with_suffix(".md")
     texts = {html: page(runs), markdown: card(run)}
-    html.parent.mkdir(parents=True, exist_ok=True)
-    for file, text in texts.items():
-        write_atomically(file, text)
+    try:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            write_atomically(file, text)
+    except OSError as error:
+        raise ValueError(f"{html} cannot be written ({error.strerror}); set out=<folder>/<name>.html.") from error
     print(f"{html}\n{markdown}", flush=True)
     return html, markdown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from html import escape
 from math import isfinite, prod
@@ -108,10 +109,12 @@ def training(run: History) -> str:
 
 def sampling(run: History) -> str:
     """The command, with the settings that the run itself sampled with."""
-    settings = at(run.config, "sampling", default={})
-    given = {key: at(settings, key) for key in SAMPLER if at(settings, key) is not None}
-    words = " ".join(f"{key}={json.dumps(value).replace(' ', '').replace(chr(34), '')}" for key, value in given.items())
-    line = " ".join(f"python -m scripts.sample weights=ema.safetensors {words} out=samples/mine".split())
+    node = at(run.config, "sampling", default={})
+    values = {
+        key: json.dumps(value).replace(" ", "").strip('"') for key in SAMPLER if (value := at(node, key)) is not None
+    }
+    words = [shlex.quote(f"{key}={value}") for key, value in values.items()]
+    line = " ".join(["python -m scripts.sample weights=ema.safetensors", *words, "out=samples/mine"])
     digest = at(run.manifest, "files", "ema.safetensors", "sha256")
     step = run.described.get("step")
     told = (
@@ -125,9 +128,7 @@ def figures(run: History) -> str:
     parts = []
     for group in by_protocol(run.evaluations):
         if group.apart:
-            parts.append(
-                f"Another protocol, not to be compared with the one above. It differs in: {plain(group.apart)}."
-            )
+            parts.append(f"Another protocol, not to be compared with the one above. {plain(group.apart).capitalize()}.")
         parts += [table(HEADS, evaluation_rows(group.members)), protocol(group.protocol)]
     during = []
     for key in distance_keys([run]):

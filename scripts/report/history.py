@@ -24,7 +24,7 @@ NUMBERS = {
     "samples": "samples",
     "samples_per_s": "samples/s",
     "mfu": "share of peak FLOP/s",
-    "memory_reserved_peak": "bytes of GPU memory reserved at most",
+    "memory_reserved_peak": "GiB of GPU memory reserved at most",
     "skipped_steps": "skipped steps",
     "train_seconds": "seconds of training",
     "seconds": "seconds of the process",
@@ -39,7 +39,7 @@ NUMBERS = {
 class Evaluation:
     """One file of `python -m scripts.evaluate`."""
 
-    run: str
+    run: History
     file: str
     features: dict[str, Any]
     """Feature space -> fd, kd, kd_std, precision, recall, floor_fd, why."""
@@ -96,6 +96,8 @@ class History:
         if "step" in latest:
             latest["steps"] = latest["step"]
         found = self.summary or latest
+        if found.get("memory_reserved_peak") is not None:
+            found = found | {"memory_reserved_peak": number(found["memory_reserved_peak"]) / 2**30}
         return {name: found[key] for key, name in NUMBERS.items() if found.get(key) is not None}
 
     def facts(self) -> dict[str, Any]:
@@ -148,13 +150,16 @@ def read_history(path: str, key: str) -> History:
     for newest in complete(folder / "checkpoints")[-1:]:
         run.described, run.manifest = run.json(newest / "state.json"), run.json(newest / "manifest.json")
     read_lines(run)
+    if run.lines and number(run.lines[-1].get("step")) > number(run.summary.get("steps")):
+        run.problems.append("summary.json is of an earlier end of the run, which went on; it is left out.")
+        run.summary = {}
     steps = [(file.stem.removeprefix("step-"), file) for file in (folder / "samples").glob("step-*.png")]
     run.grids = sorted((int(step), file) for step, file in steps if step.isdecimal())
     for file in sorted((folder / "evaluation").glob("*.json")):
         found = run.json(file)
         features, protocol = ({} if not isinstance(n := found.get(k), dict) else n for k in ("features", "protocol"))
         if features:
-            run.evaluations.append(Evaluation(run.name, file.name, features, protocol))
+            run.evaluations.append(Evaluation(run, file.name, features, protocol))
         elif found:
             run.problems.append(f"{file.name} holds no features, and is left out.")
     return run

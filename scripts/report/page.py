@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.ledger import COLUMNS, shown
-from scripts.report.history import History, differing, from_defaults, text
+from scripts.report.history import History, differing, from_defaults, number, text
 from scripts.report.plots import TRAINING, Drawn, Plot, draw
 from scripts.report.quality import HEADS, Group, by_protocol, distance_keys, distance_plots, evaluation_rows
 from training.checkpoint.parts import flat
@@ -32,7 +32,7 @@ p{margin:8px 0;max-width:75ch;overflow-wrap:anywhere}
 nav{display:flex;flex-wrap:wrap;gap:2px 16px}
 a{color:var(--accent)}
 .two{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr))}
-.two>*{min-width:0}
+.two>*{min-width:0;align-self:start}
 figure{margin:0;background:#fff;border:1px solid var(--line);border-radius:8px;padding:8px;color:#1d2126}
 figcaption{font-size:13px;padding:2px 4px;color:#5c636b}
 img{display:block;max-width:100%;height:auto;margin:0 auto}
@@ -43,6 +43,7 @@ thead th{border-top:0;color:var(--soft);font-weight:600;white-space:nowrap}
 tbody th{font-weight:500;white-space:nowrap}
 td{max-width:44em;overflow-wrap:break-word}
 .two td{min-width:7em;overflow-wrap:anywhere}
+@media (max-width:600px){tbody th{white-space:normal}.two td{min-width:5em}}
 tr.missing>*{background:var(--warn)}
 .note{background:var(--warn);border-radius:8px;padding:8px 12px;max-width:none}
 pre{margin:0;padding:10px;font-size:13px;overflow-x:auto}
@@ -118,11 +119,14 @@ def figure(source: str, alt: str, caption: str = "") -> str:
 
 def plots(wanted: Sequence[tuple[Plot, list[float]]], runs: Sequence[History]) -> str:
     """The plots that there are, with their floors, and a sentence for each that there is not."""
+    found = "".join(
+        sentence(f"{run.name}: there are no logged steps (metrics.jsonl).") for run in runs if not run.lines
+    )
     if not any(run.lines for run in runs):
-        return sentence("There are no logged steps (metrics.jsonl), so nothing is drawn.")
+        return found
     drawn = [draw(plot, runs, floors) for plot, floors in wanted]
     figures = "".join(figure(d.uri, d.alt) for d in drawn if isinstance(d, Drawn))
-    return f'<div class="two">{figures}</div>' + "".join(sentence(d) for d in drawn if isinstance(d, str))
+    return f'{found}<div class="two">{figures}</div>' + "".join(sentence(d) for d in drawn if isinstance(d, str))
 
 
 def distances(runs: Sequence[History]) -> str:
@@ -135,8 +139,9 @@ def distances(runs: Sequence[History]) -> str:
         wanted = distance_plots(group.members)
         found += heading(group, [run.name for run in group.members] if len(runs) > 1 else [])
         found += plots(wanted, group.members)
-        if not any(plot.over == "train_seconds" for plot, _ in wanted):
-            found += sentence("Plots over seconds are left out: metrics.jsonl has no train_seconds.")
+        for run in group.members:
+            if not any(run.series(key, "train_seconds") for key in distance_keys([run])):
+                found += sentence(f"{run.name} is not drawn over seconds: its metrics.jsonl has no train_seconds.")
         found += protocol(group)
     return found
 
@@ -144,7 +149,7 @@ def distances(runs: Sequence[History]) -> str:
 def heading(group: Group, names: Sequence[str]) -> str:
     """Who is shown, and why apart from the others."""
     head = f"<h3>{escape(' and '.join(names))}</h3>" if names else ""
-    why = f"Another protocol; not to be compared with the figures above, for they differ in: {group.apart}."
+    why = f"Another protocol; not to be compared with the figures above: {group.apart}."
     return head + (sentence(why, "note") if group.apart else "")
 
 
@@ -175,7 +180,7 @@ def grids(run: History, named: bool) -> str:
         return head + sentence(f"{run.name}: no grids of samples.")
     count = min(len(run.grids), MAX_GRIDS)
     chosen = [run.grids[round(i * (len(run.grids) - 1) / max(count - 1, 1))] for i in range(count)]
-    seen = {line.get("step"): line.get("samples") for line in run.lines}
+    seen = {number(line.get("step")): line.get("samples") for line in run.lines}
     found = ""
     for step, file in chosen:
         samples = f", {text(seen[step])} samples seen" if step in seen else ""

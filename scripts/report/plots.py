@@ -157,6 +157,7 @@ def scale_axes(axes: Any, plot: Plot, values: Sequence[float]) -> None:
     """Plots with `log` get a logarithmic axis where values span more than a factor of ten; the others start at 0."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
+    axes.set_xlim(left=0.0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     lowest, highest = min(values), max(values)
     if plot.log and lowest > 0.0 and highest > 10.0 * lowest:

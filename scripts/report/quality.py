@@ -21,7 +21,7 @@ class Group(NamedTuple):
     protocol: dict[str, Any]
     """Its settings, flat."""
     apart: str
-    """In which settings it differs from the first group; empty for the first."""
+    """Why it is not the first group's; empty for the first."""
 
 
 def by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
@@ -33,9 +33,12 @@ def by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group
         if same:
             same.members.append(member)
             continue
-        differences = words(differing(groups[0].protocol, protocol)) if groups else ""
-        unknown = "of the protocols one is not recorded" if groups and not (protocol and groups[0].protocol) else ""
-        groups.append(Group([member], protocol, unknown or differences))
+        apart = ""
+        if groups and protocol and groups[0].protocol:
+            apart = f"they differ in {words(differing(groups[0].protocol, protocol))}"
+        elif groups:
+            apart = "one of the two is not recorded"
+        groups.append(Group([member], protocol, apart))
     return groups
 
 
@@ -49,7 +52,7 @@ def evaluation_rows(evaluations: Sequence[Evaluation]) -> list[list[str]]:
             value = {k: text(at(found, k)) for k in ("fd", "floor_fd", "kd", "kd_std", "precision", "recall")}
             kd = value["kd"] + (f" ± {value['kd_std']}" if at(found, "kd_std") is not None else "")
             figures = (value["fd"], value["floor_fd"], kd, value["precision"], value["recall"])
-            rows.append([e.run, e.file, weights or "–", space, *figures, at(found, "why", default="")])
+            rows.append([e.run.name, e.file, weights or "–", space, *figures, at(found, "why", default="")])
     return rows
 
 
