@@ -146,8 +146,7 @@ def svg(plot: Plot, curves: Sequence[Curve], floors: Sequence[float]) -> str:
         axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel(plot.over.replace("train_seconds", "seconds of training"))
         axes.set_ylabel(plot.unit)
-        if len(curves) + len(floors) > 1:
-            axes.legend(frameon=False, fontsize=8, ncols=1 + (len(curves) > 4))
+        axes.legend(frameon=False, fontsize=8, ncols=1 + (len(curves) > 4))
         stream = io.BytesIO()
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(stream.getvalue()).decode()
