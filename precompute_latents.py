@@ -33,7 +33,7 @@ def precompute(composed: Composed) -> Path:
     from encoding.images import list_images
     from encoding.job import claim, job_description, locked, plan_shards, write_manifest
     from models.autoencoders import Autoencoder
-    from training.assemble import runtime_values
+    from training.components import runtime_values
     from training.config.build import build
     from training.environment import pick_device
     from training.process.ranks import Ranks

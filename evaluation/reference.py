@@ -24,7 +24,7 @@ from evaluation.sides import Side
 from evaluation.space import Features
 from models.autoencoders import Autoencoder
 from models.images import to_uint8
-from training.assemble import build_loader
+from training.components import build_loader
 from training.pieces import Pieces, cache_folder
 from training.process.ranks import Ranks
 
@@ -56,8 +56,7 @@ def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
 
     def images(first: int, last: int) -> Images:
         dataset = DecodedImages(entries[first:last], size[0])
-        workers = 2 if last - first > BATCH else 0
-        for decoded in DataLoader(dataset, BATCH, num_workers=workers, collate_fn=collate):
+        for decoded in DataLoader(dataset, BATCH, num_workers=int(last - first > BATCH), collate_fn=collate):
             if trouble := [*decoded.reasons, *([decoded.unread] if decoded.unread else [])]:
                 raise ValueError(f"reference={folder}: {trouble[0]}; remove or mend it.")
             yield decoded.pixels.permute(0, 2, 3, 1)

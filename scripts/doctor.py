@@ -96,7 +96,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
 def kernels(words: list[str]) -> list[dict[str, Any]]:
     """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is trained or written."""
     from accel.fused_kernels import FusedKernel
-    from training.assemble import build_loader, build_stack, prove_kernels
+    from training.assemble import build_stack
+    from training.components import build_loader, prove_kernels
     from training.config.compose import compose
     from training.environment import pick_device
     from training.pretrained import build_model

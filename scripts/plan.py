@@ -137,7 +137,7 @@ def described(words: list[str]) -> Model:
     """Counts the model's parameters and FLOPs, and measures on one sample what a block keeps for backward."""
     import torch
 
-    from training.assemble import build_loader
+    from training.components import build_loader
     from training.pretrained import build_model, build_on_meta
 
     cfg = compose(words).cfg

@@ -9,8 +9,9 @@ import torch
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
 from tests.test_models import woken
-from training.assemble import Training, runtime_values
+from training.assemble import Training
 from training.assemble import assemble as assemble_run
+from training.components import runtime_values
 from training.config.compose import compose
 from training.config.schema import RuntimeConfig, TrainConfig
 

@@ -32,5 +32,5 @@ def test_the_default_run_draws_digits_that_a_classifier_recognises(words, eval_l
     folder = tmp_path / "digits"
     summary = train(compose([f"run_dir={folder}", *words]))
     assert summary["eval_loss"] < eval_loss
-    _, npz = sample_run(SampleConfig(run_dir=str(folder), count=200, seed=1, out=str(tmp_path / "samples")))
+    npz = sample_run(SampleConfig(run_dir=str(folder), count=200, seed=1, out=str(tmp_path / "samples")))
     assert recognised(npz) >= share

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.shards import file_sha256
 from evaluation import distances, pretrained_features
-from evaluation.distances import Moments, frechet, kernel_distance, precision_recall, squared_mmd, too_few
+from evaluation.distances import Moments, cubic, frechet, kernel_distance, precision_recall, squared_mmd, too_few
 from evaluation.features import EncoderFeatures, Features, RandomFeatures, build_features
 from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
 from models.autoencoders import Autoencoder, DiffusersAutoencoder, PixelAutoencoder
@@ -169,17 +169,21 @@ def test_numbers_that_are_not_finite_are_refused(bad):
 # --- Kernel distance ---
 
 
+def mmd(x: Tensor, y: Tensor) -> float:
+    return float(squared_mmd(cubic(x, x), cubic(y, y), cubic(x, y)))
+
+
 def test_squared_mmd_by_hand():
     """One feature: k(0, 1) = k(0, 2) = 1; the kernels between the sets are 1, 1, 1 and (1·2 + 1)³ = 27."""
     x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [2.0]])
-    assert float(squared_mmd(x.double(), y.double())) == 1 + 1 - 2 * 30 / 4
+    assert mmd(x.double(), y.double()) == 1 + 1 - 2 * 30 / 4
 
 
 def test_kernel_distance_is_that_of_torch_fidelity(fidelity):
     from torch_fidelity.metric_kid import kernel_mmd
 
     a, b = correlated(100, mean=0.0), correlated(100, mean=0.0, seed=1)
-    assert float(squared_mmd(a, b)) == pytest.approx(kernel_mmd(a.numpy(), b.numpy()), rel=1e-9)
+    assert mmd(a, b) == pytest.approx(kernel_mmd(a.numpy(), b.numpy()), rel=1e-9)
 
 
 def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
@@ -199,12 +203,22 @@ def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
     assert kernel_distance(a, b)[1] > 0
 
 
-@pytest.mark.parametrize(("counts", "size"), [((2000, 2500), 1000), ((5000, 1500), 750), ((4, 9), 2)])
+def test_kernel_distance_of_many_is_that_of_few(monkeypatch):
+    """It forgoes the products of all with all, where they would take too much memory."""
+    a, b = torch.randn(40, 8), torch.randn(50, 8)
+    few = kernel_distance(a, b)
+    monkeypatch.setattr(distances, "SUBSET_SIZE", 20)  # the half of 40 still
+    assert kernel_distance(a, b) == pytest.approx(few, rel=1e-12)
+
+
+@pytest.mark.parametrize(("counts", "size"), [((2000, 1500), 750), ((2000, 2500), 1000), ((4, 9), 2)])
 def test_subsets_are_never_the_whole_set(counts, size, monkeypatch):
     sizes = []
 
-    def seen(x: Tensor, y: Tensor) -> Tensor:
-        sizes.append((len(x.unique()), len(y.unique())))
+    def seen(xx: Tensor, yy: Tensor, xy: Tensor) -> Tensor:
+        """Kernel values of a number with itself tell it from any other here."""
+        sizes.append((len(xx.diagonal().unique()), len(yy.diagonal().unique())))
+        assert xy.shape == xx.shape == yy.shape
         return torch.tensor(0.0)
 
     monkeypatch.setattr(distances, "squared_mmd", seen)

@@ -60,7 +60,7 @@ def test_every_command_is_one_that_this_test_knows():
 def module(name: str, words: list[str]) -> None:
     """`python -m name words`, shrunk."""
     if name == "scripts.sample":
-        _, npz = sample_run(from_words(SampleConfig, [*words, "steps=2"], ""))
+        npz = sample_run(from_words(SampleConfig, [*words, "steps=2"], ""))
         assert np.load(npz)["arr_0"].shape == (16, 32, 32, 3)
     elif name == "scripts.plan":
         plan([*words, "data.height=4", "data.width=4", "data.count=2", "model.dim=64", "gpus=[1,8]"])
@@ -123,7 +123,7 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch):
     training, sampling = (shlex.split(line)[2:] for line in COMMANDS if line.startswith(EXTENSION))
     summary = train(compose([*training[1:], "total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]))
     assert summary["ledger"]["precision"]["requested"] == "bf16"
-    _, npz = sample_run(from_words(SampleConfig, [*sampling[2:], "steps=2"], ""))
+    npz = sample_run(from_words(SampleConfig, [*sampling[2:], "steps=2"], ""))
     assert np.load(npz)["arr_0"].shape == (16, 8, 8, 3)
 
 

@@ -19,7 +19,6 @@ from data.digits import DigitLatents
 from data.loader import Batch
 from models.autoencoders import PixelAutoencoder
 from models.sampler import guided_velocity, sample, shifted
-from scripts.sample import SampleConfig, sample_run
 from tests.harness import assemble, tiny_training
 from tests.test_models import tiny, woken
 from train import train
@@ -241,14 +240,6 @@ def test_the_first_rate_after_a_resume_is_of_new_steps_only():
     assert meter.trained_samples == 8
 
 
-@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
-def test_solvers_converge_with_their_order(solver, order):
-    """dx/dt = 2t·x from t = 1 to 0: x(0) = x(1) / e; the field depends on t, which the corrector must move on."""
-    noise = torch.ones(1, 1, 1, 1)
-    errors = [abs(sample(lambda x, t: 2 * t * x, noise, steps, solver).item() - math.exp(-1)) for steps in (16, 32)]
-    assert math.isclose(math.log2(errors[0] / errors[1]), order, abs_tol=0.2)
-
-
 def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
     times: list[float] = []
     sample(lambda x, t: times.append(t) or x, torch.ones(1, 1, 1, 1), 4, "euler", shift=3.0)
@@ -334,21 +325,6 @@ def test_weights_of_another_run_start_a_new_one(run, tmp_path):
     save_file({"x": torch.zeros(1)}, bad)
     with pytest.raises(ValueError, match="does not fit this model"):
         run(f"init_from={bad}", folder="third")
-
-
-def test_samples_of_a_run_can_be_made_again(run, tmp_path):
-    run("save_every=2")
-    cfg = dict(run_dir=str(tmp_path / "run"), labels=[3, 7], count=6, steps=2, batch_size=4, device="cpu")
-    png, npz = sample_run(SampleConfig(**cfg, out=str(tmp_path / "a")))
-    _, again = sample_run(SampleConfig(**cfg | {"batch_size": 6}, out=str(tmp_path / "b")))
-    first, second = np.load(npz), np.load(again)
-    assert first["arr_0"].shape == (6, 8, 8, 3)
-    assert first["arr_0"].dtype == np.uint8
-    assert first["labels"].tolist() == [3, 3, 3, 7, 7, 7]
-    assert np.abs(first["arr_0"].astype(int) - second["arr_0"]).max() <= 1
-    assert png.is_file()
-    with pytest.raises(ValueError, match="11 is no class"):
-        sample_run(SampleConfig(**cfg | {"labels": [11]}))
 
 
 def test_a_logger_cannot_stop_a_run(capsys):

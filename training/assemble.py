@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
 from training.checkpoint.find import complete, weights_file
 from training.checkpoint.save import Checkpoints, load
+from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
-from training.config.schema import RuntimeConfig, TrainConfig
+from training.config.schema import TrainConfig
 from training.ema import EMA
 from training.metrics import Meter, peak_flops
 from training.optim import Schedule, parameter_groups
@@ -37,25 +37,6 @@ SETTINGS = (
     *("optim", "schedule", "ema", "guards", "runtime"),
 )
 """What may change from one start to the next and has a part in the weights."""
-
-
-def spine(node: Any) -> dict[str, Any]:
-    """A typed node as keyword arguments, choices as plain strings."""
-    return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
-
-
-def runtime_values(runtime: RuntimeConfig) -> dict[str, Any]:
-    """The runtime keys by technique: those of `parallel` beside the others, its mode under the technique's name."""
-    parallel = spine(runtime.parallel)
-    return spine(runtime) | parallel | {"parallel": parallel["mode"]}
-
-
-def build_loader(
-    node: dict[str, Any], seed: int, micro_batch: int, device: torch.device, ranks: Ranks = SINGLE
-) -> LatentLoader:
-    """The loader of this process's share: `micro_batch` samples of each micro-batch."""
-    shared = {"seed": seed, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
-    return build(node, "data", batch_size=micro_batch, **shared)
 
 
 def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationStack) -> torch.optim.Optimizer:
@@ -112,16 +93,6 @@ class Training:
         with self.state.preserved():
             self.step.schedule(0)
             return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
-
-
-def prove_kernels(
-    stack: AccelerationStack, model: Denoiser, spec: LatentSpec, samples: int, folder: Path | None = None
-) -> dict[str, Any]:
-    """Has the stack decide about fused kernels for micro-batches of `samples`; returns what the run has to keep."""
-    device = model.pos_embed.device
-    latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
-    t, labels = torch.full((2,), 0.5, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    return stack.prove_kernels(model, lambda: model(latents, t, labels), samples, folder)
 
 
 def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE, folder: Path | None = None) -> Training:

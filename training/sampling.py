@@ -25,8 +25,8 @@ from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import guided_velocity, sample
-from training.assemble import build_loader, prove_kernels, runtime_values
 from training.checkpoint.find import weights_file
+from training.components import build_loader, prove_kernels, runtime_values
 from training.config.compose import from_yaml, typed
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device

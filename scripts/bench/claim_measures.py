@@ -19,7 +19,7 @@ from scripts.bench.naive import NaiveLoop
 from scripts.bench.practices import Bench, Measure, NotHereError, Pair
 from scripts.bench.step import phases_of
 from scripts.timing import fresh_compiler, rates, seconds, synchronise
-from training.assemble import build_loader
+from training.components import build_loader
 from training.config.compose import ROOT, compose
 
 COMPILED = ("runtime=fast", "runtime.compile=true")

@@ -22,7 +22,8 @@ from accel.ledger import Ledger
 from data.loader import Batch, EpochOrder, InMemoryLatents
 from scripts.bench.workload import Runnable
 from scripts.timing import MemoryPeak
-from training.assemble import build_loader, build_stack
+from training.assemble import build_stack
+from training.components import build_loader
 from training.config.build import build
 from training.config.compose import compose
 from training.environment import pick_device

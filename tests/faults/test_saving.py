@@ -228,7 +228,7 @@ def test_the_best_one_stays(whole: Callable[..., Path], tmp_path: Path):
     for step, loss in ((2, float("nan")), (4, 0.1), (6, None), (8, 0.7), (10, None), (12, 0.6)):
         shutil.copytree(complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
         file = folder / f"step-{step}" / "state.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"eval_loss": loss}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"scores": {"eval_loss": loss}}))
     checkpoints = Checkpoints(folder, keep=2)
     shutil.copytree(complete(whole() / "checkpoints")[-1], folder / "step-14")
     checkpoints.remove_old(folder / "step-14")

@@ -89,14 +89,11 @@ class ParallelConfig:
         if self.timeout_minutes <= 0:
             raise ValueError(f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0.")
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
-            raise ValueError(
-                f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out with "
-                f"mode={self.mode.value}."
-            )
+            given = f"runtime.parallel.shard_degree={self.shard_degree}"
+            raise ValueError(f"{given} is for mode=hsdp; leave it out with mode={self.mode.value}.")
         if self.cpu_offload and self.mode not in (ParallelMode.fsdp, ParallelMode.hsdp):
             raise ValueError(
-                f"runtime.parallel.cpu_offload=true is for mode=fsdp and mode=hsdp; leave it out with "
-                f"mode={self.mode.value}."
+                f"runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with mode={self.mode.value}."
             )
         if wrong := [name for name in self.nccl if not name.startswith("NCCL_")]:
             raise ValueError(f"runtime.parallel.nccl.{wrong[0]} is no variable of NCCL; their names begin with NCCL_.")
@@ -138,11 +135,7 @@ class RuntimeConfig:
                 f"runtime.compile_scope=model does not go with runtime.parallel.mode={self.parallel.mode.value}, which "
                 f"gathers parameters block by block; use runtime.compile_scope=blocks."
             )
-        if (
-            self.cuda_graph
-            and self.parallel.mode is not ParallelMode.none
-            and self.parallel.mode is not ParallelMode.auto
-        ):
+        if self.cuda_graph and self.parallel.mode not in (ParallelMode.none, ParallelMode.auto):
             raise ValueError(
                 f"runtime.cuda_graph=true was never tried with runtime.parallel.mode={self.parallel.mode.value}; use "
                 f"runtime=production."
@@ -275,10 +268,8 @@ class TrainConfig:
     def check(self) -> None:
         """ValueError for a value that no run can have."""
         at_least(1, self, "total_samples", "batch_size", "accumulation_steps", "keep_checkpoints")
-        at_least(
-            0, self, "seed", "max_grad_norm", "log_every", "save_every", "sample_every", "eval_every", "keep_every"
-        )
-        at_least(0, self, "fd_every")
+        at_least(0, self, "seed", "max_grad_norm", "keep_every")
+        at_least(0, self, *(f"{what}_every" for what in ("log", "eval", "sample", "fd", "save")))
         self.guards.check()
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
         self.sampling.check()
@@ -330,9 +321,7 @@ class PrecomputeConfig:
         if self.limit is not None:
             at_least(1, self, "limit")
         if not 0.0 <= self.held_out < 1.0:
-            raise ValueError(
-                f"held_out={self.held_out} must be at least 0 and below 1: the share of images kept out of training."
-            )
+            raise ValueError(f"held_out={self.held_out}, the share kept out of training, must be in [0, 1).")
 
 
 def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:

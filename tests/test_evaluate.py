@@ -1,0 +1,266 @@
+"""How good samples are: the figures of a run, during it and after it, and what they depend on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from evaluation import reference
+from evaluation.distances import frechet
+from evaluation.judge import Judge, JudgeConfig
+from evaluation.sides import Side, distances, figures, floor
+from models.autoencoders import PixelAutoencoder
+from scripts.evaluate import EvaluateConfig, evaluate_run
+from tests.conftest import TINY_MODEL
+from tests.helpers import CPU
+from train import train
+from training.components import build_loader
+from training.config.compose import ROOT, compose
+from training.process.ranks import SINGLE
+
+DIGITS = {"_target_": "data.digits.DigitLatents"}
+RUN = ["total_samples=128", "batch_size=32", "optim.lr=2e-2", "schedule.warmup_samples=0", "eval_every=2", "fd_every=2"]
+RUN += ["sample_every=0", "save_every=2", "keep_checkpoints=1", "keep_best=fd_encoder", "fd.count=200", *TINY_MODEL]
+RUN += ["ema.half_life_samples=500", "ema.ramp=10", "sampling.steps=2", "runtime.precision=fp32"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Where reference features are kept by these tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, cache):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache):
+    """Four steps of a tiny model on digits, which measured its distances at the second and the fourth. Read only."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        train(compose([*RUN, f"run_dir={folder}"]))
+    return folder
+
+
+def config(trained, out, **changes) -> EvaluateConfig:
+    given = {"run_dir": trained and str(trained), "count": 200, "batch_size": 16, "device": "cpu"}
+    return EvaluateConfig(**given | {"out": out and str(out)} | changes)
+
+
+@pytest.fixture(scope="module")
+def judge(cache):
+    """Of the digits, without a run."""
+    loader = build_loader(DIGITS, 0, 64, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        how = JudgeConfig(("encoder", "random"), None, 50_000, {})
+        return Judge(how, loader.spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
+
+
+def sides_of(judge: Judge, images: np.ndarray) -> dict[str, Side]:
+    sides = judge.sides()
+    for part in torch.from_numpy(images).split(300):
+        for name, features in judge.of(part).items():
+            sides[name].add(features)
+    return sides
+
+
+def digits(judge: Judge) -> np.ndarray:
+    return torch.cat(list(judge.source.images(0, judge.source.count))).numpy()
+
+
+def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(judge):
+    """tests/test_digits.py finds samples of a trained model between the two."""
+    images = digits(judge)
+    assert judge.source.told["kind"] == "reconstructions"
+    assert len(images) == judge.source.count == 1617
+    noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
+    same = figures(sides_of(judge, images), judge.reference)
+    other = figures(sides_of(judge, noise), judge.reference)
+    for name in ("encoder", "random"):
+        assert abs(same[name]["fd"]) < 1e-6
+        assert same[name]["precision"] == same[name]["recall"] == 1.0
+        assert 0.0 < same[name]["floor_fd"] < other[name]["fd"] / 20
+        assert abs(same[name]["floor_kd"]) < other[name]["kd"] / 20
+        assert other[name]["precision"] < 0.1
+
+
+def test_images_that_are_not_what_was_meant_are_far_away(judge):
+    """Wrong quantisation and the like: farther than one half of the reference is from the other."""
+    planted = {
+        "half of their range": lambda x: x // 2,
+        "rounded down from a coarser grid": lambda x: x // 32 * 32,
+        "inverted": lambda x: 255 - x,
+        "upside down": lambda x: np.ascontiguousarray(x[:, ::-1]),
+    }
+    for fault, changed in planted.items():
+        for name, side in sides_of(judge, changed(digits(judge))).items():
+            real = judge.reference[name]
+            assert frechet(side.all, real.all) > 1.2 * frechet(*real.halves), (fault, name)
+
+
+def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_path):
+    """Drawn by the loop from the averages it holds, and from a checkpoint: the averaged weights, or both would differ.
+
+    The tiny model has seen 128 samples; its averages are far from its weights.
+    """
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "fd_encoder" in line] == [2, 4]
+    assert lines[0]["train_seconds"] < lines[1]["train_seconds"]
+    assert lines[1]["distances_s"] > 0
+    found = evaluate_run(config(trained, tmp_path / "again"))
+    assert found["protocol"]["weights"]["kind"] == "ema"
+    for name in ("encoder", "random"):
+        assert found["features"][name]["kd"] == pytest.approx(lines[1][f"kd_{name}"], rel=1e-4)
+    assert found["features"]["encoder"]["fd"] == pytest.approx(lines[1]["fd_encoder"], rel=1e-5)
+    told = json.loads((trained / "fd_protocol.json").read_text())
+    assert told["features"]["encoder"].items() >= found["protocol"]["features"]["encoder"].items()
+    assert told["features"]["encoder"]["floor_fd"] == found["features"]["encoder"]["floor_fd"]
+    weights = next((trained / "checkpoints").glob("step-4/model.safetensors"))
+    raw = evaluate_run(config(trained, tmp_path / "raw", run_dir=None, weights=str(weights)))
+    assert raw["protocol"]["weights"]["kind"] == "model"
+    assert abs(raw["features"]["encoder"]["fd"] / found["features"]["encoder"]["fd"] - 1) > 0.01
+
+
+def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained, tmp_path, capsys):
+    """200 are enough for the 64 values of these encoder features, and not for 256 random ones."""
+    assert not any("fd_random" in line for line in (trained / "metrics.jsonl").read_text().splitlines())
+    found = evaluate_run(config(trained, tmp_path / "few"))["features"]["random"]
+    assert found["fd"] is None
+    assert found["kd"] > 0.0
+    assert "fd of 256 features needs more than 512 samples, there are 200" in found["why"]
+    assert found["why"] in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_kept_by_the_distance_that_was_asked_for(trained):
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    best = min(lines, key=lambda line: line["fd_encoder"])["step"]
+    assert {file.name for file in (trained / "checkpoints").glob("step-*")} == {f"step-{best}", "step-4"}
+    for words, said in (
+        (["keep_best=fd_random", "fd_every=0"], "keep_best=fd_random needs that figure at every checkpoint"),
+        (["keep_best=fd_random", "fd_every=3", "save_every=4"], "divisor of save_every=4"),
+        (["keep_best=fd_inception"], "choose eval_loss, fd_encoder, fd_random, kd_encoder, kd_random"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compose(words)
+    with pytest.raises(ValueError, match="keep_best=fd_random: fd of 256 features needs more than 512"):
+        train(compose([*RUN, f"run_dir={trained}-other", "keep_best=fd_random"]))
+
+
+def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, cache):
+    found = evaluate_run(config(trained, tmp_path / "out", labels=[3], steps=3, seed=2))
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(found))
+    assert found["features"].keys() == {"encoder", "random"}
+    columns = {"fd", "kd", "kd_std", "precision", "recall", "floor_fd", "floor_kd"}
+    assert found["features"]["encoder"].keys() == columns
+    protocol = found["protocol"]
+    assert protocol | {"count": 200, "labels": [3], "steps": 3, "seed": 2, "solver": "heun", "shift": 1.0} == protocol
+    told = ("guidance", "guidance_interval", "precision", "data", "autoencoder", "quantisation", "rows", "neighbours")
+    assert protocol.keys() >= {*told, "reference", "features", "weights"}
+    assert protocol["reference"].keys() >= {"kind", "sha256", "count", "resize"}
+    assert len(protocol["weights"]["sha256"]) == 64
+    assert "torch" in found["environment"]["versions"]
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path, cache):
+    """SIGKILL in the second of three pieces; a subprocess, as nothing less dies of it."""
+    words = [f"run_dir={trained}", "count=1100", "batch_size=64", "steps=1", "device=cpu", "features=[encoder]"]
+    program = (
+        "import os, sys, training.pieces as p; write = p.Pieces.write\n"
+        "def dying(self, number, tensors):\n"
+        "    if 'samples.parts' in str(self.folder) and number == 1: os.kill(os.getpid(), 9)\n"
+        "    write(self, number, tensors)\n"
+        "p.Pieces.write = dying\n"
+        "from scripts.evaluate import main; main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, *words, f"out={tmp_path / 'samples'}"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode == -9
+    assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
+    cfg = config(trained, tmp_path / "samples", count=1100, batch_size=64, steps=1, features=["encoder"])
+    found = evaluate_run(cfg)
+    whole = evaluate_run(replace(cfg, out=str(tmp_path / "whole")))
+    assert found["features"] == whole["features"]
+
+
+def test_two_processes_come_to_the_same_figures(trained, tmp_path, cache):
+    words = [f"run_dir={trained}", "count=1100", "batch_size=64", "steps=1", "device=cpu", "features=[encoder]"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "scripts.evaluate", *words, f"out={tmp_path / 'two'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cfg = config(trained, tmp_path / "one", count=1100, batch_size=64, steps=1, features=["encoder"])
+    assert json.loads((tmp_path / "two.json").read_text())["features"] == evaluate_run(cfg)["features"]
+
+
+def save_digits(folder, judge) -> None:
+    for i, image in enumerate(digits(judge)[:300]):
+        file = folder / str(i % 2) / f"{i:04d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(file)
+
+
+def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, judge, tmp_path, monkeypatch):
+    folder = tmp_path / "images"
+    save_digits(folder, judge)
+    folder.chmod(0o555)  # a read-only set works
+    cfg = config(trained, tmp_path / "a", reference=str(folder), reference_count=250, features=["random", "encoder"])
+    found = evaluate_run(cfg)
+    assert found["protocol"]["reference"] | {"kind": "images", "count": 250} == found["protocol"]["reference"]
+
+    def refuse(*_):
+        raise AssertionError("the reference was read again")
+
+    monkeypatch.setattr(reference, "DecodedImages", refuse)
+    assert evaluate_run(replace(cfg, out=str(tmp_path / "b")))["features"] == found["features"]
+    sides = sides_of(judge, digits(judge)[:300])  # the PNGs are those images, no pixel moved
+    assert abs(distances(sides["encoder"], judge.reference["encoder"])["fd"]) < 3 * floor(sides["encoder"])["floor_fd"]
+
+
+def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
+    weights = tmp_path / "copied.safetensors"
+    weights.write_bytes(next((trained / "checkpoints").glob("step-4/ema.safetensors")).read_bytes())
+    (tmp_path / "empty").mkdir()
+    for changes, said in (
+        ({"run_dir": None, "weights": str(weights)}, "give reference=<folder>"),
+        ({"features": ["encodr"]}, "features=encodr is unknown"),
+        ({"reference": str(tmp_path / "empty")}, "holds no images"),
+        ({"reference_count": 2}, "reference_count=2 must be at least 4"),
+        ({"features": ["inception"]}, "inception="),
+    ):
+        with pytest.raises(ValueError, match=said):
+            evaluate_run(config(trained, tmp_path / "out", **changes))
+    with pytest.raises(ValueError, match="out is not set"):
+        evaluate_run(config(None, None, weights=str(weights)))
+
+
+def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
+    """One waits; a command without a right to wait is refused."""
+    from training.pieces import Pieces
+    from training.process import lock
+
+    calls = []
+    held = lock.held
+
+    def busy_twice(folder, refusal):
+        calls.append(folder)
+        if len(calls) < 3:
+            raise ValueError(refusal)
+        return held(folder, refusal)
+
+    monkeypatch.setattr(lock, "held", busy_twice)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert Pieces(tmp_path / "waits", {}, 1, SINGLE, waits=True).missing() == [0]
+    calls.clear()
+    with pytest.raises(ValueError, match="another process works on it"):
+        Pieces(tmp_path / "refused", {}, 1, SINGLE)
