@@ -108,33 +108,37 @@ def kernel_distance(a: Float[Tensor, "N D"], b: Float[Tensor, "M D"], seed: int 
     a, b = checked(a).double(), checked(b, a.shape[1]).double()
     size = min(SUBSET_SIZE, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
-    small = len(a) + len(b) <= 4 * SUBSET_SIZE
-    whole = (cubic(a, a), cubic(b, b), cubic(a, b)) if small else None  # each product once, not in every subset
 
-    def drawn(features: Tensor) -> Tensor:
-        return torch.randperm(len(features), generator=generator)[:size].to(features.device)
+    def members(count: int) -> Tensor:
+        """A row a subset: 1 for its samples, 0 for the others."""
+        chosen = torch.stack([torch.randperm(count, generator=generator)[:size] for _ in range(SUBSETS)])
+        return torch.zeros(SUBSETS, count, dtype=torch.float64).scatter_(1, chosen, 1.0).to(a.device)
 
-    def mmd() -> Tensor:
-        i, j = drawn(a), drawn(b)
-        if whole:
-            return squared_mmd(whole[0][i][:, i], whole[1][j][:, j], whole[2][i][:, j])
-        return squared_mmd(cubic(a[i], a[i]), cubic(b[j], b[j]), cubic(a[i], b[j]))
-
-    found = torch.stack([mmd() for _ in range(SUBSETS)])
+    found = squared_mmd(a, b, members(len(a)), members(len(b)))
     return float(found.mean()), float(found.std(correction=0))
 
 
-def cubic(x: Float[Tensor, "n D"], y: Float[Tensor, "m D"]) -> Float[Tensor, "n m"]:
-    return (x @ y.T / x.shape[1] + 1.0) ** 3
+def squared_mmd(
+    a: Float[Tensor, "N D"], b: Float[Tensor, "M D"], u: Float[Tensor, "S N"], v: Float[Tensor, "S M"]
+) -> Float[Tensor, "S"]:
+    """Unbiased estimates of the squared maximum mean discrepancy (Gretton et al. 2012, eq. 3) of S pairs of subsets.
 
+    A row of `u` and of `v` is 1 for the samples of a subset and 0 for the others. Each kernel value is computed once,
+    a chunk of rows at a time, whatever S.
+    """
 
-def squared_mmd(xx: Float[Tensor, "n n"], yy: Float[Tensor, "n n"], xy: Float[Tensor, "n n"]) -> Float[Tensor, ""]:
-    """Unbiased estimate of the squared maximum mean discrepancy from kernel values (Gretton et al. 2012, eq. 3)."""
+    def summed(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor) -> Tensor:
+        chunks = torch.arange(len(x), device=x.device).split(max(1, CHUNK_ELEMENTS // len(y)))
+        return sum(
+            (((of_x[:, rows] @ (x[rows] @ y.T / x.shape[1] + 1.0) ** 3) * of_y).sum(1) for rows in chunks),
+            torch.zeros((), dtype=x.dtype, device=x.device),
+        )
 
-    def off_diagonal(square: Tensor) -> Tensor:
-        return (square.sum() - square.trace()) / (len(square) * (len(square) - 1))
+    def within(x: Tensor, of_x: Tensor) -> Tensor:
+        own = of_x @ (x.square().mean(1) + 1.0) ** 3
+        return (summed(x, x, of_x, of_x) - own) / (of_x.sum(1) * (of_x.sum(1) - 1.0))
 
-    return off_diagonal(xx) + off_diagonal(yy) - 2.0 * xy.mean()
+    return within(a, u) + within(b, v) - 2.0 * summed(a, b, u, v) / (u.sum(1) * v.sum(1))
 
 
 def precision_recall(

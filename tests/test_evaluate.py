@@ -200,7 +200,8 @@ def test_two_processes_come_to_the_same_figures(trained, tmp_path, cache):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     cfg = config(trained, tmp_path / "one", count=1100, batch_size=64, steps=1, features=["encoder"])
-    assert json.loads((tmp_path / "two.json").read_text())["features"] == evaluate_run(cfg)["features"]
+    found, alone = json.loads((tmp_path / "two.json").read_text())["features"], evaluate_run(cfg)["features"]
+    assert found["encoder"] == pytest.approx(alone["encoder"], rel=1e-9)
 
 
 def save_digits(folder, judge) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.shards import file_sha256
 from evaluation import distances, pretrained_features
-from evaluation.distances import Moments, cubic, frechet, kernel_distance, precision_recall, squared_mmd, too_few
+from evaluation.distances import Moments, frechet, kernel_distance, precision_recall, squared_mmd, too_few
 from evaluation.features import EncoderFeatures, Features, RandomFeatures, build_features
 from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
 from models.autoencoders import Autoencoder, DiffusersAutoencoder, PixelAutoencoder
@@ -170,7 +170,8 @@ def test_numbers_that_are_not_finite_are_refused(bad):
 
 
 def mmd(x: Tensor, y: Tensor) -> float:
-    return float(squared_mmd(cubic(x, x), cubic(y, y), cubic(x, y)))
+    """Of all samples."""
+    return float(squared_mmd(x.double(), y.double(), torch.ones(1, len(x)).double(), torch.ones(1, len(y)).double()))
 
 
 def test_squared_mmd_by_hand():
@@ -203,27 +204,27 @@ def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
     assert kernel_distance(a, b)[1] > 0
 
 
-def test_kernel_distance_of_many_is_that_of_few(monkeypatch):
-    """It forgoes the products of all with all, where they would take too much memory."""
-    a, b = torch.randn(40, 8), torch.randn(50, 8)
-    few = kernel_distance(a, b)
-    monkeypatch.setattr(distances, "SUBSET_SIZE", 20)  # the half of 40 still
-    assert kernel_distance(a, b) == pytest.approx(few, rel=1e-12)
-
-
 @pytest.mark.parametrize(("counts", "size"), [((2000, 1500), 750), ((2000, 2500), 1000), ((4, 9), 2)])
 def test_subsets_are_never_the_whole_set(counts, size, monkeypatch):
     sizes = []
 
-    def seen(xx: Tensor, yy: Tensor, xy: Tensor) -> Tensor:
-        """Kernel values of a number with itself tell it from any other here."""
-        sizes.append((len(xx.diagonal().unique()), len(yy.diagonal().unique())))
-        assert xy.shape == xx.shape == yy.shape
-        return torch.tensor(0.0)
+    def seen(a: Tensor, b: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        sizes.extend((int(rows.sum()), int(columns.sum())) for rows, columns in zip(u, v, strict=True))
+        assert set(u.unique().tolist()) == set(v.unique().tolist()) == {0.0, 1.0}
+        assert len(u.unique(dim=0)) > 1
+        return torch.zeros(len(u))
 
     monkeypatch.setattr(distances, "squared_mmd", seen)
     kernel_distance(*(torch.arange(count).float()[:, None] for count in counts))
     assert sizes == [(size, size)] * 100
+
+
+def test_subsets_have_the_distances_that_they_have_alone(monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK_ELEMENTS", 70)  # a row or two at a time
+    a, b = torch.randn(20, 3).double(), torch.randn(30, 3).double()
+    u, v = (torch.rand(5, n).argsort(1).argsort(1).lt(9).double() for n in (20, 30))
+    alone = [mmd(a[rows.bool()], b[columns.bool()]) for rows, columns in zip(u, v, strict=True)]
+    assert squared_mmd(a, b, u, v).tolist() == pytest.approx(alone, rel=1e-9)
 
 
 def test_kernel_distance_refuses_too_few():
