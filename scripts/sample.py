@@ -14,6 +14,7 @@ equal batch_size. Stopped anywhere, the same command goes on from the pieces in 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -32,12 +33,18 @@ if TYPE_CHECKING:
     from training.pieces import Pieces
 
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help no user
+LARGEST_GRID = 1024
+
+
 class Format(str, Enum):
     npz, png, latents = "npz", "png", "latents"
 
 
 @dataclass(frozen=True)
 class SampleConfig(DrawConfig):
+    """What to draw, and where it goes."""
+
     format: Format = Format.npz
     grid: int = 0
     """The first so many, sorted by label, also as one picture: <out>.png."""
@@ -50,9 +57,6 @@ class SampleConfig(DrawConfig):
             raise ValueError(f"grid={self.grid} must be between 0 (no grid) and {LARGEST_GRID} images.")
         if self.grid and self.format is Format.latents:
             raise ValueError(f"grid={self.grid} is made of images; leave it out with format=latents.")
-
-
-LARGEST_GRID = 1024
 
 
 def sample_run(cfg: SampleConfig) -> Path:

@@ -14,7 +14,9 @@ from precompute_latents import precompute
 from scripts.bench.__main__ import main as bench
 from scripts.bench.rows import Results
 from scripts.doctor import main as doctor
+from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.plan import main as plan
+from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
 from train import train
@@ -61,7 +63,13 @@ def module(name: str, words: list[str]) -> None:
     """`python -m name words`, shrunk."""
     if name == "scripts.sample":
         npz = sample_run(from_words(SampleConfig, [*words, "steps=2"], ""))
+        assert npz.with_suffix(".png").is_file()
         assert np.load(npz)["arr_0"].shape == (16, 32, 32, 3)
+    elif name == "scripts.evaluate":
+        few = [*words, "count=20", "steps=1", "batch_size=10"]
+        assert evaluate_run(from_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] > 0
+    elif name == "scripts.report":
+        assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":
         plan([*words, "data.height=4", "data.width=4", "data.count=2", "model.dim=64", "gpus=[1,8]"])
     elif name == "scripts.doctor":
