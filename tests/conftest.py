@@ -34,6 +34,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("WANDB_SILENT", "true")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory):
+    """What is kept below ~/.cache is none of the tests' business."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def clean_process():
     """Process-wide flags that a run sets are as they were, for the next test."""

@@ -32,23 +32,10 @@ RUN += ["ema.half_life_samples=500", "ema.ramp=10", "sampling.steps=2", "runtime
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Where reference features are kept by these tests."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, cache):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, cache):
+def trained(tmp_path_factory):
     """Four steps of a tiny model on digits, which measured its distances at the second and the fourth. Read only."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        train(compose([*RUN, f"run_dir={folder}"]))
+    train(compose([*RUN, f"run_dir={folder}"]))
     return folder
 
 
@@ -58,13 +45,10 @@ def config(trained, out, **changes) -> EvaluateConfig:
 
 
 @pytest.fixture(scope="module")
-def judge(cache):
+def judge():
     """Of the digits, without a run."""
-    loader = build_loader(DIGITS, 0, 64, CPU)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        how = JudgeConfig(("encoder", "random"), None, 50_000, {})
-        return Judge(how, loader.spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
+    how = JudgeConfig(("encoder", "random"), None, 50_000, {})
+    return Judge(how, build_loader(DIGITS, 0, 64, CPU).spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
 
 
 def sides_of(judge: Judge, images: np.ndarray) -> dict[str, Side]:
@@ -157,7 +141,7 @@ def test_the_best_checkpoint_is_kept_by_the_distance_that_was_asked_for(trained)
         train(compose([*RUN, f"run_dir={trained}-other", "keep_best=fd_random"]))
 
 
-def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, cache):
+def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path):
     found = evaluate_run(config(trained, tmp_path / "out", labels=[3], steps=3, seed=2))
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(found))
     assert found["features"].keys() == {"encoder", "random"}
@@ -173,7 +157,7 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, cache
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path, cache):
+def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
     """SIGKILL in the second of three pieces; a subprocess, as nothing less dies of it."""
     words = [f"run_dir={trained}", "count=1100", "batch_size=64", "steps=1", "device=cpu", "features=[encoder]"]
     program = (
@@ -193,7 +177,7 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path, cache):
     assert found["features"] == whole["features"]
 
 
-def test_two_processes_come_to_the_same_figures(trained, tmp_path, cache):
+def test_two_processes_come_to_the_same_figures(trained, tmp_path):
     words = [f"run_dir={trained}", "count=1100", "batch_size=64", "steps=1", "device=cpu", "features=[encoder]"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "scripts.evaluate", *words, f"out={tmp_path / 'two'}"]
