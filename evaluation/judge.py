@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.loader import LatentSpec
 from evaluation.features import build_features
-from evaluation.reference import Source, features_of, folder_source, reconstructions, reference_sides
+from evaluation.reference import folder_source, reconstructions, reference_sides
 from evaluation.sides import NEIGHBOURS, ROWS, Side
 from evaluation.space import Features
 from models.autoencoders import Autoencoder, PixelAutoencoder
@@ -52,13 +52,20 @@ class Judge:
         black = torch.from_numpy(to_uint8(autoencoder.decode(spec.denormalise(blank))))
         built = build_features(cfg.features, autoencoder, channels, cfg.files)
         self.spaces: dict[str, Features] = {name: space.to(device) for name, space in built.items()}
+        self.device = device
         self.of(black)  # which tells a space the size of its images
-        self.source = source_of(cfg, spec, data, autoencoder, (black.shape[1], black.shape[2]))
-        self.reference = reference_sides(self.source, self.spaces, ranks)
+        size = (black.shape[1], black.shape[2])
+        if cfg.reference is not None:
+            self.source = folder_source(cfg.reference, size, cfg.reference_count)
+        elif data is not None:
+            self.source = reconstructions(data, spec, autoencoder, device, cfg.reference_count)
+        else:
+            raise ValueError("reference is not set, and weights= names no training data; give reference=<folder>.")
+        self.reference = reference_sides(self.source, self.spaces, device, ranks)
 
     def of(self, images: UInt8[Tensor, "B H W 3"]) -> dict[str, Tensor]:
         """The features of images in each space, as fp32 on the CPU."""
-        return features_of(self.spaces, images)
+        return {name: space(images.to(self.device)).cpu() for name, space in self.spaces.items()}
 
     def sides(self) -> dict[str, Side]:
         """Empty sides, for samples."""
@@ -73,15 +80,3 @@ class Judge:
             "rows": ROWS,
             "neighbours": NEIGHBOURS,
         }
-
-
-def source_of(
-    cfg: JudgeConfig, spec: LatentSpec, data: dict[str, Any] | None, autoencoder: Autoencoder, size: tuple[int, int]
-) -> Source:
-    """The reference that the configuration asks for; ValueError where it cannot be had."""
-    if cfg.reference is not None:
-        return folder_source(cfg.reference, size, cfg.reference_count)
-    if data is None:
-        raise ValueError("reference is not set, and weights= does not name the run's data; give reference=<folder>.")
-    device = next(iter(autoencoder.parameters()), torch.zeros(0)).device
-    return reconstructions(data, spec, autoencoder, device, cfg.reference_count)

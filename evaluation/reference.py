@@ -89,12 +89,9 @@ def reconstructions(
     return Source({"kind": "reconstructions", "sha256": digest, "count": count, "resize": "none"}, count, images)
 
 
-def features_of(spaces: Mapping[str, Features], images: UInt8[Tensor, "B H W 3"]) -> dict[str, Tensor]:
-    """The features of images in each space, as fp32 on the CPU."""
-    return {name: space(images).float().cpu() for name, space in spaces.items()}
-
-
-def reference_sides(source: Source, spaces: Mapping[str, Features], ranks: Ranks) -> dict[str, Side]:
+def reference_sides(
+    source: Source, spaces: Mapping[str, Features], device: torch.device, ranks: Ranks
+) -> dict[str, Side]:
     """The reference's side of the comparison in each space; the processes share the work, the first has the result.
 
     Every space has a folder of its own in the cache, so that one more space costs only its own features.
@@ -107,7 +104,7 @@ def reference_sides(source: Source, spaces: Mapping[str, Features], ranks: Ranks
         for number in pieces.missing():
             first = number * PIECE
             batches = source.images(first, min(first + PIECE, source.count))
-            pieces.write(number, {name: torch.cat([features_of({name: space}, images)[name] for images in batches])})
+            pieces.write(number, {name: torch.cat([space(images.to(device)).cpu() for images in batches])})
         ranks.wait_for_all()
         if ranks.first:
             sides[name] = Side(space.dim)
