@@ -45,7 +45,7 @@ def train(composed: Composed) -> dict[str, Any]:
     run.keep_kernels(training.kernels)
     state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
-    distances = InRun(training, autoencoder, run.folder) if cfg.fd_every and autoencoder else None
+    distances = InRun(training, autoencoder) if cfg.fd_every and autoencoder else None
     began = time.perf_counter()
     with failures_explained(training, run.folder):
         ledger = training.warm_up()
@@ -61,6 +61,8 @@ def train(composed: Composed) -> dict[str, Any]:
     explained = failures_explained(training, run.folder)
     with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained:
         run.open(ledger, logger, where)
+        if distances:
+            distances.record(run.folder)
         meter.earlier_seconds = run.keep_metrics_before(state.step)
         meter.start()
         batches, scores = [], {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,9 +16,9 @@ from evaluation.sides import distances, floor
 from models.autoencoders import Autoencoder
 from models.images import to_uint8
 from training.assemble import Training
-from training.drawing import SAMPLER
+from training.checkpoint.save import difference
 from training.evaluate import dealt
-from training.sampling import SampleStream, labels_in_turn
+from training.sampling import SampleStream, labels_in_turn, protocol_of
 
 PROTOCOL = "fd_protocol.json"
 
@@ -30,7 +29,7 @@ class InRun:
     ValueError where `fd.count` samples are too few for the distance that `keep_best` names.
     """
 
-    def __init__(self, training: Training, autoencoder: Autoencoder, folder: Path) -> None:
+    def __init__(self, training: Training, autoencoder: Autoencoder) -> None:
         cfg, spec = training.cfg, training.loader.spec
         self.training, self.autoencoder, self.count = training, autoencoder, cfg.fd.count
         files = {"inception": cfg.fd.inception, "dinov2": cfg.fd.dinov2}
@@ -40,14 +39,24 @@ class InRun:
         labels = labels_in_turn(range(spec.num_classes), training.device)
         self.stream = SampleStream(training.step.forward, spec, cfg.sampling, labels, cfg.seed, batch, training.device)
         self.refuse_too_few()
-        if training.ranks.first:
-            sampling = {name: value for name, value in asdict(cfg.sampling).items() if name in SAMPLER}
-            told = {"count": self.count, "labels": "balanced", "seed": cfg.seed, **sampling, **self.judge.protocol()}
-            told |= {"precision": str(training.stack.value("precision")), "weights": "ema"}
-            for name, side in self.judge.reference.items():
-                told["features"][name] |= floor(side)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / PROTOCOL, json.dumps(told, indent=1) + "\n")
+
+    def record(self, folder: Path) -> None:
+        """Writes what the figures depend on beside them; ValueError if the run has figures of another protocol."""
+        self.training.ranks.agreed(lambda: self.write(folder / PROTOCOL))
+
+    def write(self, file: Path) -> None:
+        told = protocol_of(self.training.stack, self.stream, self.count, "balanced") | self.judge.protocol()
+        told |= {"weights": "ema"}
+        for name, side in self.judge.reference.items():
+            told["features"][name] |= floor(side)
+        told = json.loads(json.dumps(told))
+        earlier = json.loads(file.read_text()) if file.is_file() else told
+        if changed := difference(earlier, told):
+            raise ValueError(
+                f"{file.parent} has distances of another protocol: {changed}. Set that back, or fd_every=0, or use a "
+                f"new run_dir: figures of two protocols do not make one curve."
+            )
+        write_atomically(file, json.dumps(told, indent=1) + "\n")
 
     def refuse_too_few(self) -> None:
         """Says once which distances are left out; ValueError if `keep_best` is one of them."""
@@ -60,22 +69,30 @@ class InRun:
                 self.training.ranks.say(f"fd_{name} is left out: {why}")
 
     def __call__(self) -> dict[str, float]:
-        """Draws and compares; the first process has the figures, the others nothing."""
+        """Draws and compares; the first process has the figures, the others only the seconds.
+
+        Samples that are not finite have no figures: a warning says so, and training goes on.
+        """
         began, ranks = time.perf_counter(), self.training.ranks
         found: list[tuple[int, dict[str, Tensor]]] = []
+        finite = True
         with self.training.state.averaged(), torch.no_grad():
             for number, mine in dealt(range(-(-self.count // self.stream.batch_size)), ranks):
                 _, latents = self.stream.batch(number)
                 if mine:
+                    finite = finite and bool(latents.isfinite().all())
                     images = torch.from_numpy(to_uint8(self.autoencoder.decode(latents)))
                     found.append((number, self.judge.of(images)))
-        numbers = torch.cat(ranks.gathered(torch.tensor([number for number, _ in found], dtype=torch.int64)))
+        order = torch.cat(ranks.gathered(torch.tensor([number for number, _ in found]).long())).argsort()
+        finite = bool(torch.cat(ranks.gathered(torch.tensor([finite]))).all())
         figures: dict[str, float] = {}
         for name, side in self.judge.sides().items():
             mine = torch.stack([features[name] for _, features in found]) if found else torch.zeros(0)
             parts = torch.cat([part for part in ranks.gathered(mine) if len(part)])
-            if ranks.first:
-                side.add(parts[numbers.argsort()].flatten(0, 1)[: self.count])
+            if ranks.first and finite:
+                side.add(parts[order].flatten(0, 1)[: self.count])
                 distance = distances(side, self.judge.reference[name])
                 figures |= {f"{kind}_{name}": distance[kind] for kind in ("fd", "kd") if distance[kind] is not None}
+        if not finite:
+            ranks.say("warning: samples are not finite, so they have no distances")
         return figures | {"distances_s": time.perf_counter() - began}

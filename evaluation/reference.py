@@ -7,10 +7,12 @@ Letters: B images, H W their size.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.loader import LatentSpec
-from encoding.images import RESIZE, DecodedImages, collate, list_images
+from data.loader import LatentLoader, LatentSpec
+from encoding.images import EXTENSIONS, RESIZE, DecodedImages, ImageEntry, collate, list_images, read_again
 from evaluation.sides import Side
-from evaluation.space import Features
+from evaluation.space import Features, exact
 from models.autoencoders import Autoencoder
 from models.images import to_uint8
 from training.components import build_loader
@@ -30,6 +32,7 @@ from training.process.ranks import Ranks
 
 PIECE = 512
 BATCH = 64
+FEWEST = 8
 Images = Iterator[UInt8[Tensor, "B H W 3"]]
 
 
@@ -46,13 +49,16 @@ class Source:
 def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
     """The images of a folder, tars or `datasets`, cropped to `size`; drawn by a fixed order if more than `limit`.
 
-    ValueError if there are none, if one cannot be decoded, and if the samples are not square.
+    ValueError if there are too few, if one cannot be decoded, and if the samples are not square.
     """
     if size[0] != size[1]:
         raise ValueError(f"reference={folder}: samples of {size[0]}×{size[1]} are not square; leave reference out.")
-    listed = list_images(folder)
-    order = torch.randperm(len(listed.entries), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
-    entries = [listed.entries[i] for i in order]
+    listed = images_of(folder)
+    order = torch.randperm(len(listed), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
+    entries = [listed[i] for i in order]
+    digest = hashlib.sha256()
+    for entry in entries:  # all bytes: a file of the same name and size may be another image
+        digest.update(hashlib.sha256(read_again(entry)).digest())
 
     def images(first: int, last: int) -> Images:
         dataset = DecodedImages(entries[first:last], size[0])
@@ -61,32 +67,64 @@ def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
                 raise ValueError(f"reference={folder}: {trouble[0]}; remove or mend it.")
             yield decoded.pixels.permute(0, 2, 3, 1)
 
-    told = {"kind": "images", "name": folder, "sha256": listed.sha256(), "count": len(entries), "resize": RESIZE}
-    return Source(told | {"side": size[0]}, len(entries), images)
+    told = {"kind": "images", "name": folder, "sha256": digest.hexdigest(), "resize": f"{RESIZE}, {size[0]}"}
+    return enough(Source(told | {"count": len(entries)}, len(entries), images), f"reference={folder}")
+
+
+def images_of(folder: str) -> list[ImageEntry]:
+    """The images right in a folder, or else as `precompute_latents.py` finds them; labels do not matter."""
+    path = Path(folder).expanduser()
+    flat = sorted(p for p in path.iterdir() if p.suffix.lower() in EXTENSIONS) if path.is_dir() else []
+    if flat:
+        return [ImageEntry(file.name, 0, str(file), 0, file.stat().st_size) for file in flat]
+    try:
+        return list_images(path).entries
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"source={path}", f"reference={folder}", 1)) from error
 
 
 def reconstructions(
     node: dict[str, Any], spec: LatentSpec, autoencoder: Autoencoder, device: torch.device, limit: int
 ) -> Source:
-    """The training latents of `node`, a run's data configuration, decoded: the first `limit` in the order of seed 0."""
-    loader = build_loader(node, 0, BATCH, device)
-    if loader.spec.fingerprint != spec.fingerprint:
-        raise ValueError(
-            f"the latents of the run have changed since ({loader.spec.fingerprint} instead of {spec.fingerprint}); "
-            f"give images to compare with: reference=<folder>."
-        )
+    """The training latents of `node`, a run's data configuration, decoded: the first `limit` in the order of seed 0.
+
+    They are read into host memory, and only where their features are not known yet.
+    """
     count = min(spec.count, limit)
 
     def images(first: int, last: int) -> Images:
-        loader.load_state_dict({"samples_seen": first})
+        loader = opened(json.dumps(node), spec.fingerprint)
+        if loader.state_dict()["samples_seen"] != first:
+            loader.load_state_dict(loader.state_dict() | {"samples_seen": first})
         for start in range(first, last, BATCH):
-            decoded = autoencoder.decode(spec.denormalise(next(loader).latents))
-            yield torch.from_numpy(to_uint8(decoded))[: last - start]
+            latents = spec.denormalise(next(loader).latents[: last - start]).to(device)
+            with exact(device):
+                yield torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
-    weights = spec.encoder_sha256 or spec.encoder.get("_target_")
-    facts = json.dumps([spec.fingerprint, weights, spec.mean, spec.std])
-    digest = hashlib.sha256(facts.encode()).hexdigest()
-    return Source({"kind": "reconstructions", "sha256": digest, "count": count, "resize": "none"}, count, images)
+    order = {key: node[key] for key in ("_target_", "streams", "window") if key in node}
+    facts = [spec.fingerprint, spec.encoder_sha256 or spec.encoder.get("_target_"), spec.mean, spec.std, order]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    told = {"kind": "reconstructions", "sha256": digest, "resize": "none", "count": count}
+    return enough(Source(told, count, images), "the training set")
+
+
+@functools.lru_cache(maxsize=1)
+def opened(node: str, fingerprint: str) -> LatentLoader:
+    """The loader of the training set on the CPU; ValueError if it is no longer the set of this fingerprint."""
+    loader = build_loader(json.loads(node), 0, BATCH, torch.device("cpu"))
+    if loader.spec.fingerprint != fingerprint:
+        raise ValueError(
+            f"the run's data are {loader.spec.fingerprint} now, its weights were trained on {fingerprint}; give "
+            f"images to compare with: reference=<folder>."
+        )
+    return loader
+
+
+def enough(source: Source, name: str) -> Source:
+    """The source; ValueError if halves of it would be too small for any distance."""
+    if source.count < FEWEST:
+        raise ValueError(f"{name} gives {source.count} images to compare with; give {FEWEST} or more.")
+    return source
 
 
 def reference_sides(
@@ -96,19 +134,26 @@ def reference_sides(
 
     Every space has a folder of its own in the cache, so that one more space costs only its own features.
     """
-    sides = {}
-    for name, space in spaces.items():
-        job = {"reference": {k: v for k, v in source.told.items() if k != "name"}, "features": space.describe()}
+    kept: dict[str, Pieces] = {}
+    for name in sorted(spaces):  # in one order, so that two commands never wait for each other
+        job = {"reference": {k: v for k, v in source.told.items() if k != "name"}, "features": spaces[name].describe()}
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
-        pieces = Pieces(cache_folder("references", key), job, -(-source.count // PIECE), ranks, waits=True)
-        for number in pieces.missing():
-            first = number * PIECE
-            batches = source.images(first, min(first + PIECE, source.count))
-            pieces.write(number, {name: torch.cat([space(images.to(device)).cpu() for images in batches])})
-        ranks.wait_for_all()
-        if ranks.first:
-            sides[name] = Side(space.dim)
-            for number in range(pieces.count):
-                sides[name].add(pieces.read(number)[name])
+        kept[name] = Pieces(cache_folder("references", key), job, -(-source.count // PIECE), ranks, waits=True)
+    missing = {name: pieces.missing() for name, pieces in kept.items()}
+    for number in sorted(set().union(*missing.values())):
+        found: dict[str, list[Tensor]] = {name: [] for name in spaces if number in missing[name]}
+        first = number * PIECE
+        for images in source.images(first, min(first + PIECE, source.count)):
+            for name, features in found.items():
+                features.append(spaces[name](images.to(device)).cpu())
+        for name, features in found.items():
+            kept[name].write(number, {name: torch.cat(features)})
+    opened.cache_clear()
+    ranks.wait_for_all()
+    sides = {name: Side(space.dim) for name, space in spaces.items()} if ranks.first else {}
+    for name, side in sides.items():
+        for number in range(kept[name].count):
+            side.add(kept[name].read(number)[name])
+    for pieces in kept.values():
         pieces.close()
     return sides

@@ -66,4 +66,7 @@ def figures(fake: Mapping[str, Side], real: Mapping[str, Side]) -> dict[str, dic
         precision, recall = precision_recall(real[space].rows, side.rows, NEIGHBOURS)
         shares = {"precision": precision, "recall": recall}
         found[space] = distances(side, real[space]) | shares | floor(real[space])
+        if found[space]["floor_fd"] is None:
+            few = too_few(min(half.count for half in real[space].halves), len(real[space].all.mean))
+            found[space].setdefault("why", f"the floor is of halves: {few}")
     return found

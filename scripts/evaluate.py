@@ -9,11 +9,13 @@ Features: `encoder` (the latent set's autoencoder) and `random` (a fixed random 
 and `dinov2` need `pip install 'fastlatent[evaluation]'` and weights; `<package>.<module>.<Class>` is one of your own
 (extensions=[package]). The reference is a folder of images, or the decoded training latents ("reconstructions").
 <out>.json has the figures and the protocol: all that they depend on. Compare figures of one protocol only. Stopped
-anywhere, the same command goes on from the pieces in <out>.parts and comes to the same figures.
+anywhere, the same command goes on from the pieces in <out>.parts and comes to the same figures. Features of the
+reference are kept below $XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folder and `out`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -22,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training.config.compose import from_words, one_sentence
+from training.config.compose import from_words
 from training.drawing import DrawConfig, Drawing
-from training.process.exit import exiting
+from training.process.exit import resumable_command
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -45,7 +47,14 @@ class EvaluateConfig(DrawConfig):
     dinov2: str | None = None
     """Folder or hub id of DINOv2."""
     out: str | None = None
-    """Null: <run_dir>/evaluation/step-<N>, numbered by protocol; needed with weights=."""
+    """Null: <run_dir>/evaluation/step-<N>-<hash of the protocol>; needed with weights outside of a run."""
+
+    def check(self) -> None:
+        """ValueError for a value that nothing can be evaluated with."""
+        super().check()
+        for key, least in (("count", 4), ("reference_count", 8)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least {least}.")
 
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
@@ -60,22 +69,25 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     from training.process.ranks import Ranks
 
     cfg.check()
-    if cfg.reference_count < 4:
-        raise ValueError(f"reference_count={cfg.reference_count} must be at least 4.")
     ranks = Ranks.from_environment()
     ranks.wait_for_all()  # connects them
     drawing = Drawing(cfg, ranks)
     trained = drawing.trained
-    out = out_of(cfg, drawing)
+    if cfg.out is None and trained.file.parent.parent.name != "checkpoints":
+        raise ValueError(f"out is not set, and {trained.file} lies in no run; say where: out=<file without .json>.")
     files = {"inception": cfg.inception, "dinov2": cfg.dinov2}
     how = JudgeConfig(tuple(cfg.features), cfg.reference, cfg.reference_count, files)
     judge = Judge(how, trained.spec, trained.data, trained.autoencoder, trained.device, ranks)
+    protocol = drawing.protocol() | judge.protocol()
+    out = out_of(cfg, trained.file, protocol)
     ranks.say(f"{cfg.count} samples from {trained.file}\n\nledger ({trained.device})\n{drawing.ledger.table()}\n")
 
     def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         return judge.of(torch.from_numpy(to_uint8(trained.autoencoder.decode(latents))))
 
-    pieces = drawing.run(out.with_name(out.name + ".parts"), judge.protocol(), content)
+    job = judge.protocol()
+    job["reference"] = {key: value for key, value in job["reference"].items() if key != "name"}
+    pieces = drawing.run(out.with_name(out.name + ".parts"), job, content)
     result: dict[str, Any] = {}
     if ranks.first:
         sides = judge.sides()
@@ -84,7 +96,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
                 sides[name].add(features)
         result = {
             "features": figures(sides, judge.reference),
-            "protocol": drawing.protocol() | judge.protocol(),
+            "protocol": protocol,
             "environment": describe_environment(trained.device),
         }
         file = out.with_name(out.name + ".json")
@@ -94,15 +106,11 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     return result
 
 
-def out_of(cfg: EvaluateConfig, drawing: Drawing) -> Path:
+def out_of(cfg: EvaluateConfig, weights: Path, protocol: Mapping[str, Any]) -> Path:
     """Where the result goes; its folder exists."""
-    if cfg.out is not None:
-        out = Path(cfg.out).expanduser()
-    elif cfg.run_dir is None:
-        raise ValueError("out is not set; say where the figures of weights= go: out=<file without .json>.")
-    else:
-        run = drawing.trained.file.parents[2]
-        out = run / "evaluation" / f"step-{drawing.trained.weights()['step']}-{cfg.count}"
+    name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
+    default = weights.parents[2] / "evaluation" / f"{weights.parent.name}-{name}"
+    out = default if cfg.out is None else Path(cfg.out).expanduser()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -122,7 +130,7 @@ def table(features: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(words: list[str]) -> None:
-    with exiting(), one_sentence():
+    with resumable_command():
         evaluate_run(from_words(EvaluateConfig, words, __doc__ or ""))
 
 

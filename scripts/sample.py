@@ -23,9 +23,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.config.compose import from_words, one_sentence
+from training.config.compose import from_words
 from training.drawing import DrawConfig, Drawing
-from training.process.exit import exiting
+from training.process.exit import resumable_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,8 +80,10 @@ def sample_run(cfg: SampleConfig) -> Path:
         return {"labels": labels, "samples": torch.from_numpy(to_uint8(trained.autoencoder.decode(latents)))}
 
     out = Path(cfg.out).expanduser()
-    kind = "latents" if cfg.format is Format.latents else "images"
-    pieces = drawing.run(out.with_name(out.name + ".parts"), {"kind": kind}, content)
+    kind, parts = "latents" if cfg.format is Format.latents else "images", out.with_name(out.name + ".parts")
+    if cfg.format is Format.png and out.exists() and not parts.exists():
+        raise ValueError(f"out={out} is there already, and its images would mix with new ones; choose another.")
+    pieces = drawing.run(parts, {"kind": kind}, content)
 
     file = out if cfg.format is Format.png else out.with_name(out.name + ".npz")
     if cfg.format is Format.png:
@@ -147,7 +149,7 @@ def first_images(pieces: Pieces, count: int) -> Iterator[tuple[np.ndarray, np.nd
 
 
 def main(words: list[str]) -> None:
-    with exiting(), one_sentence():
+    with resumable_command():
         sample_run(from_words(SampleConfig, words, __doc__ or ""))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from train import train
 from training.components import build_loader
 from training.config.compose import ROOT, compose
 from training.process.ranks import SINGLE
+from training.sampling import SampleStream
 
 DIGITS = {"_target_": "data.digits.DigitLatents"}
 RUN = ["total_samples=128", "batch_size=32", "optim.lr=2e-2", "schedule.warmup_samples=0", "eval_every=2", "fd_every=2"]
@@ -35,7 +37,9 @@ RUN += ["ema.half_life_samples=500", "ema.ramp=10", "sampling.steps=2", "runtime
 def trained(tmp_path_factory):
     """Four steps of a tiny model on digits, which measured its distances at the second and the fourth. Read only."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    train(compose([*RUN, f"run_dir={folder}"]))
+    summary = train(compose([*RUN, f"run_dir={folder}"]))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert summary["maintenance_seconds"] > sum(line["distances_s"] for line in lines) > 0  # no time of training
     return folder
 
 
@@ -101,7 +105,6 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_pat
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "fd_encoder" in line] == [2, 4]
     assert lines[0]["train_seconds"] < lines[1]["train_seconds"]
-    assert lines[1]["distances_s"] > 0
     found = evaluate_run(config(trained, tmp_path / "again"))
     assert found["protocol"]["weights"]["kind"] == "ema"
     for name in ("encoder", "random"):
@@ -212,15 +215,65 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, judge, tmp_
     assert abs(distances(sides["encoder"], judge.reference["encoder"])["fd"]) < 3 * floor(sides["encoder"])["floor_fd"]
 
 
+def save_flat(folder, count: int) -> None:
+    folder.mkdir()
+    for i in range(count):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / f"{i}.bmp")
+
+
+def test_other_pixels_are_another_reference(tmp_path):
+    """Also of the same names and sizes; and a folder needs no classes."""
+    save_flat(tmp_path / "flat", 9)
+    first = reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told
+    assert reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told == first
+    Image.new("RGB", (8, 8), (99, 0, 0)).save(tmp_path / "flat" / "3.bmp")
+    assert reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told["sha256"] != first["sha256"]
+
+
+def test_one_run_has_distances_of_one_protocol(trained, tmp_path):
+    """A resume that would measure otherwise is refused, and what is there stays."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    before = (folder / "fd_protocol.json").read_bytes()
+    with pytest.raises(ValueError, match=r"distances of another protocol: steps was 2, is 3\. Set that back"):
+        train(compose([*RUN, f"run_dir={folder}", "sampling.steps=3", "total_samples=192"]))
+    assert (folder / "fd_protocol.json").read_bytes() == before
+    train(compose([*RUN, f"run_dir={folder}", "total_samples=192"]))
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [2, 4, 6]
+
+
+def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypatch, capsys):
+    """An 8-bit image of NaN looks like any other. A run warns and goes on, a command stops with a sentence."""
+    monkeypatch.setattr(
+        SampleStream, "batch", lambda self, number: (torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan))
+    )
+    with pytest.raises(ValueError, match="draws samples that are not finite"):
+        evaluate_run(config(trained, tmp_path / "out"))
+    folder = tmp_path / "run"
+    assert train(compose([*RUN, f"run_dir={folder}", "keep_best=eval_loss"]))["steps"] == 4
+    assert "warning: samples are not finite" in capsys.readouterr().out
+    assert not any("kd_" in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+
+
+def test_results_of_other_settings_do_not_replace_each_other(trained, tmp_path):
+    folder = shutil.copytree(trained, tmp_path / "run")
+    for steps in (1, 2, 2):
+        evaluate_run(config(folder, None, steps=steps, features=["encoder"], count=20))
+    assert len(list((folder / "evaluation").glob("step-4-*.json"))) == 2
+
+
 def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
     weights = tmp_path / "copied.safetensors"
     weights.write_bytes(next((trained / "checkpoints").glob("step-4/ema.safetensors")).read_bytes())
     (tmp_path / "empty").mkdir()
+    save_flat(tmp_path / "few", 3)
     for changes, said in (
         ({"run_dir": None, "weights": str(weights)}, "give reference=<folder>"),
         ({"features": ["encodr"]}, "features=encodr is unknown"),
-        ({"reference": str(tmp_path / "empty")}, "holds no images"),
-        ({"reference_count": 2}, "reference_count=2 must be at least 4"),
+        ({"count": 3}, "count=3 must be at least 4"),
+        ({"reference": str(tmp_path / "empty")}, f"reference={tmp_path / 'empty'} holds no images"),
+        ({"reference": str(tmp_path / "few")}, "gives 3 images to compare with; give 8 or more"),
+        ({"reference_count": 2}, "reference_count=2 must be at least 8"),
         ({"features": ["inception"]}, "inception="),
     ):
         with pytest.raises(ValueError, match=said):

@@ -13,14 +13,17 @@ import torch
 from PIL import Image
 
 from accel.compilation import Compile
+from data.chunked import ChunkedLatents
 from models.sampler import sample
 from scripts.sample import Format, SampleConfig, sample_run
+from tests.helpers import CPU, random_samples, save_latent_set
 from train import train
+from training.components import build_loader
 from training.config.compose import compose, from_words
 from training.drawing import DrawConfig, Drawing
 from training.pieces import Pieces
 from training.process.ranks import SINGLE, Ranks
-from training.sampling import draw_latents, load_run
+from training.sampling import draw_latents, labels_of_data, load_run
 
 RUN = ["model.dim=32", "model.depth=2", "model.head_dim=16", "total_samples=256", "batch_size=32", "optim.lr=2e-2"]
 RUN += ["schedule.warmup_samples=0", "eval_every=0", "sample_every=0", "save_every=8", "ema.half_life_samples=1"]
@@ -125,6 +128,16 @@ def test_labels_are_dealt_or_as_in_the_data(trained, tmp_path):
         Drawing(DrawConfig(weights=str(weights), labels="data", device="cpu"), SINGLE)
 
 
+def test_labels_of_a_set_in_chunks(tmp_path):
+    """Its loader's place is more than a number of samples."""
+    save_latent_set(tmp_path, [("train", random_samples(40, seed=0)), ("held_out", random_samples(4, seed=1))])
+    node = {"_target_": "data.resident.ResidentLatents", "path": str(tmp_path), "device_memory_gib": 5e-6}
+    assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
+    forwards, backwards = (labels_of_data(node, 0, 4, CPU) for _ in range(2))
+    found = {i: forwards(torch.arange(4 * i, 4 * i + 4)) for i in range(5)}
+    assert all(torch.equal(backwards(torch.arange(4 * i, 4 * i + 4)), found[i]) for i in (4, 0, 2, 1, 3))
+
+
 def settings(trained, out, **changes) -> SampleConfig:
     return SampleConfig(
         **{"run_dir": str(trained), "count": 1100, "steps": 2, "batch_size": 64, "device": "cpu", "out": str(out)}
@@ -153,6 +166,8 @@ def test_formats_grid_and_bytes(trained, tmp_path, monkeypatch):
     folder = sample_run(settings(trained, tmp_path / "pngs", count=25, format=Format.png))
     assert (picture(folder / "0003" / "000013.png") == found["arr_0"][13]).all()
     assert len(list(folder.rglob("*.png"))) == 25
+    with pytest.raises(ValueError, match="pngs is there already"):
+        sample_run(settings(trained, tmp_path / "pngs", count=5, format=Format.png))
     latents = np.load(sample_run(settings(trained, tmp_path / "latents", count=25, format=Format.latents)))
     run = load_run(trained, device="cpu")
     pixels = ((torch.from_numpy(latents["latents"]).clamp(-1, 1) + 1) * 127.5).round()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,26 +97,19 @@ class Drawing:
         return labels_in_turn(cfg.labels, trained.device)
 
     def protocol(self) -> dict[str, Any]:
-        """All that a figure of these samples depends on: settings, weights, and how the model really computed."""
-        spec, stream, active = self.trained.spec, self.stream, {row.key: row.active for row in self.ledger}
-        sampling = {name: value for name, value in asdict(stream.sampling).items() if name in SAMPLER}
-        return {
-            "count": self.cfg.count,
-            "labels": self.cfg.labels,
-            "seed": stream.seed,
-            **sampling,
-            "precision": active["precision"],
-            "data": spec.fingerprint,
-            "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),
-            "weights": self.trained.weights(),
-        }
+        """All that a figure of these samples depends on: settings, weights, and how the model computes."""
+        from training.sampling import protocol_of, weights_of
+
+        told = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.cfg.labels)
+        return told | {"weights": weights_of(self.trained.file)}
 
     def run(
         self, folder: Path, job: Mapping[str, Any], content: Callable[[Tensor, Tensor], dict[str, Tensor]]
     ) -> Pieces:
         """Draws all samples into pieces in `folder`, of which some may be there, and returns them.
 
-        `content(labels, latents)` makes the tensors to keep of a batch; `job` says what else they depend on.
+        `content(labels, latents)` makes the tensors to keep of a batch; `job` says what else they depend on. ValueError
+        for latents that are not finite.
         """
         import torch
 
@@ -124,7 +117,9 @@ class Drawing:
         from training.process.progress import Progress
 
         cfg, size = self.cfg, self.size
-        job = {**self.protocol(), **job, "batch_size": cfg.batch_size, "techniques": self.ledger.as_dict()}
+        told = self.protocol()
+        told["weights"] = told["weights"]["sha256"]  # the same file by another path is the same job
+        job = {**told, **job, "batch_size": cfg.batch_size, "techniques": {row.key: row.active for row in self.ledger}}
         pieces = Pieces(folder, job, -(-cfg.count // size), self.ranks)
         missing = pieces.missing()
         if done := len(pieces.mine()) - len(missing):
@@ -136,6 +131,11 @@ class Drawing:
             found: list[dict[str, Tensor]] = []
             for start in range(first, last, cfg.batch_size):
                 labels, latents = self.stream.batch(start // cfg.batch_size)
+                if not bool(latents.isfinite().all()):
+                    raise ValueError(
+                        f"{self.trained.file} draws samples that are not finite; use an earlier checkpoint of the run, "
+                        f"or runtime.precision=fp32."
+                    )
                 kept = content(labels[: last - start], latents[: last - start])
                 found.append({name: tensor.cpu() for name, tensor in kept.items()})
                 progress.advance(min(cfg.batch_size, last - start))

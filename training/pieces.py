@@ -38,20 +38,27 @@ class Pieces:
         self.folder, self.count, self.ranks, self.waits = folder, count, ranks, waits
         self.job = json.loads(json.dumps(job))
         self.lock: lock.Held | None = None
-        ranks.agreed(self.claim)
+        said = False
+        while not ranks.agreed(self.claim):  # asked anew, so that no process waits long for another's answer
+            if not said:
+                ranks.say(f"waiting for another process that works on {folder}")
+            said = True
+            time.sleep(0.5)
 
-    def claim(self) -> None:
+    def claim(self) -> bool:
+        """Locks the folder; False if another process holds it and this one may wait."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = lock.held(self.folder, f"{self.folder}: another process works on it; wait, or stop it.")
         except OSError as error:
-            raise ValueError(f"{self.folder} cannot be made ({error.strerror}); choose another folder.") from error
-        while self.lock is None:
-            try:
-                self.lock = lock.held(self.folder, f"{self.folder}: another process works on it; wait, or stop it.")
-            except ValueError:
-                if not self.waits:
-                    raise
-                time.sleep(0.5)
+            raise ValueError(
+                f"{self.folder} cannot be made or written ({error.strerror}); choose another out, or set "
+                f"XDG_CACHE_HOME where it is a cache."
+            ) from error
+        except ValueError:
+            if self.waits:
+                return False
+            raise
         file = self.folder / JOB
         if not file.is_file():
             write_atomically(file, json.dumps(self.job, indent=1) + "\n")
@@ -61,6 +68,7 @@ class Pieces:
             raise ValueError(
                 f"{self.folder} holds the unfinished work of another command ({said}); delete it or use another out."
             )
+        return True
 
     def mine(self) -> list[int]:
         """Numbers of this process's pieces."""

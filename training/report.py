@@ -11,7 +11,8 @@ def log_line(metrics: Mapping[str, Any]) -> str:
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
-    parts += [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith("fd_")]
+    shown = [name for name in metrics if name.startswith("fd_")] or [name for name in metrics if name.startswith("kd_")]
+    parts += [f"{name} {metrics[name]:.4g}" for name in shown]
     parts += [f"lr {metrics['lr']:.2e}", f"{metrics['samples_per_s']:.1f} samples/s"]
     if metrics.get("mfu") is not None:
         parts.append(f"mfu {metrics['mfu']:.1%}")

@@ -5,8 +5,10 @@ Letters: N and B samples, C channels, H W height and width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,12 +93,6 @@ class TrainedModel:
     data: dict[str, Any] | None
     """The run's data configuration; None where the weights came without their run."""
 
-    def weights(self) -> dict[str, Any]:
-        """Which weights these are: file, sha256, "ema" or "model", and the step they are of."""
-        told = told_by(self.file)
-        kind, step = told["weights"], told["step"]
-        return {"file": str(self.file), "sha256": file_sha256(self.file), "kind": kind, "step": step}
-
     def settings(self, **changes: Any) -> SamplingConfig:
         """The run's own `sampling` with changes, such as steps=50 or guidance=2.0; ValueError for what cannot be."""
         found = typed(
@@ -141,6 +137,29 @@ class TrainedModel:
         return ledger
 
 
+@functools.cache
+def weights_of(file: Path) -> dict[str, Any]:
+    """Which weights a file holds: file, sha256, "ema" or "model", and the step they are of."""
+    told = told_by(file)
+    return {"file": str(file), "sha256": file_sha256(file), "kind": told["weights"], "step": told["step"]}
+
+
+def protocol_of(stack: AccelerationStack, stream: SampleStream, count: int, labels: Any) -> dict[str, Any]:
+    """All that a figure of samples depends on beside the weights: settings, data, and how the model computes."""
+    spec, sampling = stream.spec, asdict(stream.sampling)
+    sampling.pop("per_class")
+    return {
+        "count": count,
+        "labels": labels,
+        "seed": stream.seed,
+        **{name: value.value if isinstance(value, Enum) else value for name, value in sampling.items()},
+        "precision": stack.value("precision"),
+        "tf32": stack.value("tf32"),
+        "data": spec.fingerprint,
+        "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),
+    }
+
+
 Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
 """Positions of samples to their labels."""
 
@@ -175,13 +194,16 @@ def labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
 
 
 def labels_of_data(node: dict[str, Any], seed: int, batch_size: int, device: torch.device) -> Labels:
-    """The label of sample i is that of the i-th training sample in the order of `seed`: classes as often as there."""
-    loader = build_loader(node, seed, batch_size, device)
+    """The label of sample i is that of the i-th training sample in the order of `seed`: classes as often as there.
+
+    The set is read into host memory for it.
+    """
+    loader = build_loader(node, seed, batch_size, torch.device("cpu"))
 
     def labels(position: Tensor) -> Tensor:
         if loader.state_dict()["samples_seen"] != (first := int(position[0])):
-            loader.load_state_dict({"samples_seen": first})
-        return next(loader).labels
+            loader.load_state_dict(loader.state_dict() | {"samples_seen": first})
+        return next(loader).labels.to(device)
 
     return labels
 
@@ -198,7 +220,8 @@ def load_run(
 
     `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the path. The model
     computes under the run's own runtime keys with the changes in `runtime`, and says in its ledger what could not be
-    had; a choice of kernels is made for batches of `batch_size`, doubled by guidance. ValueError if there are no such
+    had; a choice of kernels is made for batches of `batch_size`, doubled by guidance. This sets process-wide flags
+    (TF32, deterministic cuDNN), as training does. ValueError if there are no such
     weights, if they are damaged, or if the autoencoder is another one.
     """
     chosen = pick_device(device) if isinstance(device, str) else device

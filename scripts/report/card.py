@@ -30,7 +30,7 @@ def card(run: History) -> str:
     """The model card of a run."""
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
-    words = [f"{key}={run.config[f'sampling.{key}']}" for key in SAMPLER]
+    words = [f"{key}={run.config[f'sampling.{key}']}" for key in SAMPLER if f"sampling.{key}" in run.config]
     sample = shlex.join(["python", "-m", "scripts.sample", "weights=ema.safetensors", *words, "out=samples/mine"])
     about, data, weights = of_checkpoint(run)
     facts = [row for row in run.facts().items() if row[0] not in ("command", "finished")]

@@ -38,7 +38,7 @@ class Outcome:
     metrics: list[dict]
 
 
-TIMING = ("samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
+TIMING = ("train_seconds", "samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
 
 
 def outcome(folder: Path) -> Outcome:

@@ -223,16 +223,17 @@ def test_what_is_kept(words: list[str], kept: set[int], whole: Callable[..., Pat
     assert found == kept | {best["step"]}
 
 
-def test_the_best_one_stays(whole: Callable[..., Path], tmp_path: Path):
+@pytest.mark.parametrize(("best_by", "best"), [("eval_loss", "step-4"), ("fd_random", "step-8")])
+def test_the_best_one_stays(best_by: str, best: str, whole: Callable[..., Path], tmp_path: Path):
     folder = tmp_path / "checkpoints"
     for step, loss in ((2, float("nan")), (4, 0.1), (6, None), (8, 0.7), (10, None), (12, 0.6)):
         shutil.copytree(complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
         file = folder / f"step-{step}" / "state.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"scores": {"eval_loss": loss}}))
-    checkpoints = Checkpoints(folder, keep=2)
+        scores = {"eval_loss": loss, "fd_random": None if loss is None else 1.0 - loss}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"scores": scores}))
     shutil.copytree(complete(whole() / "checkpoints")[-1], folder / "step-14")
-    checkpoints.remove_old(folder / "step-14")
-    assert [f.name for f in complete(folder)] == ["step-4", "step-12", "step-14"]
+    Checkpoints(folder, keep=2, best_by=best_by).remove_old(folder / "step-14")
+    assert [f.name for f in complete(folder)] == [best, "step-12", "step-14"]
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(

@@ -223,7 +223,7 @@ class FdConfig:
 
     def check(self, keep_best: str) -> None:
         """ValueError for a value that no run can have."""
-        at_least(4, self, "count", "reference_count", prefix="fd.")
+        at_least(8, self, "count", "reference_count", prefix="fd.")
         known = ["eval_loss", *(f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features)]
         if keep_best not in known:
             raise ValueError(f"keep_best={keep_best} is nothing that this run measures; choose {', '.join(known)}.")

@@ -53,6 +53,17 @@ def exiting() -> Iterator[None]:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+@contextmanager
+def resumable_command() -> Iterator[None]:
+    """Surrounds a command that goes on where it stopped: mistakes and Ctrl-C become one sentence and an exit code."""
+    with exiting(), one_sentence():
+        try:
+            yield
+        except KeyboardInterrupt:
+            print("\nstopped; the same command goes on from what is finished", file=sys.stderr)
+            sys.exit(130)
+
+
 def skips_finalisation() -> bool:
     return group_joined or loggers.finish_timed_out
 
