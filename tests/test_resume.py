@@ -44,7 +44,7 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
     last = complete(folder / "checkpoints")[-1]
     state = assembled(last, description(last), KEPT)
     tensors = {name: leaf for name, leaf in flat(state) if isinstance(leaf, torch.Tensor)}
-    timing = ("samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
+    timing = ("train_seconds", "samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
     return [{k: v for k, v in line.items() if k not in timing} for line in lines], tensors
 
 
