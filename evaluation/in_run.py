@@ -37,7 +37,7 @@ class InRun:
         self.judge = Judge(how, spec, cfg.data, autoencoder, training.device, training.ranks)
         batch = max(1, training.micro_batch // 2)  # guidance doubles it
         labels = labels_in_turn(range(spec.num_classes), training.device)
-        self.stream = SampleStream(training.step.forward, spec, cfg.sampling, labels, cfg.seed, batch, training.device)
+        self.stream = SampleStream(training.step.forward, spec, cfg.sampling, labels, 0, batch, training.device)
         self.refuse_too_few()
 
     def record(self, folder: Path) -> None:
@@ -46,17 +46,16 @@ class InRun:
 
     def write(self, file: Path) -> None:
         told = protocol_of(self.training.stack, self.stream, self.count, "balanced") | self.judge.protocol()
-        told |= {"weights": "ema"}
-        for name, side in self.judge.reference.items():
-            told["features"][name] |= floor(side)
-        told = json.loads(json.dumps(told))
-        earlier = json.loads(file.read_text()) if file.is_file() else told
-        if changed := difference(earlier, told):
+        told = json.loads(json.dumps(told | {"weights": "ema"}))
+        floors = {name: floor(side) for name, side in self.judge.reference.items()}
+        earlier = json.loads(file.read_text()) if file.is_file() else told | {"floors": floors}
+        moved = {"reference": told["reference"] | {"name": earlier["reference"].get("name")}}  # the same images
+        if changed := difference({key: earlier.get(key) for key in told}, told | moved):
             raise ValueError(
                 f"{file.parent} has distances of another protocol: {changed}. Set that back, or fd_every=0, or use a "
                 f"new run_dir: figures of two protocols do not make one curve."
             )
-        write_atomically(file, json.dumps(told, indent=1) + "\n")
+        write_atomically(file, json.dumps(told | {"floors": floors}, indent=1) + "\n")
 
     def refuse_too_few(self) -> None:
         """Says once which distances are left out; ValueError if `keep_best` is one of them."""

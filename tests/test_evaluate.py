@@ -111,8 +111,8 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_pat
         assert found["features"][name]["kd"] == pytest.approx(lines[1][f"kd_{name}"], rel=1e-4)
     assert found["features"]["encoder"]["fd"] == pytest.approx(lines[1]["fd_encoder"], rel=1e-5)
     told = json.loads((trained / "fd_protocol.json").read_text())
-    assert told["features"]["encoder"].items() >= found["protocol"]["features"]["encoder"].items()
-    assert told["features"]["encoder"]["floor_fd"] == found["features"]["encoder"]["floor_fd"]
+    assert told["features"] == found["protocol"]["features"]
+    assert told["floors"]["encoder"]["floor_fd"] == found["features"]["encoder"]["floor_fd"]
     weights = next((trained / "checkpoints").glob("step-4/model.safetensors"))
     raw = evaluate_run(config(trained, tmp_path / "raw", run_dir=None, weights=str(weights)))
     assert raw["protocol"]["weights"]["kind"] == "model"

@@ -26,7 +26,8 @@ from training.config.compose import as_yaml, compose
 EVIL = "<script>alert(1)</script>"
 PROTOCOL = {
     **{"count": 1000, "solver": "heun", "steps": 20, "reference": {"name": "/somewhere", "sha256": "ab" * 32}},
-    "features": {"random": {"seed": 0, "floor_fd": 3.25}},
+    "features": {"random": {"seed": 0}},
+    "floors": {"random": {"floor_fd": 3.25}},
 }
 FIGURES = {
     "random": {"fd": 21.25, "kd": 0.021, "kd_std": 0.001, "precision": 0.61, "recall": 0.44, "floor_fd": 3.25},
@@ -165,7 +166,7 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
     """Weights, floors and the reference's place may differ."""
     mine, theirs = plant("mine"), plant("theirs", reference={"name": "/elsewhere", "sha256": "ab" * 32})
     (theirs / "config.yaml").write_text(as_yaml(DEFAULTS | {"batch_size": 48}))
-    write(theirs / "fd_protocol.json", PROTOCOL | {"features": {"random": {"seed": 0, "floor_fd": 3.26}}})
+    write(theirs / "fd_protocol.json", PROTOCOL | {"floors": {"random": {"floor_fd": 3.26}}})
     page, _ = texts(run_dir=mine, other=theirs, out=tmp_path / "both.html")
     both = alts(section(page, "distance"))
     assert ["mine from" in alt and "theirs from" in alt for alt in both] == [True, True]

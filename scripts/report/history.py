@@ -129,7 +129,7 @@ def by_protocol(members: Sequence[Any]) -> list[tuple[list[Any], dict[str, Any],
     groups: list[tuple[list[Any], dict[str, Any], str]] = []
     for member in members:
         kept = {key: value for key, value in member.protocol.items() if key.split(".")[0] != "weights"}
-        kept = {k: v for k, v in kept.items() if k != "reference.name" and not k.endswith(("floor_fd", "floor_kd"))}
+        kept = {k: v for k, v in kept.items() if k != "reference.name" and not k.startswith("floors.")}
         if same := [group for group in groups if kept and group[1] == kept]:
             same[0][0].append(member)
             continue

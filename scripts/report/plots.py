@@ -60,7 +60,7 @@ def distance_plots(runs: Sequence[History]) -> list[Plot]:
     for key in dict.fromkeys(key for run in runs for key in run.distances()):
         kind, space = key.split("_", 1)
         title = f"{'Fréchet' if kind == 'fd' else 'Kernel'} distance, features {space}"
-        floor = runs[0].protocol.get(f"features.{space}.floor_{kind}")
+        floor = runs[0].protocol.get(f"floors.{space}.floor_{kind}")
         plot = Plot(title, kind.upper(), re.escape(key), log=True, floor=floor)
         plots += [plot, plot._replace(over="train_seconds")]
     return plots
