@@ -48,6 +48,7 @@ def clean_process():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
     torch._dynamo.reset()
 
 
