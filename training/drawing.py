@@ -65,7 +65,7 @@ class Drawing:
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
         from training.environment import pick_device
-        from training.sampling import SampleStream, load_run
+        from training.sampling import SampleStream, load_run, weights_of
 
         cfg.check()
         key = "weights" if cfg.weights else "run_dir"
@@ -78,6 +78,7 @@ class Drawing:
             self.trained.forward, self.trained.spec, sampling, self.labels(), cfg.seed, cfg.batch_size, device
         )
         self.ledger: Ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
+        self.weights = weights_of(self.trained.file)
         self.size = cfg.batch_size * max(1, PIECE // cfg.batch_size)
 
     def labels(self) -> Labels:
@@ -98,10 +99,10 @@ class Drawing:
 
     def protocol(self) -> dict[str, Any]:
         """All that a figure of these samples depends on: settings, weights, and how the model computes."""
-        from training.sampling import protocol_of, weights_of
+        from training.sampling import protocol_of
 
         told = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.cfg.labels)
-        return told | {"weights": weights_of(self.trained.file)}
+        return told | {"weights": self.weights}
 
     def run(
         self, folder: Path, job: Mapping[str, Any], content: Callable[[Tensor, Tensor], dict[str, Tensor]]

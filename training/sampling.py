@@ -5,7 +5,6 @@ Letters: N and B samples, C channels, H W height and width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -137,7 +136,6 @@ class TrainedModel:
         return ledger
 
 
-@functools.cache
 def weights_of(file: Path) -> dict[str, Any]:
     """Which weights a file holds: file, sha256, "ema" or "model", and the step they are of."""
     told = told_by(file)
@@ -221,8 +219,8 @@ def load_run(
     `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the path. The model
     computes under the run's own runtime keys with the changes in `runtime`, and says in its ledger what could not be
     had; a choice of kernels is made for batches of `batch_size`, doubled by guidance. This sets process-wide flags
-    (TF32, deterministic cuDNN), as training does. ValueError if there are no such
-    weights, if they are damaged, or if the autoencoder is another one.
+    (TF32, deterministic cuDNN), as training does. ValueError if there are no such weights, if they are damaged, or if
+    the autoencoder is another one.
     """
     chosen = pick_device(device) if isinstance(device, str) else device
     file = weights_file(str(path), key)
