@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ class InceptionFeatures(Features):
         if file_sha256(file) != INCEPTION_SHA256:
             raise ValueError(f"inception={weights} is not {INCEPTION_FILE}, or is damaged; {remedy}.")
         try:
-            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+            found: Any = import_module("torch_fidelity.feature_extractor_inceptionv3")
         except Exception as error:  # a torchvision built for another torch raises RuntimeError, OSError and others
             raise ValueError(not_importable("inception", "torch_fidelity", error)) from error
-        self.network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(file))
+        self.network = found.FeatureExtractorInceptionV3(
+            "inception", ["2048"], feature_extractor_weights_path=str(file)
+        )
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 2048"]:
         return self.network(images.permute(0, 3, 1, 2).contiguous())[0]
@@ -73,9 +76,7 @@ class Dinov2Features(Features):
         if path is None:
             raise ValueError("features=dinov2 needs dinov2=<folder or hub id>, for example facebook/dinov2-base.")
         try:
-            import transformers
-
-            model: Any = transformers.Dinov2Model
+            model: Any = import_module("transformers").Dinov2Model
         except Exception as error:  # as above: it imports torchvision where there is one
             raise ValueError(not_importable("dinov2", "transformers", error)) from error
         folder = dinov2_folder(path)
