@@ -14,7 +14,6 @@ from evaluation.distances import too_few
 from evaluation.judge import Judge, JudgeConfig
 from evaluation.sides import distances, floor
 from models.autoencoders import Autoencoder
-from models.images import to_uint8
 from training.assemble import Training
 from training.checkpoint.save import difference
 from training.evaluate import dealt
@@ -31,7 +30,7 @@ class InRun:
 
     def __init__(self, training: Training, autoencoder: Autoencoder) -> None:
         cfg, spec = training.cfg, training.loader.spec
-        self.training, self.autoencoder, self.count = training, autoencoder, cfg.fd.count
+        self.training, self.count = training, cfg.fd.count
         files = {"inception": cfg.fd.inception, "dinov2": cfg.fd.dinov2}
         how = JudgeConfig(tuple(cfg.fd.features), cfg.fd.reference, cfg.fd.reference_count, files)
         self.judge = Judge(how, spec, cfg.data, autoencoder, training.device, training.ranks)
@@ -80,8 +79,7 @@ class InRun:
                 _, latents = self.stream.batch(number)
                 if mine:
                     finite = finite and bool(latents.isfinite().all())
-                    images = torch.from_numpy(to_uint8(self.autoencoder.decode(latents)))
-                    found.append((number, self.judge.of(images)))
+                    found.append((number, self.judge.of_latents(latents)))
         order = torch.cat(ranks.gathered(torch.tensor([number for number, _ in found]).long())).argsort()
         finite = bool(torch.cat(ranks.gathered(torch.tensor([finite]))).all())
         figures: dict[str, float] = {}

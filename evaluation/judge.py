@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from data.loader import LatentSpec
 from evaluation.features import build_features
-from evaluation.reference import folder_source, reconstructions, reference_sides
+from evaluation.reference import decoded, folder_source, reconstructions, reference_sides
 from evaluation.sides import NEIGHBOURS, ROWS, Side
 from evaluation.space import Features
 from models.autoencoders import Autoencoder, PixelAutoencoder
-from models.images import to_uint8
 from training.process.ranks import Ranks
 
 QUANTISATION = "uint8, rounded to the nearest value"
@@ -48,13 +47,13 @@ class Judge:
         ranks: Ranks,
     ) -> None:
         channels = 3 if not isinstance(autoencoder, PixelAutoencoder) or spec.channels == 3 else 1
+        self.autoencoder, self.device = autoencoder, device
         blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=device)
-        black = torch.from_numpy(to_uint8(autoencoder.decode(spec.denormalise(blank))))
+        image = decoded(autoencoder, spec.denormalise(blank))
         built = build_features(cfg.features, autoencoder, channels, cfg.files)
         self.spaces: dict[str, Features] = {name: space.to(device) for name, space in built.items()}
-        self.device = device
-        self.of(black)  # which tells a space the size of its images
-        size = (black.shape[1], black.shape[2])
+        self.of(image)  # which tells a space the size of its images
+        size = (image.shape[1], image.shape[2])
         if cfg.reference is not None:
             self.source = folder_source(cfg.reference, size, cfg.reference_count)
         elif data is not None:
@@ -66,6 +65,10 @@ class Judge:
     def of(self, images: UInt8[Tensor, "B H W 3"]) -> dict[str, Tensor]:
         """The features of images in each space, as fp32 on the CPU."""
         return {name: space(images.to(self.device)).cpu() for name, space in self.spaces.items()}
+
+    def of_latents(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
+        """The features of samples, from raw latents: decoded and quantised as the reference's are."""
+        return self.of(decoded(self.autoencoder, latents))
 
     def sides(self) -> dict[str, Side]:
         """Empty sides, for samples."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -98,14 +98,19 @@ def reconstructions(
             loader.load_state_dict(loader.state_dict() | {"samples_seen": first})
         for start in range(first, last, BATCH):
             latents = spec.denormalise(next(loader).latents[: last - start]).to(device)
-            with exact(device):
-                yield torch.from_numpy(to_uint8(autoencoder.decode(latents)))
+            yield decoded(autoencoder, latents)
 
     order = {key: node[key] for key in ("_target_", "streams", "window") if key in node}
     facts = [spec.fingerprint, spec.encoder_sha256 or spec.encoder.get("_target_"), spec.mean, spec.std, order]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     told = {"kind": "reconstructions", "sha256": digest, "resize": "none", "count": count}
     return enough(Source(told, count, images), "the training set")
+
+
+def decoded(autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]) -> UInt8[Tensor, "B H W 3"]:
+    """8-bit images from raw latents, in true fp32 whatever the process has set."""
+    with torch.no_grad(), exact(latents.device):
+        return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
 
 @functools.lru_cache(maxsize=1)

@@ -59,12 +59,9 @@ class EvaluateConfig(DrawConfig):
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     """Draws, compares and writes <out>.json; returns its content, in the first process."""
-    import torch
-
     from data.manifest import write_atomically
     from evaluation.judge import Judge, JudgeConfig
     from evaluation.sides import figures
-    from models.images import to_uint8
     from training.environment import describe_environment
     from training.process.ranks import Ranks
 
@@ -82,12 +79,9 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     out = out_of(cfg, trained.file, protocol)
     ranks.say(f"{cfg.count} samples from {trained.file}\n\nledger ({trained.device})\n{drawing.ledger.table()}\n")
 
-    def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        return judge.of(torch.from_numpy(to_uint8(trained.autoencoder.decode(latents))))
-
     job = judge.protocol()
     job["reference"] = {key: value for key, value in job["reference"].items() if key != "name"}
-    pieces = drawing.run(out.with_name(out.name + ".parts"), job, content)
+    pieces = drawing.run(out.with_name(out.name + ".parts"), job, lambda labels, latents: judge.of_latents(latents))
     result: dict[str, Any] = {}
     if ranks.first:
         sides = judge.sides()
