@@ -28,6 +28,8 @@ WORDS = [
     *("schedule.warmup_samples=0", "deterministic=true", "runtime.parallel.timeout_minutes=1"),
 ]
 """Four steps."""
+EXTRAS = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
+EXTRAS += ["fd_every=4", "fd.count=150", "fd.features=[encoder]"]
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -76,8 +78,7 @@ def weights(folder: Path, step: int, which: str = "ema") -> dict[str, torch.Tens
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, with everything that a run can do along the way."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    extras = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
-    finished(launch(folder, *extras, ranks=1))
+    finished(launch(folder, *EXTRAS, ranks=1))
     return folder
 
 
@@ -91,9 +92,8 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: Path, tmp_path: Path):
-    """Losses, held-out losses, samples, and the averages in the checkpoint; one folder, one voice."""
-    extras = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
-    extras += ["runtime.parallel.shard_degree=2"] if mode == "hsdp" else []  # two copies of two parts each
+    """Losses, held-out losses, distances, samples, and the averages in the checkpoint; one folder, one voice."""
+    extras = EXTRAS + (["runtime.parallel.shard_degree=2"] if mode == "hsdp" else [])  # two copies of two parts each
     said = finished(launch(tmp_path / "run", *extras, f"runtime.parallel.mode={mode}", ranks=ranks))
     close(tmp_path / "run", single, "loss", "grad_norm", "lr", "step", "samples")
     assert said.count("summary") == 1
@@ -102,6 +102,10 @@ def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: 
     torch.testing.assert_close(
         torch.tensor(evaluated), torch.tensor([r for r in logged(single, "eval_loss") if r[0] is not None])
     )
+    for name in ("fd_encoder", "kd_encoder"):  # of 8-bit images: rounding moves a few pixels by one level
+        mine, alone = ([row[0] for row in logged(f, name) if row[0] is not None] for f in (tmp_path / "run", single))
+        assert len(mine) == 1
+        assert mine == pytest.approx(alone, rel=1e-3), name
     for name, tensor in weights(tmp_path / "run", 4).items():
         torch.testing.assert_close(tensor, weights(single, 4)[name], rtol=1e-4, atol=1e-6, msg=name)
     mine, other = (Image.open(folder / "samples" / "step-4.png") for folder in (tmp_path / "run", single))
