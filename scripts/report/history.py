@@ -52,6 +52,7 @@ class History:
         files = {file.name: read(file) for file in sorted((folder / "evaluation").glob("*.json"))}
         ours = {name: found for name, found in files.items() if {"features", "protocol"} <= found.keys()}
         self.evaluations = [Evaluation(self, k, v["features"], dict(flat(v["protocol"]))) for k, v in ours.items()]
+        strange = len(files) - len(ours)
         wrong = sum(math.isnan(y) for _, y in self.series("loss"))
         outrun = self.summary and self.lines and self.lines[-1]["step"] > self.summary["steps"]
         self.summary = {} if outrun else self.summary
@@ -60,8 +61,7 @@ class History:
             "There is no logged step (metrics.jsonl), so nothing is drawn.": not self.lines,
             "The last line of metrics.jsonl is torn, and is left out.": len(self.lines) < len(lines),
             f"At {wrong} of {len(self.lines)} logged steps the loss is no finite number.": wrong,
-            f"In evaluation/, {len(files) - len(ours)} files are no results of scripts.evaluate.": len(ours)
-            < len(files),
+            f"{strange} files in evaluation/ are no results of scripts.evaluate.": strange,
             "summary.json is of an earlier end of the run, which went on; it is left out.": outrun,
         }
         self.problems = [sentence for sentence, true in problems.items() if true]
