@@ -224,7 +224,9 @@ def test_max_autotune_is_on_or_falls_back_loudly(any_mode):
     assert "max-autotune-no-cudagraphs" in row.evidence
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_reduce_overhead_trains_as_eager_does(any_mode, device):
     """On a CPU Inductor leaves its CUDA graphs away; on a GPU the steps are replays."""
     _, plain, _, other = assemble("dit", depth=1, device=torch.device(device))

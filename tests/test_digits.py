@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from models.solver import Solver
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.sample import SampleConfig, sample_run
 from train import train
@@ -35,6 +36,8 @@ def test_the_default_run_draws_digits_that_a_classifier_recognises(words, eval_l
     assert summary["eval_loss"] < eval_loss
     npz = sample_run(SampleConfig(run_dir=str(folder), count=200, seed=1, out=str(tmp_path / "samples")))
     assert recognised(npz) >= share
-    cfg = EvaluateConfig(run_dir=str(folder), count=600, steps=10, out=str(tmp_path / "figures"), seed=1)
+    cfg = EvaluateConfig(
+        run_dir=str(folder), count=600, steps=10, solver=Solver.ab2, guidance=1.0, out=str(tmp_path / "figures"), seed=1
+    )
     for found in evaluate_run(cfg)["features"].values():  # noise has more than 20 floors: tests/test_evaluate.py
         assert found["floor_fd"] < found["fd"] < 6 * found["floor_fd"]

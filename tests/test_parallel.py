@@ -337,7 +337,7 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
     ("words", "sentence"),
     [
         (["runtime.parallel.shard_degree=2"], "is for mode=hsdp"),
-        (["runtime.parallel.cpu_offload=true"], "is for mode=fsdp and mode=hsdp"),
+        (["runtime.parallel.cpu_offload=true"], "is for fsdp and hsdp"),
         (["runtime.parallel.bucket_cap_mb=0"], "runtime.parallel.bucket_cap_mb=0 must be at least 1"),
         (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
         (["+runtime.parallel.nccl.DEBUG=INFO"], "their names begin with NCCL_"),

@@ -477,7 +477,7 @@ def test_a_source_without_images_is_refused(job: Job, tmp_path: Path):
         (["out=x"], "source is not set; say which: source=<a folder of images or tars>"),
         (["source=x"], "out is not set; say which: out=<the folder for the latents>"),
         (["source=x", "out=y", "batch_size=0"], "batch_size=0 must be at least 1"),
-        (["source=x", "out=y", "held_out=1.0"], "held_out=1.0 must be at least 0 and below 1"),
+        (["source=x", "out=y", "held_out=1.0"], "held_out=1.0, the share kept out"),
     ],
 )
 def test_settings_that_no_job_can_have_are_refused(overrides: list[str], sentence: str):
