@@ -284,11 +284,15 @@ def is_first() -> bool:
     return world_size() == 1 or dist.get_rank() == 0
 
 
+def cache_folder(name: str) -> Path:
+    """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name
+
+
 def cache_file(facts: Mapping[str, Any]) -> Path:
-    """Where the findings of these facts are kept: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    """Where the findings of these facts are kept."""
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return Path(base).expanduser() / "fastlatent" / "kernels" / f"{name}.json"
+    return cache_folder("kernels") / f"{name}.json"
 
 
 def read(file: Path) -> dict[str, Any]:

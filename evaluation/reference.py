@@ -20,6 +20,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel.proof import cache_folder
 from data.loader import LatentLoader, LatentSpec
 from encoding.images import EXTENSIONS, RESIZE, DecodedImages, ImageEntry, collate, list_images, read_again
 from evaluation.sides import Side
@@ -27,7 +28,7 @@ from evaluation.space import Features, exact
 from models.autoencoders import Autoencoder
 from models.images import to_uint8
 from training.components import build_loader
-from training.pieces import Pieces, cache_folder
+from training.pieces import Pieces
 from training.process.ranks import Ranks
 
 PIECE = 512
@@ -143,7 +144,7 @@ def reference_sides(
     for name in sorted(spaces):  # in one order, so that two commands never wait for each other
         job = {"reference": {k: v for k, v in source.told.items() if k != "name"}, "features": spaces[name].describe()}
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
-        kept[name] = Pieces(cache_folder("references", key), job, -(-source.count // PIECE), ranks, waits=True)
+        kept[name] = Pieces(cache_folder("references") / key, job, -(-source.count // PIECE), ranks, waits=True)
     missing = {name: pieces.missing() for name, pieces in kept.items()}
     for number in sorted(set().union(*missing.values())):
         found: dict[str, list[Tensor]] = {name: [] for name in spaces if number in missing[name]}

@@ -56,7 +56,8 @@ def floor(real: Side) -> dict[str, Any]:
     few = too_few(min(half.count for half in real.halves), len(real.all.mean))
     rows = real.rows
     kd, _ = kernel_distance(rows[::2], rows[1::2])
-    return {"floor_fd": None if few else frechet(*real.halves), "floor_kd": kd}
+    found = {"floor_fd": None if few else frechet(*real.halves), "floor_kd": kd}
+    return found | ({"why": f"the floor is of halves: {few}"} if few else {})
 
 
 def figures(fake: Mapping[str, Side], real: Mapping[str, Side]) -> dict[str, dict[str, Any]]:
@@ -65,8 +66,5 @@ def figures(fake: Mapping[str, Side], real: Mapping[str, Side]) -> dict[str, dic
     for space, side in fake.items():
         precision, recall = precision_recall(real[space].rows, side.rows, NEIGHBOURS)
         shares = {"precision": precision, "recall": recall}
-        found[space] = distances(side, real[space]) | shares | floor(real[space])
-        if found[space]["floor_fd"] is None:
-            few = too_few(min(half.count for half in real[space].halves), len(real[space].all.mean))
-            found[space].setdefault("why", f"the floor is of halves: {few}")
+        found[space] = floor(real[space]) | distances(side, real[space]) | shares
     return found

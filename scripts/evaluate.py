@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from training.config.compose import from_words
+from training.config.schema import at_least
 from training.drawing import DrawConfig, Drawing
 from training.process.exit import resumable_command
 
@@ -52,9 +53,8 @@ class EvaluateConfig(DrawConfig):
     def check(self) -> None:
         """ValueError for a value that nothing can be evaluated with."""
         super().check()
-        for key, least in (("count", 4), ("reference_count", 8)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least {least}.")
+        at_least(4, self, "count")
+        at_least(8, self, "reference_count")
 
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:

@@ -103,15 +103,18 @@ def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
     """Streams the pieces into one .npz, a piece in memory at a time: `name` (count, …) and `labels` (count,)."""
     import numpy as np
 
-    temporary = file.with_name(file.name + ".tmp")
+    temporary, like = file.with_name(file.name + ".tmp"), pieces.read(0)["samples"].numpy()
+    header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
+    labels = []
     with zipfile.ZipFile(temporary, "w") as archive:  # a ZipInfo made from a name has a fixed date: equal bytes
-        for array, key in ((name, "samples"), ("labels", "labels")):
-            like = pieces.read(0)[key].numpy()
-            with archive.open(zipfile.ZipInfo(f"{array}.npy"), "w", force_zip64=True) as stream:
-                header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
-                np.lib.format.write_array_header_1_0(stream, header)
-                for number in range(pieces.count):
-                    stream.write(pieces.read(number)[key].numpy().tobytes())
+        with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
+            np.lib.format.write_array_header_1_0(stream, header)
+            for number in range(pieces.count):
+                found = pieces.read(number)
+                stream.write(found["samples"].numpy().tobytes())
+                labels.append(found["labels"].numpy())
+        with archive.open(zipfile.ZipInfo("labels.npy"), "w", force_zip64=True) as stream:
+            np.lib.format.write_array(stream, np.concatenate(labels), version=(1, 0))
     temporary.replace(file)
 
 

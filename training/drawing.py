@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.solver import Solver
+from training.config.schema import at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +56,7 @@ class DrawConfig:
         if (self.run_dir is None) == (self.weights is None):
             fault = "run_dir is not set" if self.run_dir is None else "run_dir and weights are both set"
             raise ValueError(f"{fault}; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors.")
-        for key in ("count", "batch_size"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 1.")
+        at_least(1, self, "count", "batch_size")
 
 
 class Drawing:

@@ -7,7 +7,6 @@ name, flushed and renamed: what has the name of a piece is whole, and its name t
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -116,9 +115,3 @@ class Pieces:
         self.close()
         if self.ranks.first:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def cache_folder(*names: str) -> Path:
-    """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base, "fastlatent", *names).expanduser()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +26,7 @@ from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import guided_velocity, sample
 from training.checkpoint.find import weights_file
-from training.components import build_loader, prove_kernels, runtime_values
+from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.compose import from_yaml, typed
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device
@@ -144,13 +143,13 @@ def weights_of(file: Path) -> dict[str, Any]:
 
 def protocol_of(stack: AccelerationStack, stream: SampleStream, count: int, labels: Any) -> dict[str, Any]:
     """All that a figure of samples depends on beside the weights: settings, data, and how the model computes."""
-    spec, sampling = stream.spec, asdict(stream.sampling)
-    sampling.pop("per_class")
+    spec, sampling = stream.spec, spine(stream.sampling)
+    del sampling["per_class"]
     return {
         "count": count,
         "labels": labels,
         "seed": stream.seed,
-        **{name: value.value if isinstance(value, Enum) else value for name, value in sampling.items()},
+        **sampling,
         "precision": stack.value("precision"),
         "tf32": stack.value("tf32"),
         "data": spec.fingerprint,
