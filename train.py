@@ -78,6 +78,7 @@ def train(composed: Composed) -> dict[str, Any]:
                     if distances and state.due(cfg.fd_every):
                         metrics |= (measured := distances())
                         scores = scores | measured
+                    metrics |= training.skipped_data()
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
                     progress.say(log_line(metrics))

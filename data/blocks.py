@@ -1,4 +1,4 @@
-"""Reads the blocks of a latent set and verifies each: length, hash, count, and that all values are finite.
+"""Reads the blocks of a latent set and verifies each: length, hash, names, dtypes, shapes, labels, finite values.
 
 A shard is a tar whose members are blocks: safetensors files of some hundred samples (data/shards.py). `BlockReader`
 reads a block by its offset in the manifest; it parses no tar and unpickles nothing. The manifest's order numbers the
@@ -8,14 +8,16 @@ samples of a split; that number is the id in a `Batch`.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from accel.technique import first_line
 from data.manifest import Block, Manifest, Shard
 from data.source import Source, unreadable
 
@@ -41,7 +43,16 @@ class Place(NamedTuple):
     first: int
 
     def __str__(self) -> str:
-        return f"samples {self.first}–{self.first + self.block.samples - 1} of {self.shard.split}"
+        last = self.first + self.block.samples - 1
+        return f"{self.shard.file} (samples {self.first}–{last} of {self.shard.split})"
+
+
+class Skipped(NamedTuple):
+    """A block that `data.on_corrupt=skip` left out."""
+
+    place: str
+    samples: int
+    reason: str
 
 
 class BlockReader:
@@ -51,24 +62,26 @@ class BlockReader:
         if on_corrupt not in ("error", "skip"):
             raise ValueError(f"data.on_corrupt={on_corrupt} is unknown; choose error or skip.")
         self.source, self.on_corrupt = source, on_corrupt
-        self.damaged: set[int] = set()
-        self.reports: list[tuple[str, int]] = []
-        """(sentence, samples) of each block skipped since the last `take_reports`."""
+        self.damaged: dict[int, str] = {}
+        """Number of a block -> what is wrong with it."""
+        self.reports: list[Skipped] = []
+        """The blocks skipped since the last `take_reports`."""
         shards = [shard for shard in manifest.shards if shard.split == split]
         blocks = [(shard, block) for shard in shards for block in shard.blocks]
         firsts = [0, *accumulate(block.samples for _, block in blocks)]
         self.count = firsts.pop()
         self.places = [Place(*pair, first) for pair, first in zip(blocks, firsts, strict=True)]
         self.blocks_of_shard = [len(shard.blocks) for shard in shards]
-        self.fields = ["latents", "labels", *(["mirrored"] if manifest.flips else [])]
-        """Names of the tensors that every block has; only some encoders add those of the posterior's std."""
+        names = ("latents", "mirrored") if manifest.flips else ("latents",)
+        self.names = {"labels", *names}
+        """Of the tensors in every block."""
+        self.names_of_std = {"std", "mirrored_std"} if manifest.flips else {"std"}
+        """Of those that the blocks of a variational encoder have beside them."""
+        self.with_std: bool | None = None if manifest.kind == "mean_std" else False
+        """Whether the blocks of this set have them; None until the first good block shows it."""
         self.shape = (manifest.channels, manifest.height, manifest.width)
-        expected = manifest.count if split == "train" else manifest.held_out
-        if self.count != expected:
-            raise ValueError(
-                f"{source}: the {split} shards hold {self.count} samples, the manifest says {expected}; "
-                f"run precompute_latents.py again to rebuild the manifest."
-            )
+        self.dtype = getattr(torch, manifest.dtype)
+        self.classes = len(manifest.class_names)
 
     def read(self, number: int) -> dict[str, Tensor]:
         """Reads all tensors of a block, and the `ids` of its samples.
@@ -76,7 +89,7 @@ class BlockReader:
         DamagedBlockError if the block differs from the manifest or cannot be read. With `on_corrupt="skip"` the samples
         of the next good block replace it, repeated or cut to the same number, so that the order keeps its length.
         """
-        unreachable = 0
+        unreachable, reason = 0, ""
         for other in (*range(number, len(self.places)), *range(number)):
             if other in self.damaged:
                 continue
@@ -85,20 +98,23 @@ class BlockReader:
             except DamagedBlockError as error:
                 if self.on_corrupt == "error":
                     raise
+                reason = str(error).partition(";")[0]
                 if isinstance(error, UnreachableError):
                     unreachable += 1
                     if unreachable == MOST_UNREACHABLE:
                         raise
                 else:
-                    self.damaged.add(other)
-                self.reports.append((str(error).partition(";")[0], self.places[other].block.samples))
+                    self.damaged[other] = reason
+                place = self.places[other]
+                self.reports.append(Skipped(str(place), place.block.samples, reason))
                 continue
             tensors["ids"] = torch.arange(len(tensors["labels"])) + self.places[other].first
             if other != number:
                 rows = torch.arange(self.places[number].block.samples) % len(tensors["labels"])
                 tensors = {name: tensor[rows] for name, tensor in tensors.items()}
             return tensors
-        raise ValueError(f"{self.source}: not one block can be read; see the damaged ones above.")
+        reason = next(iter(self.damaged.values()), reason)
+        raise ValueError(f"{self.source}: not one block can be read ({reason}); run precompute_latents.py again.")
 
     def fetched(self, number: int) -> dict[str, Tensor]:
         try:
@@ -109,13 +125,14 @@ class BlockReader:
                 return self.checked(number)
             raise
 
-    def take_reports(self) -> list[tuple[str, int]]:
+    def take_reports(self) -> list[Skipped]:
         reports, self.reports = self.reports, []
         return reports
 
     def checked(self, number: int) -> dict[str, Tensor]:
+        """Reads a block; DamagedBlockError if it is not what the manifest says."""
         shard, block, _ = place = self.places[number]
-        what = f"{self.source}/{shard.file} ({place})"
+        what = f"{self.source}/{place}"
         try:
             content = self.source.read(shard.file, block.offset, block.size)
         except OSError as error:
@@ -128,35 +145,41 @@ class BlockReader:
             raise DamagedBlockError(f"{what} is damaged: its sha256 differs from the manifest's; {REMEDY}.")
         try:
             tensors = load(content)
-        except SafetensorError as error:
-            raise DamagedBlockError(f"{what} is no safetensors file: {error}; {REMEDY}.") from error
-        self.check(tensors, block, what)
+        except Exception as error:  # of safetensors, and of torch for a dtype that it does not know
+            raise DamagedBlockError(f"{what} is no safetensors file: {first_line(error)}; {REMEDY}.") from error
+        if fault := self.fault(tensors, block.samples):
+            raise DamagedBlockError(f"{what} {fault}; {REMEDY}.")
         return tensors
 
-    def check(self, tensors: dict[str, Tensor], block: Block, what: str) -> None:
-        """Checks names, shapes and values: the hash is right also if the writer wrote the wrong tensors."""
-        for name in self.fields:
-            if name not in tensors or len(tensors[name]) != block.samples:
-                found = "none" if name not in tensors else len(tensors[name])
-                raise DamagedBlockError(f"{what} holds {found} {name}, the manifest says {block.samples}; {REMEDY}.")
-            if name != "labels" and tensors[name].shape[1:] != self.shape:
-                raise DamagedBlockError(f"{what} holds {name} of shape {tuple(tensors[name].shape[1:])}; {REMEDY}.")
+    def fault(self, tensors: dict[str, Tensor], samples: int) -> str | None:
+        """Why a block does not fit the manifest, as the end of a sentence: a right hash may be of wrong tensors."""
+        with_std = bool(self.names_of_std & tensors.keys()) if self.with_std is None else self.with_std
+        expected = self.names | (self.names_of_std if with_std else set())
+        if tensors.keys() != expected:
+            return f"holds {', '.join(sorted(tensors))}, and a block of this set {', '.join(sorted(expected))}"
         for name, tensor in tensors.items():
-            # The extremes carry NaN along, and are an order of magnitude quicker than isfinite in 16 bits.
-            if tensor.is_floating_point() and len(tensor) and not torch.stack(tensor.aminmax()).isfinite().all():
-                raise DamagedBlockError(f"{what} holds {name} that are not finite; {REMEDY}.")
+            shape = (samples,) if name == "labels" else (samples, *self.shape)
+            dtype = torch.int64 if name == "labels" else self.dtype
+            if tensor.shape != shape or tensor.dtype != dtype:
+                return f"holds {name} {kind(tensor.shape, tensor.dtype)}, the manifest says {kind(shape, dtype)}"
+            low, high = (extreme.item() for extreme in tensor.aminmax())  # an order of magnitude quicker than isfinite
+            if name == "labels" and not 0 <= low <= high < max(1, self.classes):
+                return f"holds labels from {low} to {high}, but there are {self.classes} classes"
+            if not math.isfinite(low) or not math.isfinite(high):
+                return f"holds {name} that are not finite"
+            if name in self.names_of_std and low < 0.0:
+                return f"holds {name} below 0"
+        self.with_std = with_std
+        return None
 
 
-class Skips:
-    """Prints each block that `data.on_corrupt=skip` left out once, and counts its samples."""
+def kind(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
-    def __init__(self) -> None:
-        self.said: set[str] = set()
-        self.samples = 0
 
-    def say(self, reports: list[tuple[str, int]]) -> None:
-        for sentence, samples in reports:
-            if sentence not in self.said:
-                self.said.add(sentence)
-                self.samples += samples
-                print(f"skipped {samples} samples, others stand in ({self.samples} so far): {sentence}", flush=True)
+def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
+    """Adds to `found`, place -> samples, the blocks that `data.on_corrupt=skip` left out, and prints each new one."""
+    for place, samples, reason in reports:
+        if place not in found:
+            found[place] = samples
+            print(f"skipped {samples} samples, others stand in ({sum(found.values())} so far): {reason}", flush=True)

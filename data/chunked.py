@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data.blocks import BlockReader, Skips
+from data.blocks import BlockReader, add_skipped
 from data.loader import BaseLoader, Batch, LatentSpec, LatentTensors, LoaderArgs, sampled, seeded
 from data.read_ahead import Readers, held_out_batches
 
@@ -96,7 +96,6 @@ class ChunkedLatents(BaseLoader):
     ) -> None:
         super().__init__(spec, args)
         self.blocks, self.held_out_blocks = train, held_out
-        self.skips = Skips()
         self.copies = torch.cuda.Stream(args.device) if args.device.type == "cuda" else None
         self.readers = Readers(1, "chunk")
         self.buffers: list[Buffer] = []
@@ -143,7 +142,7 @@ class ChunkedLatents(BaseLoader):
             buffer.filled = None
             if copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(copied)
-            self.skips.say(self.blocks.take_reports())
+            add_skipped(self.skipped, self.blocks.take_reports())
         self.assign(self.order.after(chunk), keep=buffer)
         return buffer
 
@@ -188,7 +187,7 @@ class ChunkedLatents(BaseLoader):
             return self.copies.record_event()
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        return held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise, self.skips)
+        return held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise, self.skipped)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"window": self.order.chunk_size}  # the key of the first version's checkpoints

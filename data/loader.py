@@ -6,7 +6,7 @@ Letters: N samples of the set, B samples of a batch, C channels, H W latent heig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,6 +37,7 @@ class LatentSpec:
     height: int
     width: int
     num_classes: int
+    """0: the set has no classes, and every label is 0."""
     count: int
     """Training samples, without the held-out ones."""
     class_names: list[str]
@@ -50,6 +51,18 @@ class LatentSpec:
     """Hash of the autoencoder's weights; sampling refuses to decode with others."""
     fingerprint: str = ""
     """Identifies the data set, so that no run resumes on another one."""
+    earlier_fingerprint: str = ""
+    """The one that checkpoints of earlier versions have for the same set; "" where it is the same."""
+
+    @property
+    def labels(self) -> range:
+        """The labels to draw samples of: all classes, or without classes 0, which is then the null label."""
+        return range(max(1, self.num_classes))
+
+    def ordered(self, suffix: str) -> LatentSpec:
+        """The spec of the same set in an order, or with an error, that no other run may resume on."""
+        earlier = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{suffix}"
+        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=earlier)
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call copies nothing."""
@@ -78,6 +91,8 @@ class LatentLoader(Protocol):
     """
 
     spec: LatentSpec
+    skipped: dict[str, int]
+    """Blocks that could not be used and that others stand in for -> their samples; empty for most loaders."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -110,6 +125,7 @@ class BaseLoader:
 
     def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
         self.spec = spec
+        self.skipped: dict[str, int] = {}
         self.batch_size, self.seed, self.device, self.rank, self.world_size = args
         self.normalise = spec.normaliser(args.device)
         self.samples_seen = 0

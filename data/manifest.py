@@ -9,23 +9,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from data.loader import LatentSpec
 from data.source import Source, open_source, unreadable
 
 FORMAT = 2
 NAME = "manifest.json"
+SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
+"""No folder, and no letter that means something in a URL."""
+
+Size = Annotated[int, Field(ge=1, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class Block(NamedTuple):
     """One safetensors member of a shard: offset and size of its bytes, its samples, and the hash of its bytes."""
 
-    offset: int
-    size: int
-    samples: int
+    offset: Count
+    size: Size
+    samples: Size
     sha256: str
 
 
@@ -35,8 +47,8 @@ class Shard:
 
     file: str
     split: Literal["train", "held_out"]
-    count: int
-    bytes: int
+    count: Size
+    bytes: Size
     sha256: str
     blocks: list[Block]
 
@@ -45,25 +57,26 @@ class Shard:
 class Manifest:
     """The facts about a latent set. `write_manifest` in encoding/job.py makes them."""
 
-    channels: int
-    height: int
-    width: int
+    channels: Size
+    height: Size
+    width: Size
     class_names: list[str]
+    """Empty for a set without classes: then every label is 0, which is the null label of a model without classes."""
     kind: Literal["mean_std", "sample"]
     """"mean_std": the posterior's mean (and its std, if the encoder is variational); "sample": one seeded draw."""
     dtype: Literal["float16", "bfloat16", "float32"]
     flips: bool
     """True if the set has the latents of the mirrored images too."""
-    mean: list[float]
+    mean: list[Finite]
     """Per channel, over the stored training latents; fp64."""
-    std: list[float]
+    std: list[Above0]
     encoder: dict[str, Any]
     """`_target_` and arguments of the autoencoder."""
     encoder_class: str | None = None
     encoder_sha256: str | None = None
-    scaling_factor: float | None = None
+    scaling_factor: Above0 | None = None
     """From the autoencoder's config; only `data.normalisation=scale_shift` uses it."""
-    shift_factor: float | None = None
+    shift_factor: Finite | None = None
     input_range: list[float]
     resize: str
     resolution: int | None = None
@@ -72,8 +85,8 @@ class Manifest:
     """Of the reconstruction of the first images of the set."""
     precision: str
     """The one in which the encoder really computed: fp32, bf16."""
-    count: int
-    held_out: int
+    count: Size
+    held_out: Count
     skipped: list[str] = field(default_factory=list)
     """Images that Pillow could not decode, with the reason."""
     source: str
@@ -82,15 +95,63 @@ class Manifest:
     seed: int
     versions: dict[str, str]
     shards: list[Shard]
-    format: int = FORMAT
+    format: Literal[2] = FORMAT
 
     def fingerprint(self) -> str:
-        """Hashes shards, class names and encoder: same fingerprint, same training data."""
+        """Hashes what training sees: the shards, their order, the class names, the statistics and the encoder."""
+        names = ("channels", "height", "width", "class_names", "kind", "dtype", "flips", "mean", "std")
+        facts = {name: getattr(self, name) for name in (*names, "scaling_factor", "shift_factor", "encoder_sha256")}
+        shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
+        return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
+
+    def earlier_fingerprint(self) -> str:
+        """The fingerprint in checkpoints of earlier versions, which left statistics and splits out."""
         parts = [shard.sha256 for shard in self.shards] + self.class_names + [str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    @property
+    def smallest_sample(self) -> int:
+        """Bytes that a sample takes in a block at least: its latents and its int64 label."""
+        width = {"float16": 2, "bfloat16": 2, "float32": 4}[self.dtype]
+        return (1 + self.flips) * self.channels * self.height * self.width * width + 8
+
+    def faults(self) -> list[str]:
+        """Sentences about fields that contradict each other; empty for a good manifest."""
+        shards = self.shards
+        found = [
+            f"{name} has {len(values)} values, and there are {self.channels} channels"
+            for name, values in (("mean", self.mean), ("std", self.std))
+            if len(values) != self.channels
+        ]
+        found += [f"the shard {s.file!r} is outside its folder or no .tar" for s in shards if not is_shard_name(s.file)]
+        found += [
+            f"the shard {name} is there {n} times" for name, n in Counter(s.file for s in shards).items() if n > 1
+        ]
+        for shard in shards:
+            ends = [0, *(block.offset + block.size for block in shard.blocks)]
+            if sum(block.samples for block in shard.blocks) != shard.count:
+                found.append(f"the blocks of {shard.file} do not hold its count of {shard.count} samples")
+            if any(b.offset < end for b, end in zip(shard.blocks, ends, strict=False)) or ends[-1] > shard.bytes:
+                found.append(f"the blocks of {shard.file} overlap, or lie beyond its {shard.bytes} bytes")
+            if any(block.samples * self.smallest_sample > block.size for block in shard.blocks):
+                found.append(f"a block of {shard.file} is too small for its samples")
+        for split, said in (("train", self.count), ("held_out", self.held_out)):
+            held = sum(shard.count for shard in shards if shard.split == split)
+            if held != said:
+                found.append(f"the {split} shards hold {held} samples, and it says {said}")
+        return found
+
     def write(self, folder: Path) -> None:
         write_atomically(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def is_shard_name(name: str) -> bool:
+    return SHARD_NAME.fullmatch(name) is not None
+
+
+@cache
+def schema() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def read_manifest(folder: str | Path | Source) -> Manifest:
@@ -105,29 +166,29 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
         content = source.read(NAME)
     except OSError as error:
         raise ValueError(f"{unreadable(file, error)}; {remedy}.") from error
+    again = "run precompute_latents.py again to rebuild it"
     try:
-        raw = json.loads(content)
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is not valid JSON ({error}); run precompute_latents.py again to rebuild it."
-        ) from error
-    found = raw.get("format") if isinstance(raw, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{file} has format {found}, this version reads {FORMAT}; run precompute_latents.py again.")
-    expected = {f.name for f in fields(Manifest)}
-    if missing := sorted(expected - raw.keys()):
-        raise ValueError(f"{file} lacks {', '.join(missing)}; run precompute_latents.py again to rebuild it.")
-    try:
-        shards = [Shard(**shard | {"blocks": [Block(*b) for b in shard["blocks"]]}) for shard in raw["shards"]]
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{file}: a shard's entry is broken ({error}); run precompute_latents.py again.") from error
-    manifest = Manifest(**{name: raw[name] for name in expected if name != "shards"}, shards=shards)
-    for shard in manifest.shards:
-        if Path(shard.file).name != shard.file:
-            raise ValueError(
-                f"{file} names a shard outside its folder: {shard.file}; run precompute_latents.py again to rebuild it."
-            )
+        manifest = schema().validate_json(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{file} {first_fault(error)}; {again}.") from error
+    if faults := manifest.faults():
+        more = f" (and {len(faults) - 1} more faults)" if faults[1:] else ""
+        raise ValueError(f"{file}: {faults[0]}{more}; {again}.")
     return manifest
+
+
+def first_fault(error: ValidationError) -> str:
+    """What is wrong with a manifest, as the end of a sentence."""
+    found = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
+    if "format" in found:
+        return f"has format {str(found['format']['input'])[:40]}, and this version reads {FORMAT}"
+    if missing := [field for field, fault in found.items() if fault["type"] == "missing"]:
+        return f"lacks {', '.join(missing[:8])}"
+    field, fault = next(iter(found.items()))
+    if fault["type"] == "json_invalid":
+        return f"is not valid JSON ({fault['msg'].removeprefix('Invalid JSON: ')})"
+    problem = fault["msg"].removeprefix("Input ")
+    return f"is no manifest: {field or 'it'} {problem}, and is {json.dumps(fault['input'])[:60]}"
 
 
 def open_set(
@@ -180,6 +241,7 @@ def spec_of(manifest: Manifest, source: Source, normalisation: str) -> LatentSpe
         encoder=manifest.encoder,
         encoder_sha256=manifest.encoder_sha256,
         fingerprint=f"{manifest.fingerprint()}-{normalisation}",
+        earlier_fingerprint=f"{manifest.earlier_fingerprint()}-{normalisation}",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from data.blocks import BlockReader, Skips
+from data.blocks import BlockReader, add_skipped
 from data.loader import Batch
 
 Result = TypeVar("Result")
@@ -60,9 +60,16 @@ def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
 
 
 def held_out_batches(
-    blocks: BlockReader, batch_size: int, device: torch.device, normalise: Callable[[Tensor], Tensor], skips: Skips
+    blocks: BlockReader,
+    batch_size: int,
+    device: torch.device,
+    normalise: Callable[[Tensor], Tensor],
+    skipped: dict[str, int],
 ) -> Iterator[Batch]:
-    """Yields the held-out split once, in order and without augmentation, while a thread reads the next blocks."""
+    """Yields the held-out split once, in order and without augmentation, while a thread reads the next blocks.
+
+    Adds the blocks that others stand in for to `skipped`.
+    """
     names, count, start = ("latents", "labels"), len(blocks.places), 0
     rest: dict[str, Tensor] = {}
     readers = Readers(1, "held-out")
@@ -81,7 +88,7 @@ def held_out_batches(
                 yield Batch(normalise(latents), labels, ids, ids)
     finally:
         readers.close()
-        skips.say(blocks.take_reports())
+        add_skipped(skipped, blocks.take_reports())
 
 
 class Feeder:

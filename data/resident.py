@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from data.blocks import BlockReader, OnCorrupt, Skips
+from data.blocks import BlockReader, OnCorrupt, add_skipped
 from data.chunked import ChunkedLatents
 from data.loader import Batch, InMemoryLatents, Int8Latents, LatentTensors, LoaderArgs
 from data.manifest import open_set
@@ -48,7 +47,7 @@ class ResidentLatents:
         if storage not in ("native", "int8"):
             raise ValueError(f"data.storage={storage} is unknown; choose native or int8.")
         source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
-        self.spec = spec if storage == "native" else replace(spec, fingerprint=f"{spec.fingerprint}-{storage}")
+        self.spec = spec if storage == "native" else spec.ordered(storage)
         train, held_out = (BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out"))
         args = LoaderArgs(batch_size, seed, device, rank, world_size)
         allowed = memory_allowed(device, device_memory_gib, world_size)
@@ -61,10 +60,10 @@ class ResidentLatents:
                 worst = (error / torch.tensor(manifest.std)).max()
                 print(f"data: int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst channel)", flush=True)
             held_out_tensors, _, _ = read_split(held_out, device, storage)
-            Skips().say(train.take_reports() + held_out.take_reports())
             self.loader: InMemoryLatents | ChunkedLatents = InMemoryLatents(
                 self.spec, tensors, held_out_tensors, args, ids
             )
+            add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
         else:
             if storage == "int8":
                 raise ValueError(
@@ -77,6 +76,10 @@ class ResidentLatents:
         if rank == 0:
             how = "as given" if device_memory_gib is not None else "half of what is free"
             print(f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed ({how})", flush=True)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        return self.loader.skipped
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,17 +13,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.technique import first_line
-from data.blocks import BlockReader, OnCorrupt, Skips
+from data.blocks import BlockReader, OnCorrupt, add_skipped
 from data.loader import BaseLoader, Batch, LatentTensors, LoaderArgs, sampled
 from data.manifest import open_set
 from data.read_ahead import Feeder, held_out_batches
 from data.streams import RankPositions, StreamDataset, StreamOrder, WorkerBatch, from_bytes
 
+GIB = 2**30
+MOST_STREAMS = 64
+
 
 class StreamedLatents(BaseLoader):
     """Streams the latent set at `path`, a folder or a URL, block by block.
 
-    A batch takes its samples from `streams` ranges of the set, each shuffled inside a `window` of samples.
+    A batch takes its samples from `streams` ranges of the set, each shuffled inside a `window` of samples. Null chooses
+    as many as the set is large enough for (`fitting_streams`); a resumed run keeps the number that it began with. The
+    windows take at most `host_memory_gib` of host memory, all streams together; the loader prints how much.
     `num_workers` processes read ahead, `prefetch_factor` batches each; with 0 a thread of this process reads.
     `timeout`, `retries` and `cache` are for URLs (data/source.py). `normalisation`, `encoder`, `latent_scale`: see
     ResidentLatents.
@@ -35,8 +41,9 @@ class StreamedLatents(BaseLoader):
         normalisation: Literal["channel", "scale_shift"] = "channel",
         encoder: str | None = None,
         latent_scale: float | None = None,
-        streams: int = 64,
+        streams: int | None = None,
         window: int = 256,
+        host_memory_gib: float = 8.0,
         num_workers: int = 2,
         prefetch_factor: int = 4,
         pin_memory: bool = True,
@@ -50,51 +57,92 @@ class StreamedLatents(BaseLoader):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        for key, value, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)):
-            if value < least:
+        sizes = (("streams", streams, 1), ("window", window, 1), ("num_workers", num_workers, 0))
+        for key, value, least in (*sizes, ("prefetch_factor", prefetch_factor, 1)):
+            if value is not None and value < least:
                 raise ValueError(f"data.{key}={value} must be at least {least}.")
         source, manifest, spec = open_set(
             "webdataset", path, normalisation, encoder, latent_scale, cache=cache, timeout=timeout, retries=retries
         )
-        # Another order of samples is another data set: no run resumes on it.
-        spec = replace(spec, fingerprint=f"{spec.fingerprint}-{streams}-{window}")
+        spec = replace(
+            spec,
+            fingerprint=f"{spec.fingerprint}-{window}",
+            earlier_fingerprint=f"{spec.earlier_fingerprint}-{streams or MOST_STREAMS}-{window}",
+        )
         super().__init__(spec, LoaderArgs(batch_size, seed, device, rank, world_size))
         self.blocks, self.held_out_blocks = (
             BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
         )
-        counts = [place.block.samples for place in self.blocks.places]
-        self.order = StreamOrder(self.blocks.blocks_of_shard, counts, seed, streams, window)
-        self.of_rank = RankPositions(batch_size, rank, world_size, streams)
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self.pin_memory = pin_memory and device.type == "cuda"
-        self.skips = Skips()
         self.feeder: Feeder | None = None
+        self.given, self.window = streams, window
+        a_stream = memory_of_a_stream(self.blocks, window)
+        self.use_streams(fitting_streams(streams, len(self.blocks.places), a_stream, host_memory_gib))
         if rank == 0:
-            how = "whole streams" if self.of_rank.own_streams() is not None or world_size == 1 else "parts of streams"
+            own = self.of_rank.own_streams()
+            how = "whole streams" if own is not None or world_size == 1 else "parts of streams"
+            here = (self.order.streams if own is None else len(own)) * a_stream
             print(
-                f"data: {self.spec.count} samples in {len(counts)} blocks from {source}, {streams} streams, windows of "
-                f"{window}; each of {world_size} × {max(1, num_workers)} readers has {how}",
+                f"data: {self.spec.count} samples in {len(self.blocks.places)} blocks from {source}, "
+                f"{self.order.streams} streams, windows of {window}; each of {world_size} × {max(1, num_workers)} "
+                f"readers has {how}; their windows take up to {here / 2**20:.0f} MiB of host memory in each process",
                 flush=True,
             )
+
+    def use_streams(self, streams: int) -> None:
+        counts = [place.block.samples for place in self.blocks.places]
+        self.order = StreamOrder(self.blocks.blocks_of_shard, counts, self.seed, streams, self.window)
+        self.of_rank = RankPositions(self.batch_size, self.rank, self.world_size, streams)
 
     def batch_at(self, start: int) -> Batch:
         if self.feeder is None:
             dataset = StreamDataset(self.order, self.blocks, self.of_rank, self.samples_seen)
             batches = DeviceBatches(dataset, self.num_workers, self.prefetch_factor, self.pin_memory)
-            self.feeder = Feeder(partial(batches.on, self.device, self.skips), self.device)
+            self.feeder = Feeder(partial(batches.on, self.device, self.skipped), self.device)
         tensors = self.feeder.get()
         ids, labels, position = (tensors.pop(name) for name in ("ids", "labels", "position"))
         raw = sampled(LatentTensors(labels=labels, **tensors), self.seed, position)
         return Batch(self.normalise(raw), labels, ids, position)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        return held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise, self.skips)
+        return held_out_batches(self.held_out_blocks, batch_size, self.device, self.normalise, self.skipped)
+
+    def state_dict(self) -> dict[str, int]:
+        return super().state_dict() | {"streams": self.order.streams}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues with the number of streams that the run began with, because the order of samples depends on it."""
+        streams = state.get("streams", self.given or MOST_STREAMS)  # earlier versions had 64 where none were given
+        if self.given not in (None, streams):
+            raise ValueError(f"data.streams={self.given}, but the run began with {streams}; leave data.streams out.")
+        if streams != self.order.streams:
+            self.use_streams(streams)
         if self.feeder is not None:
             self.feeder.stop()
             self.feeder = None
         super().load_state_dict(state)
+
+
+def memory_of_a_stream(blocks: BlockReader, window: int) -> int:
+    """Bytes of a stream's two windows, and of the block that the later one ends in."""
+    largest = max(place.block.samples for place in blocks.places)
+    return math.ceil((2 * window + largest) * max(place.block.size / place.block.samples for place in blocks.places))
+
+
+def fitting_streams(given: int | None, blocks: int, a_stream: int, allowed_gib: float) -> int:
+    """The number of streams: as given, or a power of two, at most 64 and a quarter of the blocks, that fits.
+
+    Two streams share the block where one ends and the other begins, so a quarter makes at most a quarter more reads.
+    ValueError if they take more than `allowed_gib` of memory.
+    """
+    if not (given or 1) * a_stream <= allowed_gib * GIB:
+        raise ValueError(
+            f"data.host_memory_gib={allowed_gib} is too little for {given or 1} streams, whose windows take "
+            f"{(given or 1) * a_stream / GIB:.2f} GiB; raise it, or lower data.{'streams' if given else 'window'}."
+        )
+    most = min(MOST_STREAMS, blocks // 4, allowed_gib * GIB // a_stream)
+    return given or 1 << (max(1, int(most)).bit_length() - 1)
 
 
 def unchanged(item: Any) -> Any:
@@ -117,13 +165,13 @@ class DeviceBatches:
             generator=torch.Generator(),  # the default would draw from the run's generator
         )
 
-    def on(self, device: torch.device, skips: Skips) -> Iterator[dict[str, Tensor]]:
+    def on(self, device: torch.device, skipped: dict[str, int]) -> Iterator[dict[str, Tensor]]:
         """Yields the tensors of each batch in the order of positions; ValueError with the reason if a worker fails."""
         items = iter(self.loader)
         while True:
             found = [self.next_of(items) for _ in range(self.workers)]
             for item in found:
-                skips.say(item.reports)
+                add_skipped(skipped, item.reports)
             filled = [item for item in found if item.samples]
             position, order = torch.cat([item.position() for item in filled]).sort()
             moved = [item._replace(buffer=item.buffer.to(device, non_blocking=True)).rows() for item in filled]

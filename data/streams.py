@@ -24,7 +24,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from data.blocks import BlockReader
+from data.blocks import BlockReader, Skipped
 from data.loader import seeded
 from data.read_ahead import Readers
 
@@ -47,9 +47,6 @@ class StreamOrder:
     """Maps positions to windows and windows to blocks. `blocks_of_shard` and `counts` (samples) describe the set."""
 
     def __init__(self, blocks_of_shard: list[int], counts: list[int], seed: int, streams: int, window: int) -> None:
-        for key, value in (("streams", streams), ("window", window)):
-            if value < 1:
-                raise ValueError(f"data.{key}={value} must be at least 1.")
         self.blocks_of_shard, self.counts = blocks_of_shard, counts
         self.seed, self.streams, self.window = seed, streams, window
         self.count = sum(counts)
@@ -209,7 +206,7 @@ class WorkerBatch(NamedTuple):
 
     buffer: UInt8[Tensor, "bytes"]
     samples: int
-    reports: list[tuple[str, int]]
+    reports: list[Skipped]
     failure: str | None = None
 
     def position(self) -> Tensor:

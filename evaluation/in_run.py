@@ -35,7 +35,7 @@ class InRun:
         how = JudgeConfig(tuple(cfg.fd.features), cfg.fd.reference, cfg.fd.reference_count, files)
         self.judge = Judge(how, spec, cfg.data, autoencoder, training.device, training.ranks)
         batch = max(1, training.micro_batch // 2)  # guidance doubles it
-        labels = labels_in_turn(range(spec.num_classes), training.device)
+        labels = labels_in_turn(spec.labels, training.device)
         self.stream = SampleStream(training.step.forward, spec, cfg.sampling, labels, 0, batch, training.device)
         self.refuse_too_few()
 

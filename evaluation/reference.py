@@ -118,7 +118,7 @@ def decoded(autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]) -> UInt
 def opened(node: str, fingerprint: str) -> LatentLoader:
     """The loader of the training set on the CPU; ValueError if it is no longer the set of this fingerprint."""
     loader = build_loader(json.loads(node), 0, BATCH, torch.device("cpu"))
-    if loader.spec.fingerprint != fingerprint:
+    if fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
         raise ValueError(
             f"the run's data are {loader.spec.fingerprint} now, its weights were trained on {fingerprint}; give "
             f"images to compare with: reference=<folder>."

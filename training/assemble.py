@@ -28,6 +28,7 @@ from training.metrics import Meter, peak_flops
 from training.optim import Schedule, parameter_groups
 from training.pretrained import build_model
 from training.process.ranks import SINGLE, Ranks
+from training.sampling import check_guidance
 from training.spikes import SpikeGuard
 from training.state import TrainState, load_weights
 from training.step import StepOutput, StepSettings, TrainStep
@@ -88,6 +89,14 @@ class Training:
         self.state.advance(self.cfg.batch_size)
         return output
 
+    def skipped_data(self) -> dict[str, int]:
+        """Samples of the data that others stood in for since the run began, in any process (`data.on_corrupt`)."""
+        state, own = self.state, self.loader.skipped
+        if self.ranks.reduced(torch.tensor(float(not own.keys() <= state.skipped_data.keys())), "max"):
+            for found in self.ranks.gathered_objects(own):
+                state.skipped_data = state.skipped_data | found
+        return {"skipped_data": sum(state.skipped_data.values())}
+
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the state."""
         with self.state.preserved():
@@ -104,6 +113,7 @@ def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE, fold
     # What we train, and on what.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     loader = build_loader(cfg.data, cfg.seed, micro_batch, device, ranks)
+    check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
     objective = build(cfg.objective, "objective")
     model = build_model(cfg.model, loader.spec, device)
 

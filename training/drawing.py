@@ -86,7 +86,7 @@ class Drawing:
 
         cfg, trained = self.cfg, self.trained
         if cfg.labels == "balanced":
-            return labels_in_turn(range(trained.spec.num_classes), trained.device)
+            return labels_in_turn(trained.spec.labels, trained.device)
         if cfg.labels == "data":
             if trained.data is None:
                 raise ValueError("labels=data needs the run's data, which weights= does not name; use run_dir=.")

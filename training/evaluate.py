@@ -70,7 +70,7 @@ def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Pat
     The noise depends on the seed and the place in the grid only, so grids of one run show the same samples maturing.
     """
     cfg, step, spec, ranks = training.cfg, training.step, training.loader.spec, training.ranks
-    classes = min(spec.num_classes, MAX_CLASSES)
+    classes = min(len(spec.labels), MAX_CLASSES)
     labels = torch.arange(classes, device=training.device).repeat_interleave(cfg.sampling.per_class)
     places = torch.arange(len(labels), device=training.device)
     found: list[tuple[Tensor, Tensor]] = []

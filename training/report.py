@@ -19,6 +19,8 @@ def log_line(metrics: Mapping[str, Any]) -> str:
     parts.append(f"data wait {metrics['data_wait']:.1%}")
     if metrics.get("skipped"):
         parts.append(f"{metrics['skipped']} steps skipped: their gradients were not finite or spikes")
+    if metrics.get("skipped_data"):
+        parts.append(f"others stand in for {metrics['skipped_data']} samples of damaged data")
     if metrics.get("backed_off"):
         parts.append(f"{metrics['backed_off']} steps spent on finding fp16's loss scale")
     return "  ".join(parts)
@@ -26,7 +28,10 @@ def log_line(metrics: Mapping[str, Any]) -> str:
 
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The summary as aligned lines, the ledger left out (it was printed at the start)."""
+    damaged = summary["skipped_data"]
+    told = f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged blocks: {', '.join(damaged)}"
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
+    shown |= {"skipped_data": told if damaged else "none"}
     width = max(len(k) for k in shown)
     return "\n".join(
         f"  {k.ljust(width)}  {v:.6g}" if isinstance(v, float) else f"  {k.ljust(width)}  {v}" for k, v in shown.items()

@@ -167,6 +167,7 @@ class Run:
             "mfu": latest.get("mfu"),
             "memory_reserved_peak": latest.get("memory_reserved_peak"),
             "skipped_steps": state.skipped_steps,
+            "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
             "train_seconds": meter.train_seconds,
             "warm_up_seconds": warm_up_seconds,

@@ -43,6 +43,12 @@ FARTHEST = 1 << 40
 """Positions of samples lie below it: the step of a solver that adds noise is counted above."""
 
 
+def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
+    """ValueError if samples cannot be guided, because the data has no classes."""
+    if not spec.num_classes and guidance != 1.0:
+        raise ValueError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
+
+
 def draw_latents(
     model: Callable[..., Tensor],
     spec: LatentSpec,
@@ -97,6 +103,7 @@ class TrainedModel:
             SamplingConfig, asdict(self.sampling) | changes, [f"{key}={value}" for key, value in changes.items()]
         )
         found.check()
+        check_guidance(self.spec, found.guidance)
         return found
 
     def sample(
@@ -118,9 +125,9 @@ class TrainedModel:
 
     def check_labels(self, labels: Sequence[int]) -> None:
         """ValueError for a label that there is not."""
-        if wrong := [label for label in labels if not 0 <= label < self.spec.num_classes]:
+        if wrong := [label for label in labels if label not in self.spec.labels]:
             raise ValueError(
-                f"labels={list(labels)}: {wrong[0]} is no class of this run; it has 0 … {self.spec.num_classes - 1}."
+                f"labels={list(labels)}: {wrong[0]} is no class of this run; it has 0 … {self.spec.labels[-1]}."
             )
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ class TrainState:
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    skipped_data: dict[str, int] = field(default_factory=dict)
+    """Blocks of the data that others stood in for, of all processes -> their samples."""
     began_at: int = 0
     """The step that this process started or resumed from."""
 
@@ -149,6 +151,11 @@ def load_rng_state(saved: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(gpus)
 
 
+def load_counters(state: TrainState, saved: Mapping[str, Any]) -> None:
+    """Sets the counters; checkpoints of earlier versions have no `skipped_data`."""
+    vars(state).update({name: saved[name] for name in COUNTERS if name in saved or name != "skipped_data"})
+
+
 class Piece(NamedTuple):
     """A piece of the state: its name in a checkpoint, how that keeps it, and the functions that save and load it."""
 
@@ -158,7 +165,7 @@ class Piece(NamedTuple):
     load: Callable[[TrainState, Any], None]
 
 
-COUNTERS = ("step", "samples", "skipped_steps")
+COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
 PIECES = (
     Piece("model", Kept.whole, lambda s: s.model.state_dict(), load_model),
     Piece("ema", Kept.whole, lambda s: s.ema.state_dict(), lambda s, saved: s.ema.load_state_dict(saved)),
@@ -176,12 +183,7 @@ PIECES = (
         lambda s, saved: s.spikes.load_state_dict(saved) if s.spikes else None,
     ),
     Piece("loader", Kept.values, lambda s: s.loader.state_dict(), lambda s, saved: s.loader.load_state_dict(saved)),
-    Piece(
-        "counters",
-        Kept.values,
-        lambda s: {name: getattr(s, name) for name in COUNTERS},
-        lambda s, saved: vars(s).update({name: saved[name] for name in COUNTERS}),
-    ),
+    Piece("counters", Kept.values, lambda s: {name: getattr(s, name) for name in COUNTERS}, load_counters),
     Piece("window", Kept.sums, lambda s: s.meter.state_dict(), lambda s, saved: s.meter.load_state_dict(saved)),
     Piece("rng", Kept.each, lambda s: rng_state(), lambda s, saved: load_rng_state(saved)),
 )

@@ -303,7 +303,7 @@ def load(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGL
 def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks) -> str:
     described = description(folder)
     for name in ("model", "data", "objective", "optimizer"):
-        if described[name] != json.loads(json.dumps(run[name])):
+        if described[name] != json.loads(json.dumps(run[name])) and not (name == "data" and same_set(described, run)):
             raise ValueError(
                 f"{folder} was made with another {name}: {difference(described[name], run[name])}. "
                 f"Use a new run_dir, or init_from={folder} to start from its weights."
@@ -314,6 +314,13 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
         raise ValueError(f"{folder} is no checkpoint of this version of ours ({error}); use another step.") from error
     state.load_state_dict(content)
     return difference(described["settings"], run["settings"])
+
+
+def same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
+    """Whether a checkpoint of an earlier version has the run's data: its fingerprint left out mean and std."""
+    then, now = described["spec"], run["spec"]
+    earlier = {"fingerprint": now["earlier_fingerprint"], "seed": run["data"]["seed"]}
+    return described["data"] == earlier and (then["mean"], then["std"]) == (now["mean"], now["std"])
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:

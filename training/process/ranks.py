@@ -135,10 +135,14 @@ class Ranks:
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, in order; they may differ in their first dimension."""
+        return self.gathered_objects(tensor if self.alone else tensor.cpu())
+
+    def gathered_objects(self, item: Result) -> list[Result]:
+        """The objects of all processes, in order."""
         if self.alone:
-            return [tensor]
+            return [item]
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, tensor.cpu())
+        dist.all_gather_object(found, item)
         return found
 
     def reduced(self, values: Tensor, how: str = "mean") -> Tensor:
