@@ -86,7 +86,7 @@ class StreamedLatents(BaseLoader):
             print(
                 f"data: {self.spec.count} samples in {len(self.blocks.places)} blocks from {source}, "
                 f"{self.order.streams} streams, windows of {window}; each of {world_size} × {max(1, num_workers)} "
-                f"readers has {how}; their windows take up to {here / 2**20:.0f} MiB of host memory in each process",
+                f"readers has {how}; their windows take up to {here / 2**20:.2f} MiB of host memory in each process",
                 flush=True,
             )
 

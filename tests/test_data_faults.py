@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import json
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from data.streamed import StreamedLatents
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 from tests.test_loaders import assert_same, joined
 
+Run = Callable[..., dict[str, Any]]
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
 
 
@@ -47,7 +50,7 @@ def use(kind: str, folder: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three training shards of 20, in blocks of four, and a held-out one."""
-    parts = [("train", random_samples(20, seed)) for seed in range(3)] + [("held_out", random_samples(4, 9))]
+    parts = [("train", random_samples(20, seed)) for seed in range(3)] + [("held_out", random_samples(8, 9))]
     save_latent_set(tmp_path / "set", parts)
     return tmp_path / "set"
 
@@ -125,6 +128,28 @@ def test_or_is_skipped_and_counted(folder: Path, kind: str, damage: Callable[[Pa
     said = capsys.readouterr().out
     assert "train-00001.tar" in said
     assert f"({lost} so far)" in said
+
+
+@pytest.mark.parametrize("data", ["data=resident", "data=webdataset"])
+def test_a_run_on_damaged_data_says_so_at_its_end(folder: Path, run: Run, tmp_path: Path, data: str, capsys):
+    """In its metrics and its summary; after a resume on a mended set too, for its weights have seen the others."""
+    good = {file: file.read_bytes() for file in folder.glob("*.tar")}
+    flipped_byte(folder)
+    held_out, offset, _ = block_bytes(folder, 3, 1)
+    held_out.write_bytes(held_out.read_bytes()[: offset + 100])
+    words = [data, f"data.path={folder}", "data.on_corrupt=skip", "save_every=4", "eval_every=4", "batch_size=10"]
+    words += ["data.num_workers=0"] if data == "data=webdataset" else []
+    summary = run(*words, "total_samples=80")
+    lost = ["train-00001.tar (samples 28–31 of train)", "held_out-00003.tar (samples 4–7 of held_out)"]
+    assert summary["skipped_data"] == dict.fromkeys(lost, 4)
+    assert f"others stood in for 8 samples of 2 damaged blocks: {', '.join(lost)}" in capsys.readouterr().out
+    for file, content in good.items():
+        file.write_bytes(content)
+    again = run(*words, "total_samples=160")
+    assert again["skipped_data"] == summary["skipped_data"]
+    assert again["steps"] == 16
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["skipped_data"] == 8
 
 
 def test_nothing_left_to_stand_in_is_an_error(folder: Path):

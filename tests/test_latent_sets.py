@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, save
 
+from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.shards import ShardWriter, file_sha256
+from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 
 
@@ -142,6 +146,118 @@ def test_a_shard_outside_the_folder_is_refused(small_set: Path, name: str):
     shards[0]["file"] = name
     edit_manifest(small_set, shards=shards)
     assert_says(refusal(small_set), str(small_set / "manifest.json"), name, "outside its folder", AGAIN)
+
+
+def shard_with(**changes: object) -> Callable[[dict], None]:
+    return lambda raw: raw["shards"][0].update(changes)
+
+
+def block_with(place: int, value: object) -> Callable[[dict], None]:
+    def change(raw: dict) -> None:
+        raw["shards"][0]["blocks"][1][place] = value
+
+    return change
+
+
+def other_order(raw: dict) -> None:
+    raw["shards"][0]["blocks"].reverse()
+
+
+def moved_to_training(raw: dict) -> None:
+    raw["shards"][1]["split"] = "train"
+
+
+def shard_twice(raw: dict) -> None:
+    raw["shards"].append(raw["shards"][0])
+
+
+FAULTS: dict[str, tuple[dict | Callable[[dict], None], str]] = {
+    "mean of one value": ({"mean": [0.0]}, "mean has 1 values, and there are 3 channels"),
+    "std of four values": ({"std": [1.0] * 4}, "std has 4 values, and there are 3 channels"),
+    "std of 0": ({"std": [1.0, 0.0, 1.0]}, "std.1 should be greater than 0, and is 0.0"),
+    "std that is not finite": ({"std": [1.0, float("nan"), 1.0]}, "std.1 should be"),
+    "mean that is not finite": ({"mean": [1.0, float("inf"), 1.0]}, "mean.1 should be a finite number"),
+    "scaling factor of 0": ({"scaling_factor": 0.0}, "scaling_factor should be greater than 0"),
+    "no channels": ({"channels": 0}, "channels should be greater than or equal to 1"),
+    "text for a number": ({"height": "4"}, 'height should be a valid integer, and is "4"'),
+    "a number for text": ({"class_names": ["a", 1]}, "class_names.1 should be a valid string"),
+    "another dtype": ({"dtype": "float64"}, "dtype should be 'float16', 'bfloat16' or 'float32'"),
+    "a list for the encoder": ({"encoder": []}, "encoder should be an object"),
+    "a shard that is text": ({"shards": ["train-00000.tar"]}, "shards.0 should be an object"),
+    "a split that there is not": (shard_with(split="test"), "shards.0.split should be 'train' or 'held_out'"),
+    "a count below 0": (shard_with(count=-1), "shards.0.count should be greater than or equal to 1"),
+    "a count that its blocks do not have": (shard_with(count=8), "the blocks of train-00000.tar do not hold its count"),
+    "a shard that is shorter than its blocks": (shard_with(bytes=2000), "or lie beyond its 2000 bytes"),
+    "a URL's query in a name": (shard_with(file="a.tar?b"), "'a.tar?b' is outside its folder or no .tar"),
+    "a shard named twice": (shard_twice, "the shard train-00000.tar is there 2 times"),
+    "blocks in another order": (other_order, "the blocks of train-00000.tar overlap"),
+    "a block too small for its samples": (block_with(1, 100), "a block of train-00000.tar is too small for its"),
+    "a block of 2^70 samples": (block_with(2, 2**70), "shards.0.blocks.1.2 should be less than"),
+    "a block without hash": (block_with(3, None), "shards.0.blocks.1.3 should be a valid string"),
+    "a held-out shard among the training ones": (moved_to_training, "the train shards hold 12 samples, and it says 9"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_manifest_that_contradicts_itself_is_refused(small_set: Path, name: str):
+    change, sentence = FAULTS[name]
+    raw = json.loads((small_set / "manifest.json").read_text())
+    raw.update(change) if isinstance(change, dict) else change(raw)
+    (small_set / "manifest.json").write_text(json.dumps(raw))
+    assert_says(refusal(small_set), str(small_set / "manifest.json"), sentence, AGAIN)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"null", b"[]", b"[" * 10**6, b'{"a":' * 10**5, b"\x00" * 100])
+def test_a_manifest_that_is_none_is_refused(small_set: Path, content: bytes):
+    (small_set / "manifest.json").write_bytes(content)
+    assert_says(refusal(small_set), str(small_set / "manifest.json"), AGAIN)
+
+
+BLOCKS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict], str]] = {
+    "a label above the classes": (lambda b: {"labels": b["labels"] + 1}, "labels from 1 to 3, but there are 3 classes"),
+    "a label below 0": (lambda b: {"labels": b["labels"] - 1}, "holds labels from -1 to 1, but there are 3 classes"),
+    "labels that are fractions": (lambda b: {"labels": b["labels"] / 2}, "holds labels float32[4], the manifest says"),
+    "one-hot labels": (lambda b: {"labels": torch.eye(4).long()}, "holds labels int64[4, 4], the manifest says int64"),
+    "latents in another dtype": (lambda b: {"latents": b["latents"].float()}, "latents float32[4, 3, 4, 2], the manif"),
+    "latents of another size": (lambda b: {"latents": b["latents"][:, :2].clone()}, "latents float16[4, 2, 4, 2], the"),
+    "latents of other samples": (lambda b: {"mirrored": b["mirrored"][:2].clone()}, "mirrored float16[2, 3, 4, 2], th"),
+    "a std below 0": (lambda b: {"std": -b["std"]}, "holds std below 0"),
+    "a std that is not finite": (lambda b: {"std": b["std"] / 0}, "holds std that are not finite"),
+    "a tensor too many": (lambda b: {"more": b["labels"] + 0}, "holds labels, latents, mirrored, mirrored_std, more"),
+    "no mirrored latents": (lambda b: {"mirrored": None}, "holds labels, latents, mirrored_std, std, and a block of"),
+    "some blocks without std": (lambda b: {"std": None, "mirrored_std": None}, "holds labels, latents, mirrored, and"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_with_a_right_hash_and_wrong_content_is_refused(tmp_path: Path, name: str):
+    """Somebody's own tool wrote it."""
+    change, sentence = BLOCKS[name]
+    good, bad = (random_samples(4, seed) for seed in (0, 1))
+    bad = {key: tensor for key, tensor in (bad | change(bad)).items() if tensor is not None}
+    save_latent_set(tmp_path, [("train", good), ("train", good)])
+    rewrite_block(tmp_path, 1, save(bad))
+    assert_says(refusal(tmp_path), "train-00001.tar (samples 4–7 of train)", sentence, AGAIN)
+    assert any(sentence in problem for problem in verify(VerifyConfig(path=str(tmp_path), count=0)))
+
+
+def rewrite_block(folder: Path, shard: int, payload: bytes) -> None:
+    """Replaces a shard by one block, and describes it truly: length and hash are right."""
+    raw = json.loads((folder / "manifest.json").read_text())
+    described = raw["shards"][shard]
+    content = bytes(512) + payload
+    (folder / described["file"]).write_bytes(content)
+    described["blocks"] = [[512, len(payload), described["count"], hashlib.sha256(payload).hexdigest()]]
+    described |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(raw))
+
+
+def test_statistics_and_class_names_are_part_of_the_fingerprint(small_set: Path):
+    found = {read_manifest(small_set).fingerprint()}
+    for changes in ({"std": [2.0] * 3}, {"mean": [1.0] * 3}, {"class_names": ["a", "b"]}, {"class_names": ["a\nb"]}):
+        edit_manifest(small_set, **changes)
+        found.add(read_manifest(small_set).fingerprint())
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize(("key", "split", "found"), [("count", "train", 9), ("held_out", "held_out", 3)])

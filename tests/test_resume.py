@@ -101,7 +101,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, sto
     [
         ["data=synthetic", "data.height=8", "data.width=8"],
         ["runtime=fast", "model=dit_xs"],
-        ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
+        ["data=webdataset", "data.window=6", "data.num_workers=1"],
         ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # in chunks
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.chunked import ChunkedLatents, ChunkOrder
 from data.loader import LatentTensors, sampled
 from data.resident import ResidentLatents
-from data.streamed import StreamedLatents
+from data.streamed import StreamedLatents, fitting_streams
 from data.streams import RankPositions, StreamOrder
 from tests.helpers import CPU, random_samples, save_latent_set
 from tests.test_loaders import assert_same, by_position, joined
@@ -151,6 +151,49 @@ def test_streams_and_windows_are_part_of_the_order(folder: Path):
     first = next(streamed(folder)).ids
     assert not torch.equal(first, next(streamed(folder, streams=5)).ids)
     assert not torch.equal(first, next(streamed(folder, window=3)).ids)
+
+
+@pytest.mark.parametrize(("blocks", "streams"), [(1, 1), (2, 1), (20, 4), (196, 32), (256, 64), (1000, 64)])
+def test_streams_follow_the_number_of_blocks(blocks: int, streams: int):
+    """So that an epoch reads a block little more than once: two streams share the block between them."""
+    assert fitting_streams(None, blocks, a_stream=1, allowed_gib=1.0) == streams
+    order, reads = StreamOrder([blocks], [8] * blocks, seed=0, streams=streams, window=8), 0
+    last = None
+    for window in sorted({order.locate(position)[0] for position in range(order.count)}):
+        touched = [block for block, _, _ in order.blocks_of(window)]
+        kept = window.number and touched[0] == last  # a stream keeps its last block
+        reads += len(touched) - bool(kept)
+        last = touched[-1]
+    assert blocks <= reads <= 1.25 * blocks
+
+
+def test_the_memory_of_windows_is_bounded_and_said(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """A stream takes two windows of 5 samples and a block of 4."""
+    loader = streamed(folder, streams=None, host_memory_gib=1.0)
+    assert loader.order.streams == 4  # of 26 blocks
+    a_stream = 14 * max(place.block.size / place.block.samples for place in loader.blocks.places)
+    said = capsys.readouterr().out
+    assert "4 streams, windows of 5" in said
+    assert f"their windows take up to {4 * a_stream / 2**20:.2f} MiB of host memory in each process" in said
+    assert streamed(folder, streams=None, host_memory_gib=3.1 * a_stream / 2**30).order.streams == 2
+    assert streamed(folder, streams=3, host_memory_gib=3.1 * a_stream / 2**30).order.streams == 3
+    for streams, sentence in ((6, "6 streams, .* or lower data.streams"), (None, "1 streams, .* or lower data.window")):
+        with pytest.raises(ValueError, match=f"data.host_memory_gib=1e-09 is too little for {sentence}"):
+            streamed(folder, host_memory_gib=1e-9, streams=streams)
+
+
+def test_a_resumed_run_keeps_its_streams(folder: Path):
+    began = streamed(folder, streams=5)
+    first, second = next(began), next(began)
+    resumed = streamed(folder, streams=None)
+    resumed.load_state_dict({"samples_seen": 12, "streams": 5})
+    assert_same(next(resumed), second)
+    resumed.load_state_dict({"samples_seen": 0, "streams": 5})
+    assert_same(next(resumed), first)
+    with pytest.raises(ValueError, match=r"data.streams=6, but the run began with 5; leave data.streams out"):
+        streamed(folder).load_state_dict(began.state_dict())
+    resumed.load_state_dict({"samples_seen": 12})  # of an earlier version, whose default this was
+    assert resumed.order.streams == 64
 
 
 def test_streamed_samples_are_those_of_the_set(folder: Path):

@@ -20,6 +20,7 @@ from data.loader import Batch
 from models.autoencoders import PixelAutoencoder
 from models.sampler import guided_velocity, sample, shifted
 from tests.harness import assemble, tiny_training
+from tests.helpers import random_samples, save_latent_set
 from tests.test_models import tiny, woken
 from train import train
 from training.config.compose import compose
@@ -30,7 +31,7 @@ from training.metrics import Meter, peak_flops
 from training.objective import FlowMatching
 from training.optim import Schedule
 from training.process.loggers import NoLogger, SafeLogger, WandbLogger
-from training.sampling import draw_latents
+from training.sampling import draw_latents, load_run
 from training.state import TrainState
 from training.step import StepOutput
 
@@ -416,3 +417,38 @@ def test_utilisation_is_of_a_known_peak_or_none(name, precision, peak, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda"), precision) == peak
     assert peak_flops(torch.device("cpu"), precision) is None
+
+
+# Data without classes
+
+
+@pytest.fixture
+def unconditional(tmp_path) -> list[str]:
+    samples = [random_samples(count, seed, (1, 4, 4)) for seed, count in enumerate((20, 4))]
+    for split in samples:
+        split["labels"] = torch.zeros_like(split["labels"])
+    encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
+    parts = list(zip(("train", "held_out"), samples, strict=True))
+    save_latent_set(tmp_path / "set", parts, class_names=[], encoder=encoder, encoder_sha256=None)
+    return ["data=resident", f"data.path={tmp_path / 'set'}", "model.patch_size=2"]
+
+
+def test_data_without_classes_is_trained_on_and_sampled(unconditional, run, tmp_path):
+    """The one label, 0, is the null label: dropping it changes nothing, and grids have one row."""
+    small = ["sampling.guidance=1", "sampling.steps=2", "sampling.per_class=3", "sample_every=1", "eval_every=1"]
+    summary = run(*unconditional, *small, "save_every=1", "objective.label_dropout=0.5")
+    assert math.isfinite(summary["eval_loss"])
+    with Image.open(summary["sample_grid"]) as grid:
+        assert grid.width == 3 * grid.height  # one row
+    trained = load_run(tmp_path / "run", device="cpu")
+    assert trained.model.label_embed.table.weight.shape[0] == 1
+    assert trained.sample([0, 0], steps=2).shape == (2, 4, 4, 3)
+    with pytest.raises(ValueError, match=r"labels=\[1\]: 1 is no class of this run; it has 0 … 0"):
+        trained.sample([1])
+    with pytest.raises(ValueError, match=r"guidance=1.5: the data has no classes to guide to; set guidance=1\."):
+        trained.sample([0], guidance=1.5)
+
+
+def test_data_without_classes_is_not_guided(unconditional, run):
+    with pytest.raises(ValueError, match=r"sampling.guidance=1.5: the data has no classes .* sampling.guidance=1\."):
+        run(*unconditional)

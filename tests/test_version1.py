@@ -15,7 +15,11 @@ import pytest
 
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
+from tests.helpers import CPU
 from train import train
+from training.checkpoint.find import description
+from training.checkpoint.save import same_set
+from training.components import build_loader
 from training.config.compose import ROOT, compose
 
 ASSETS = ROOT / "tests" / "assets" / "version1"
@@ -46,6 +50,18 @@ def test_its_run_resumes_and_ends_as_it_did(version1, capsys):
         for name in ("samples", "loss", "grad_norm", "lr", "skipped", "eval_loss"):
             assert (name in line) == (name in then)
             assert line.get(name, 0.0) == pytest.approx(then.get(name, 0.0), rel=1e-5), name
+
+
+def test_its_fingerprint_is_that_of_the_same_set_only(version1):
+    """It left the statistics out: a checkpoint's own copy of them decides."""
+    checkpoint = next((version1 / "run" / "checkpoints").glob("step-*"))
+    manifest = version1 / "set" / "manifest.json"
+    raw = json.loads(manifest.read_text())
+    for std, refused in ((raw["std"], False), ([2 * value for value in raw["std"]], True)):
+        manifest.write_text(json.dumps(raw | {"std": std}))
+        loader = build_loader(compose([*WORDS, f"data.path={version1 / 'set'}"]).cfg.data, 0, 4, CPU)
+        run = {"data": {"fingerprint": loader.spec.fingerprint, "seed": 0}, "spec": loader.spec.as_dict()}
+        assert same_set(description(checkpoint), run) is not refused
 
 
 def test_its_weights_sample_as_they_did(version1, tmp_path):
