@@ -17,10 +17,12 @@ from data.blocks import BlockReader, OnCorrupt, add_skipped
 from data.loader import BaseLoader, Batch, LatentTensors, LoaderArgs, sampled
 from data.manifest import open_set
 from data.read_ahead import Feeder, held_out_batches
-from data.streams import RankPositions, StreamDataset, StreamOrder, WorkerBatch, from_bytes
+from data.streams import READERS, RankPositions, StreamDataset, StreamOrder, WorkerBatch, from_bytes
 
 GIB = 2**30
 MOST_STREAMS = 64
+COPIES = 3
+"""Of a block, while a thread reads it: its bytes, its tensors and its rows."""
 
 
 class StreamedLatents(BaseLoader):
@@ -82,11 +84,13 @@ class StreamedLatents(BaseLoader):
         if rank == 0:
             own = self.of_rank.own_streams()
             how = "whole streams" if own is not None or world_size == 1 else "parts of streams"
-            here = (self.order.streams if own is None else len(own)) * a_stream
+            windows = (self.order.streams if own is None else len(own)) * a_stream
+            reading = max(1, num_workers) * READERS * COPIES * max(place.block.size for place in self.blocks.places)
             print(
                 f"data: {self.spec.count} samples in {len(self.blocks.places)} blocks from {source}, "
                 f"{self.order.streams} streams, windows of {window}; each of {world_size} × {max(1, num_workers)} "
-                f"readers has {how}; their windows take up to {here / 2**20:.2f} MiB of host memory in each process",
+                f"readers has {how}; in each process windows take up to {windows / 2**20:.2f} MiB and reading "
+                f"about {reading / 2**20:.2f} MiB of host memory",
                 flush=True,
             )
 

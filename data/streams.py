@@ -192,13 +192,19 @@ class StreamReader:
 
     def read(self, window: Window) -> Tensor:
         """The rows of a window, shuffled. The reader keeps the last block, because the next window begins in it."""
-        found = []
+        place = self.order.permutation(window).argsort()
+        shuffled: Tensor | None = None
+        done = 0
         for block, row, rows in self.order.blocks_of(window):
             kept = self.last_block
             content = kept[1] if kept is not None and kept[0] == block else to_bytes(self.blocks.read(block))
             self.last_block = block, content
-            found.append(content[row : row + rows])
-        return torch.cat(found).index_select(0, self.order.permutation(window))
+            if shuffled is None:
+                shuffled = content.new_empty((window.size, content.shape[1]))
+            shuffled.index_copy_(0, place[done : done + rows], content[row : row + rows])
+            done += rows
+        assert shuffled is not None
+        return shuffled
 
 
 class WorkerBatch(NamedTuple):

@@ -31,6 +31,7 @@ from training.metrics import Meter, peak_flops
 from training.objective import FlowMatching
 from training.optim import Schedule
 from training.process.loggers import NoLogger, SafeLogger, WandbLogger
+from training.process.ranks import Ranks
 from training.sampling import draw_latents, load_run
 from training.state import TrainState
 from training.step import StepOutput
@@ -452,3 +453,21 @@ def test_data_without_classes_is_trained_on_and_sampled(unconditional, run, tmp_
 def test_data_without_classes_is_not_guided(unconditional, run):
     with pytest.raises(ValueError, match=r"sampling.guidance=1.5: the data has no classes .* sampling.guidance=1\."):
         run(*unconditional)
+
+
+def test_what_any_process_skipped_is_known_to_all():
+    """Two processes read other blocks; the first writes the metrics and the checkpoint."""
+
+    class Two(Ranks):
+        def reduced(self, values, how="mean"):
+            return torch.ones_like(values)
+
+        def gathered_objects(self, item):
+            return [item, {"b.tar (samples 0–3 of train)": 4}]
+
+    training = tiny_training()
+    training.ranks = Two(0, 2)
+    training.loader.skipped = {"a.tar (samples 0–7 of train)": 8}
+    assert training.skipped_data() == {"skipped_data": 12}
+    assert training.state.state_dict()["counters"]["skipped_data"].keys() == training.state.skipped_data.keys()
+    assert len(training.state.skipped_data) == 2

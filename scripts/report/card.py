@@ -57,11 +57,11 @@ def of_checkpoint(run: History) -> tuple[str, str, str]:
     shape = " × ".join(text(spec[key]) for key in ("channels", "height", "width"))
     digest = read(run.checkpoint / "manifest.json")["files"]["ema.safetensors"]["sha256"]
     names = spec["class_names"] or []
+    classes = f"of {len(names)} classes: {', '.join(map(plain, names[:20]))}{' …' * (len(names) > 20)}"
     return (
         f"It has {parameters:,} parameters and makes latents of {shape} (channels, height, width) for the decoder of "
         f"{plain(spec.get('encoder._target_'))}.",
-        f"- {text(spec['count'])} training samples of {text(spec['num_classes'])} classes: "
-        f"{', '.join(map(plain, names[:20]))}{' …' * (len(names) > 20)}\n"
+        f"- {text(spec['count'])} training samples {classes if names else 'without classes'}\n"
         f"- fingerprint of the set: {plain(spec['fingerprint'])}",
         f"`ema.safetensors` is of step {text(run.state['step'])}, sha256 {digest}.",
     )
