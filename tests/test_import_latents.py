@@ -185,13 +185,13 @@ def test_mirrored_latents_are_kept(samples, run, tmp_path: Path):
         ({"out": None}, r"out is not set"),
         ({"shift": None}, r"shift is not set, and this encoder has one \(0\.25\); say whether it was subtracted"),
         ({"scale": 5.0}, r"with scale=5\.0 the latents have a std of .*have about 2 \(its scaling_factor is 0\.5\)"),
-        ({"scale": 0.0}, r"scale=0\.0 must not be 0"),
+        ({"scale": 0.0}, r"scale=0\.0 and shift=0\.25 must be finite, and scale not 0"),
         ({"moments": "all"}, r"moments=all is unknown"),
         ({"dtype": "int8"}, r"dtype=int8 is unknown"),
         ({"block_size": 0}, r"block_size=0 must be at least 1"),
-        ({"labels": None}, r"latents\.npy has no labels; give the file that has"),
+        ({"labels": None}, r"latents\.npy has no labels; set labels_key=.*labels=<file>, or .* classes=none"),
         ({"source": "nowhere"}, r"source=nowhere does not exist"),
-        ({"moments": "mean_std"}, r"cannot decode latents of shape \(1, 8, 8\)"),
+        ({"moments": "mean_logvar"}, r"cannot decode latents of shape \(1, 8, 8\)"),
     ],
 )
 def test_what_is_not_said_or_cannot_be_is_refused(settings: dict, sentence: str, samples, run, tmp_path: Path):
@@ -206,11 +206,20 @@ def test_what_is_not_said_or_cannot_be_is_refused(settings: dict, sentence: str,
 def test_values_that_do_not_fit_leave_nothing_behind(samples, run, tmp_path: Path):
     (tmp_path / "in").mkdir()
     latents, labels = samples
-    for value, labels_too in ((1e6, labels), (float("nan"), labels), (0.0, labels - 1)):
+    for value, labels_too, fault in (
+        (
+            1e6,
+            labels,
+            r"sample 17 of .* has latents that are too large for dtype=float16; use dtype=bfloat16 or float32",
+        ),
+        (float("nan"), labels, r"sample 17 of .* has nan in the source itself; encode that sample again"),
+        (float("inf"), labels, r"sample 17 of .* has inf in the source itself"),
+        (0.0, labels - 1, r"sample 0 of .* has the label -1; number the classes from 0 on"),
+    ):
         changed = latents.clone()
         changed[17, 1, 2, 3] = value
         source = npy(tmp_path / "in", changed, labels_too)
-        with pytest.raises(ValueError, match=r"sample (17|0) of .* (not finite in dtype=float16|a label below 0)"):
+        with pytest.raises(ValueError, match=fault):
             run(**source, scale=1.0, dtype="float16", check_scale=False)
         assert sorted(file.name for file in tmp_path.iterdir()) == ["in"]
 
@@ -223,7 +232,7 @@ def test_nothing_is_unpickled(run, tmp_path: Path):
     torch.save({"latents": Evil()}, tmp_path / "evil.pt")
     np.save(tmp_path / "evil.npy", np.array([Evil()], dtype=object))
     for name in ("evil.pt", "evil.npy"):
-        with pytest.raises(ValueError, match=r"cannot be read .*; save plain tensors, for nothing is unpickled"):
+        with pytest.raises(ValueError, match=r"cannot be read .*save plain tensors, for nothing is unpickled"):
             run(source=str(tmp_path / name))
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "dataset.json").write_text(json.dumps({"labels": [["../evil.npy", 0]]}))
