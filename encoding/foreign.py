@@ -68,22 +68,22 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
 
 
 @contextmanager
-def readable(what: Path | str) -> Iterator[None]:
-    """Turns what numpy, torch, safetensors and tarfile raise for damaged files and for objects into one ValueError."""
-    if isinstance(what, Path) and not what.is_file():
-        raise ValueError(f"{what} is no file: a folder, or a link to nothing; restore it, or take it away.")
+def readable(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
+    """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one ValueError."""
     try:
+        if isinstance(what, Path) and not what.is_file():
+            raise FileNotFoundError("it is no file, or a link to none")
         yield
     except Exception as error:
-        raise ValueError(
-            f"{what} cannot be read ({first_line(error).partition('. ')[0]}); copy it again if it is damaged, and save "
-            f"plain tensors, for nothing is unpickled."
-        ) from error
+        raise ValueError(f"{what} cannot be read ({first_line(error).partition('. ')[0]}); {remedy}.") from error
+
+
+PLAIN = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
 
 
 def array(file: Path) -> np.ndarray:
     """Maps a .npy file copy on write, which PyTorch takes without a warning; nobody writes."""
-    with readable(file):
+    with readable(file, PLAIN):
         return np.lib.format.open_memmap(file, mode="c")
 
 
@@ -93,7 +93,8 @@ def rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
         with readable(file):
             parts = {name: column[start : start + CHUNK] for name, column in columns.items()}
         for i in range(len(parts["latents"])):
-            yield Sample(f"sample {start + i} of {file}", **{"label": None} | {name: parts[name][i] for name in parts})
+            one = {name: part[i] for name, part in parts.items()}
+            yield Sample(f"sample {start + i} of {file}", one["latents"], one.get("labels"), one.get("mirrored"))
 
 
 def length(file: Path, columns: dict[str, Any]) -> int:
@@ -107,8 +108,8 @@ def length(file: Path, columns: dict[str, Any]) -> int:
 
 
 def named(held: Iterable[Any], asked: Asked, file: Path) -> dict[str, str]:
-    """Maps latents, label and mirrored to the names by which `file` holds them."""
-    names = {"latents": asked.latents_key} | ({} if asked.classes == 0 else {"label": asked.labels_key})
+    """Maps latents, labels and mirrored to the names by which `file` holds them."""
+    names = {"latents": asked.latents_key} | ({} if asked.classes == 0 else {"labels": asked.labels_key})
     held = list(held)
     if asked.latents_key not in held:
         raise ValueError(f"{file} holds {', '.join(map(str, held))}; say which are the latents: latents_key=<name>.")
@@ -128,7 +129,7 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
     def table(file: Path, key: str) -> dict[Any, Any]:
         if file.suffix == ".npy":
             return {key: array(file)}
-        with readable(file):
+        with readable(file, PLAIN):
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return found if isinstance(found, dict) else {key: found}
 
@@ -138,8 +139,10 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
         content |= {k: v for k, v in table(other, asked.labels_key).items() if k == asked.labels_key}
     columns = {name: content[key] for name, key in named(content, asked, path).items()}
     for name, column in columns.items():
-        if not isinstance(column, np.ndarray | Tensor) or getattr(column, "layout", torch.strided) != torch.strided:
-            raise ValueError(f"{path}: its {name} are a {type(column).__name__}; save a dense tensor.")
+        if isinstance(column, Tensor) and column.layout == torch.strided and column.device.type == "cpu":
+            columns[name] = column.detach()
+        elif not isinstance(column, np.ndarray):
+            raise ValueError(f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one.")
     return Foreign(f"tensors of {path}", length(path, columns), asked.classes, lambda: rows(path, columns))
 
 
@@ -203,9 +206,10 @@ def listed(folder: Path) -> dict[Path, Any]:
     if not isinstance(pairs, list) or not pairs:
         raise ValueError(f'{file} has no "labels": [[file, label], …]; add them, or import without: classes=none.')
     for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)) or "\0" in pair[0]:
+        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
-        latents = (folder / pair[0]).resolve()
+        with readable(f"{file}: {reprlib.repr(pair[0])}", "correct the name"):
+            latents = (folder / pair[0]).resolve()
         if not latents.is_relative_to(folder.resolve()):
             raise ValueError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
         if latents in labels:
@@ -286,7 +290,7 @@ def refuse_cut_tar(tar: tarfile.TarFile, file: Path) -> None:
 def latents_in(tar: tarfile.TarFile, member: tarfile.TarInfo, asked: Asked, where: str) -> Any:
     from safetensors.torch import load
 
-    with readable(where):
+    with readable(where, PLAIN):
         content = tar.extractfile(member).read()  # pyright: ignore[reportOptionalMemberAccess]
         if member.name.endswith(".npy"):
             return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)

@@ -63,13 +63,13 @@ class Foreign:
             seen += len(group)
             chunk = {"labels": torch.tensor([self.class_index(sample.label, sample.where) for sample in group])}
             for name in fields:
-                chunk[name] = torch.stack([finite(getattr(sample, name), sample.where, shape) for sample in group])
+                chunk[name] = stacked([(sample.where, getattr(sample, name)) for sample in group], shape)
             yield chunk
         if seen != self.count:
             raise ValueError(f"{self.what}: {self.count} samples became {seen} meanwhile; let nobody write there.")
 
     def class_index(self, label: Any, where: str) -> int:
-        """Converts a label to its class index; ValueError for all but a whole number below the number of classes."""
+        """Converts a label to its class index; ValueError for all but whole numbers (3.0 is one) in range."""
         if self.classes == 0:
             return 0
         size = math.prod(label.shape) if hasattr(label, "shape") else 1
@@ -96,17 +96,22 @@ class Foreign:
         return int(label)
 
 
-def finite(values: Any, where: str, shape: tuple[int, ...]) -> Tensor:
-    """Converts one sample's latents to a tensor of `shape` in fp32 or fp64; ValueError for others, NaN and infinity."""
-    found = floats(values, where)
-    if tuple(found.shape) != shape:
+def stacked(arrays: list[tuple[str, Any]], shape: tuple[int, ...]) -> Tensor:
+    """Stacks (place, latents) to (n, C, H, W), fp32 or fp64; ValueError for another shape, and NaN or infinity."""
+    tensors = [floats(values, where) for where, values in arrays]
+    for (where, _), tensor in zip(arrays, tensors, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{where} has latents of shape {tuple(tensor.shape)}, and the first sample {shape}; a set has one "
+                f"shape, so import each as a set of its own."
+            )
+    found = torch.stack(tensors)
+    if not torch.stack(found.aminmax()).isfinite().all():  # the extremes carry NaN along
+        row, *place = (~found.isfinite()).nonzero()[0].tolist()
+        value = float(found[row][tuple(place)])
         raise ValueError(
-            f"{where} has latents of shape {tuple(found.shape)}, and the first sample {shape}; a set has one shape, so "
-            f"import each as a set of its own."
+            f"{arrays[row][0]} has {value} in the source itself; encode that sample again, or leave it out."
         )
-    if not found.isfinite().all():
-        value = float(found[~found.isfinite()][0])
-        raise ValueError(f"{where} has {value} in the source itself; encode that sample again, or leave it out.")
     return found
 
 
@@ -117,7 +122,7 @@ def floats(values: Any, where: str) -> Tensor:
     if getattr(values, "dtype", None) not in KINDS:
         kind = str(getattr(values, "dtype", type(values).__name__)).removeprefix("torch.")
         raise ValueError(f"{where} holds {kind}, and latents are floating-point numbers; save them as float32.")
-    found: Tensor = values[0] if values.ndim == 4 and len(values) == 1 else values
+    found: Any = values[0] if values.ndim == 4 and len(values) == 1 else values
     if found.ndim != 3 or not found.numel():
         raise ValueError(f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W).")
     return found if found.dtype == torch.float64 else found.float()
