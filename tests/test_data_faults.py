@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import http.server
+import multiprocessing
 import os
 import signal
 import threading
@@ -52,6 +54,16 @@ def folder(tmp_path: Path) -> Path:
     parts = [("train", random_samples(20, seed)) for seed in range(3)] + [("held_out", random_samples(4, 9))]
     save_latent_set(tmp_path / "set", parts)
     return tmp_path / "set"
+
+
+@pytest.fixture(autouse=True)
+def readers_end_soon(monkeypatch: pytest.MonkeyPatch):
+    """An error keeps the workers' iterator in a cycle of references. When that is collected, the workers get no word to
+    end, and PyTorch waits for each; here it waits a moment, and not in a later test."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    if multiprocessing.active_children():
+        gc.collect()
 
 
 def block_bytes(folder: Path, shard: int, block: int) -> tuple[Path, int, int]:
@@ -233,7 +245,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(source, "FIRST_PAUSE", 0.001)
     with Server(folder) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield running
         running.released.set()
         running.shutdown()
