@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import http.server
 import json
@@ -57,16 +56,6 @@ def folder(tmp_path: Path) -> Path:
     parts = [("train", random_samples(20, seed)) for seed in range(3)] + [("held_out", random_samples(8, 9))]
     save_latent_set(tmp_path / "set", parts)
     return tmp_path / "set"
-
-
-@pytest.fixture(autouse=True)
-def readers_end_soon(monkeypatch: pytest.MonkeyPatch):
-    """An error keeps the workers' iterator in a cycle of references. When that is collected, the workers get no word to
-    end, and PyTorch waits for each; here it waits a moment, and not in a later test."""
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-    yield
-    if multiprocessing.active_children():
-        gc.collect()
 
 
 def block_bytes(folder: Path, shard: int, block: int) -> tuple[Path, int, int]:
@@ -164,6 +153,17 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder: Path, run: Run, tmp_pa
     assert again["steps"] == 16
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["skipped_data"] == 8
+
+
+def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path):
+    flipped_byte(folder)
+    loader = load("webdataset, 2 workers", folder)
+    with pytest.raises(ValueError, match="is damaged"):
+        list(islice(loader, 10))
+    before = time.monotonic()
+    while multiprocessing.active_children():
+        assert time.monotonic() < before + 4.0  # PyTorch waits 5 s for each that gets no word to end
+        time.sleep(0.02)
 
 
 def test_nothing_left_to_stand_in_is_an_error(folder: Path):
