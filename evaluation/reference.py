@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from accel.proof import cache_folder
 from data.loader import LatentLoader, LatentSpec
-from encoding.images import EXTENSIONS, RESIZE, DecodedImages, ImageEntry, collate, list_images, read_again
+from encoding.images import EXTENSIONS, RESIZE, DecodedImages, ImageEntry, collate, read_again
+from encoding.sources import list_images
 from evaluation.sides import Side
 from evaluation.space import Features, exact
 from models.autoencoders import Autoencoder

@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from encoding.images import decode_image, list_images
+from encoding.images import decode_image
+from encoding.sources import list_images
 from models.images import psnr, to_uint8
 
 

@@ -26,7 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from training.config import extensions
-from training.config.schema import PrecomputeConfig, TrainConfig
+from training.config.precompute import PrecomputeConfig
+from training.config.schema import TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
 
 ROOT = Path(__file__).resolve().parents[2]
