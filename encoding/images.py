@@ -176,12 +176,13 @@ def in_rgb(image: Image.Image, background: str) -> Image.Image:
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         values = np.asarray(image)  # of 16 bits; Pillow would clip them at 255: nearly all of it white
-        grey, opaque = (values >> 8).astype(np.uint8), values != image.info.get("transparency", -1)
-        image = Image.merge("LA", (Image.fromarray(grey), Image.fromarray(opaque).convert("L")))
+        grey, key = Image.fromarray((values >> 8).astype(np.uint8)), image.info.get("transparency")
+        image = grey if key is None else Image.merge("LA", (grey, Image.fromarray(values != key).convert("L")))
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         raise UnusableError(f"grey of mode {image.mode} has no known range; save it with 8 or 16 bits")
     if image.has_transparency_data:
-        image, canvas = image.convert("RGBA"), Image.new("RGB", image.size, background)
+        canvas = Image.new("RGB", image.size, background)
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
         canvas.paste(image, mask=image)
         return canvas
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -25,12 +25,12 @@ class Unused:
         self.kinds[kind] = (number + 1, min(name, example))
 
     def __str__(self) -> str:
-        """Such as "2 .txt (cat/a.txt and 1 more), 1 hidden file (.cache)"; the largest number comes first."""
+        """Such as "2 .txt (e.g. cat/a.txt); 1 hidden (e.g. .cache)"; the largest number comes first."""
         ordered = sorted(self.kinds.items(), key=lambda item: (-item[1][0], item[0]))
         shown = [f"{number} {kind} (e.g. {readable(name)})" for kind, (number, name) in ordered[:FEW]]
         if rest := ordered[FEW:]:
             shown.append(f"{sum(number for _, (number, _) in rest)} of {len(rest)} more kinds")
-        return ", ".join(shown)
+        return "; ".join(shown)
 
 
 @dataclass(frozen=True)

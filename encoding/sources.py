@@ -92,7 +92,7 @@ def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                     unused.add("symlinks in a circle", name)
                 else:
                     if is_image(PurePosixPath(entry.name).suffix.lower()):
-                        unused.add("folders named like images, though not what is in them", name)
+                        unused.add("folders named like images (only what is in them)", name)
                     todo.append((f"{name}/", above | {(found.st_dev, found.st_ino)}))
 
 
@@ -108,7 +108,7 @@ def list_folder(path: Path, labelled: bool, allow_cut: bool) -> ImageList:
         )
     if tars or labelled:
         for name, _ in in_root:
-            unused.add("images in the root, beside " + ("tars" if tars else "class folders"), name)
+            unused.add("images in the root beside " + ("tars" if tars else "class folders"), name)
     if tars:
         return list_tars(tars, labelled, allow_cut, unused)
     if not labelled:
@@ -196,8 +196,6 @@ def list_rows(path: Path, labelled: bool) -> ImageList:
     limit = len(names) if names else len(column)  # without names no more classes than rows
     for i, label in enumerate(column):
         if not isinstance(label, int) or not 0 <= label < limit:
-            raise ValueError(
-                f"source={path}: row {i} has no label from 0 to {limit - 1} but {label}; mend or remove it."
-            )
+            raise ValueError(f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend or remove it.")
     entries = [ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0) for i, label in enumerate(column)]
     return ImageList(entries, names or [str(i) for i in range(max(column, default=-1) + 1)])

@@ -38,6 +38,9 @@ def list_tars(tars: list[Path], labelled: bool, allow_cut: bool, unused: Unused)
             if tar.cut and not allow_cut:
                 raise ValueError(f"{tar.cut}. Fetch it again, or use what comes before: allow_cut=true.")
             notes += [f"{tar.cut}; what comes before is used"] if tar.cut else []
+            if tar.cut and labelled and samples and ".cls" not in samples[last := list(samples)[-1]]:
+                unused.add("samples cut off from their label", f"{file.name}:{last}")
+                del samples[last]
             found = [entry_of(tar, key, sample, labelled, unused) for key, sample in samples.items()]
             entries += [entry for entry in found if entry]
             if not any(found):
@@ -138,14 +141,13 @@ class Members:
             except OSError:
                 raise
             except Exception as error:  # tarfile raises many kinds for what is no tar
-                raise ValueError(self.no_tar()) from error
-            empty = True
-            for member in self.of_one(tar):
-                empty = False
-                yield member
-            if start and empty:
-                self.cut, self.garbage = None, start
+                if not start:
+                    raise ValueError(self.no_tar()) from error
+                tar = None
+            if tar is None or (start and tar.offset == start):
+                self.garbage = start
                 return
+            yield from self.of_one(tar)
             end = min(tar.offset, self.size)
             start = self.after_zeros(end)
             if self.cut or start - end < 2 * BLOCK:

@@ -33,7 +33,7 @@ class PrecomputeConfig:
     allow_cut: bool = False  # true: of a tar that was cut, or is damaged, use what comes before
     resolution: int = 256  # images are resized and centre-cropped to this square
     background: str = "white"  # what shows through transparent pixels; a name or "'#rrggbb'", in both quotes
-    max_megapixels: float = 80.0  # larger images are skipped; one takes 4 to 13 bytes a pixel while it is decoded
+    max_megapixels: float = 80.0  # larger images are skipped; a worker takes 7 to 20 bytes a pixel to decode one
     kind: LatentKind = LatentKind.mean_std  # posterior mean (and std), drawn anew each step; sample: one draw
     dtype: LatentDtype = LatentDtype.float16
     flips: bool = False  # encode mirrored images too (a mirrored latent is not the latent of a mirrored image)
