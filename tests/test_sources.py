@@ -257,6 +257,14 @@ def test_tars_appended_to_a_tar_are_read_and_garbage_is_said(tmp_path: Path):
         list_images(tmp_path / "both.tar")
 
 
+@pytest.mark.parametrize(("names", "said"), [(("x.png", "x.png"), "there twice"), (("x.jpg", "x.png"), "has 2 images")])
+def test_a_tar_with_two_samples_of_one_key_is_refused(tmp_path: Path, names: tuple[str, str], said: str):
+    one, two = (tar_of(tmp_path / "parts" / f"{i}.tar", {name: PNG, f"{i}.cls": b"0"}) for i, name in enumerate(names))
+    (tmp_path / "images.tar").write_bytes(one.read_bytes() + two.read_bytes())
+    with pytest.raises(ValueError, match=said):
+        list_images(tmp_path / "images.tar")
+
+
 def test_what_is_no_sample_of_a_tar_is_said(tmp_path: Path):
     file = tar_of(
         tmp_path / "a.tar", labelled(0) | {"._0.png": PNG, "1.seg.png": PNG, "2.png": b"", "/../3.json": b"{}"}
