@@ -54,7 +54,9 @@ class ImageList:
         counts = Counter(entry.label for entry in self.entries)
         numbers = [(counts[label], name) for label, name in enumerate(self.class_names)]
         classes = f"{len(numbers)} classes" if len(numbers) != 1 else "1 class"
-        lines = [f"{len(self.entries)} images of {classes} in {source}, {planned} to encode"]
+        lines = [
+            f"{len(self.entries)} image{'s' * (len(self.entries) != 1)} of {classes} in {source}, {planned} to encode"
+        ]
         if not numbers:
             lines.append("  no classes: every label is 0")
         elif len(numbers) <= FEW:

@@ -72,7 +72,7 @@ def samples_of(tar: Members, unused: Unused) -> dict[str, Sample]:
             )
         sample[extension] = member
     if tar.garbage:
-        unused.add("bytes after a tar's end", f"{tar.file.name}, from byte {tar.garbage} of {tar.size}")
+        unused.add("tars with other bytes after their end", f"{tar.file.name}, from byte {tar.garbage} of {tar.size}")
     return samples
 
 
@@ -167,7 +167,7 @@ class Members:
                 return
             if member is None:
                 return
-            if not member.isreg() or member.offset_data + member.size <= self.size:
+            if not member.isreg() or member.issparse() or member.offset_data + member.size <= self.size:
                 yield member
 
     def after_zeros(self, start: int) -> int:

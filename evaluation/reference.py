@@ -80,7 +80,7 @@ def images_of(folder: str) -> list[ImageEntry]:
     if flat:
         return [ImageEntry(file.name, 0, str(file), 0, file.stat().st_size) for file in flat]
     try:
-        return list_images(path).entries
+        return list_images(path, "none").entries
     except ValueError as error:
         raise ValueError(str(error).replace(f"source={path}", f"reference={folder}", 1)) from error
 

@@ -251,7 +251,7 @@ def test_tars_appended_to_a_tar_are_read_and_garbage_is_said(tmp_path: Path):
     found = list_images(tmp_path / "both.tar")
     assert keys(found) == [f"both.tar:{i:04d}.png" for i in range(4)]
     assert all(images.read_image(entry) == PNG for entry in found.entries)
-    assert "1 bytes after a tar's end (e.g. both.tar, from byte 25088 of 25489)" in found.stated("x", 4)
+    assert "1 tars with other bytes after their end (e.g. both.tar, from byte 25088 of 25489)" in found.stated("x", 4)
     (tmp_path / "both.tar").write_bytes(one + two[:2048])
     with pytest.raises(ValueError, match="was cut or is damaged"):
         list_images(tmp_path / "both.tar")
@@ -274,7 +274,7 @@ def test_what_is_no_sample_of_a_tar_is_said(tmp_path: Path):
         link.type, link.linkname = tarfile.SYMTYPE, "0000.png"
         tar.addfile(link)
         sparse = tarfile.TarInfo("5.png")
-        sparse.size, sparse.pax_headers = 4, {"GNU.sparse.map": "0,4", "GNU.sparse.size": "512"}
+        sparse.size, sparse.pax_headers = 4, {"GNU.sparse.map": "0,4", "GNU.sparse.size": "1048576"}
         tar.addfile(sparse, io.BytesIO(b"1234"))
     tar_of(tmp_path / "b.tar", {})
     found = list_images(tmp_path)
