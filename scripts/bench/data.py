@@ -211,10 +211,10 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
 
     from accel.precision import Precision
     from encoding.encoder import EncodeStep, ShardEncoder
-    from encoding.images import list_images
     from encoding.job import plan_shards
+    from encoding.sources import list_images
     from models.autoencoders import DiffusersAutoencoder
-    from training.config.schema import PrecomputeConfig
+    from training.config.precompute import PrecomputeConfig
 
     draw = np.random.default_rng(0)
     (folder / "images" / "one").mkdir(parents=True)
