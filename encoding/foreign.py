@@ -141,6 +141,8 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
     columns = {name: content[key] for name, key in named(content, asked, path).items()}
     for name, column in columns.items():
         if isinstance(column, Tensor) and column.layout == torch.strided and column.device.type == "cpu":
+            if 0 in column.stride():  # a file of bytes could hold 10^12 samples
+                raise ValueError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()
         elif not isinstance(column, np.ndarray):
             raise ValueError(f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one.")

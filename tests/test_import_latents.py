@@ -360,6 +360,13 @@ FAULTS = {
         lambda p, x, y: (torch.save({"z": x, "y": [0]}, p / "a.pt"), {**PT, "source": f"{p}/a.pt"})[1],
         r"labels is a list",
     ),
+    "an expanded tensor": (
+        lambda p, x, y: (
+            torch.save({"z": x[:1].expand(10**12, 2, 8, 8), "y": y[:1].expand(10**12)}, p / "a.pt"),
+            {**PT, "source": f"{p}/a.pt"},
+        )[1],
+        r"latents is an expanded tensor; save it as \.contiguous",
+    ),
     "odd channels": (
         lambda p, x, y: npy(p, x[:, :1], y) | {"moments": "mean_std"},
         r"but latents have 1 channels, and",
