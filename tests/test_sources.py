@@ -138,7 +138,7 @@ def test_a_flat_folder_needs_classes_none(tmp_path: Path):
     found = list_images(folder_of(tmp_path, "deep/c.png"), "none")
     assert (keys(found), found.class_names) == (["a.png", "b.png", "deep/c.png"], [])
     assert {entry.label for entry in found.entries} == {0}
-    assert "no classes: every label is 0\n  not used: 1 .txt" in found.stated("x", 3)
+    assert "without classes in x, 3 to encode\n  not used: 1 .txt" in found.stated("x", 3)
 
 
 def test_tars_without_labels_need_classes_none(tmp_path: Path):
