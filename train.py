@@ -90,6 +90,7 @@ def train(composed: Composed) -> dict[str, Any]:
                     file = run.folder / "samples" / f"step-{state.step}.png"
                     logger.image("samples", sample_grid(training, drawing, file), state.samples)
                 if saving:
+                    training.skipped_data()
                     checkpoints.save(state, described, scores)
             if done:
                 break

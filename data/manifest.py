@@ -77,7 +77,7 @@ class Manifest:
     scaling_factor: Above0 | None = None
     """From the autoencoder's config; only `data.normalisation=scale_shift` uses it."""
     shift_factor: Finite | None = None
-    input_range: list[float]
+    input_range: list[Finite]
     resize: str
     resolution: int | None = None
     """Of the images in pixels; None for imported latents."""
@@ -127,6 +127,8 @@ class Manifest:
         found += [
             f"the shard {name} is there {n} times" for name, n in Counter(s.file for s in shards).items() if n > 1
         ]
+        classes = Counter(self.class_names)
+        found += [f"the class {name!r} is there {n} times" for name, n in classes.items() if n > 1]
         for shard in shards:
             ends = [0, *(block.offset + block.size for block in shard.blocks)]
             if sum(block.samples for block in shard.blocks) != shard.count:

@@ -78,26 +78,28 @@ class StreamedLatents(BaseLoader):
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self.pin_memory = pin_memory and device.type == "cuda"
         self.feeder: Feeder | None = None
-        self.given, self.window = streams, window
-        a_stream = memory_of_a_stream(self.blocks, window)
-        self.use_streams(fitting_streams(streams, len(self.blocks.places), a_stream, host_memory_gib))
-        if rank == 0:
+        self.source, self.given, self.window, self.allowed_gib = source, streams, window, host_memory_gib
+        self.use_streams(streams)
+
+    def use_streams(self, given: int | None) -> None:
+        """Cuts the set into `given` streams, or as many as fit, and prints the memory that they take."""
+        places, ranks, readers = self.blocks.places, self.world_size, max(1, self.num_workers)
+        a_stream = memory_of_a_stream(self.blocks, self.window)
+        streams = fitting_streams(given, len(places), a_stream, self.allowed_gib)
+        counts = [place.block.samples for place in places]
+        self.order = StreamOrder(self.blocks.blocks_of_shard, counts, self.seed, streams, self.window)
+        self.of_rank = RankPositions(self.batch_size, self.rank, ranks, streams)
+        if self.rank == 0:
             own = self.of_rank.own_streams()
-            how = "whole streams" if own is not None or world_size == 1 else "parts of streams"
-            windows = (self.order.streams if own is None else len(own)) * a_stream
-            reading = max(1, num_workers) * READERS * COPIES * max(place.block.size for place in self.blocks.places)
+            how = "whole streams" if own is not None or ranks == 1 else "parts of streams"
+            windows = (streams if own is None else len(own)) * a_stream
+            reading = readers * READERS * COPIES * max(place.block.size for place in places)
             print(
-                f"data: {self.spec.count} samples in {len(self.blocks.places)} blocks from {source}, "
-                f"{self.order.streams} streams, windows of {window}; each of {world_size} × {max(1, num_workers)} "
-                f"readers has {how}; in each process windows take up to {windows / 2**20:.2f} MiB and reading "
-                f"about {reading / 2**20:.2f} MiB of host memory",
+                f"data: {self.spec.count} samples in {len(places)} blocks from {self.source}, {streams} streams, "
+                f"windows of {self.window}; each of {ranks} × {readers} readers has {how}; in each process windows "
+                f"take up to {windows / 2**20:.2f} MiB and reading about {reading / 2**20:.2f} MiB of host memory",
                 flush=True,
             )
-
-    def use_streams(self, streams: int) -> None:
-        counts = [place.block.samples for place in self.blocks.places]
-        self.order = StreamOrder(self.blocks.blocks_of_shard, counts, self.seed, streams, self.window)
-        self.of_rank = RankPositions(self.batch_size, self.rank, self.world_size, streams)
 
     def batch_at(self, start: int) -> Batch:
         if self.feeder is None:
@@ -118,6 +120,8 @@ class StreamedLatents(BaseLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues with the number of streams that the run began with, because the order of samples depends on it."""
         streams = state.get("streams", self.given or MOST_STREAMS)  # earlier versions had 64 where none were given
+        if type(streams) is not int or streams < 1:
+            raise ValueError(f"the state of the loader says streams={streams}, which is no number of streams.")
         if self.given not in (None, streams):
             raise ValueError(f"data.streams={self.given}, but the run began with {streams}; leave data.streams out.")
         if streams != self.order.streams:

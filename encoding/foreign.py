@@ -10,10 +10,11 @@ import io
 import json
 import reprlib
 import tarfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -131,7 +132,7 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
         if file.suffix == ".npy":
             return {key: array(file)}
         with readable(file, PLAIN):
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         return found if isinstance(found, dict) else {key: found}
 
     content = table(path, asked.latents_key)
@@ -191,7 +192,7 @@ def of_listed_files(folders: list[Path], asked: Asked) -> Foreign:
     found, labels = sorted(folder.rglob("*.npy")), {}
     if asked.classes != 0:
         labels = listed(folder)
-        if alone := [file for file in found if file not in labels and file.resolve() not in labels]:
+        if alone := [file for file in found if file not in labels]:
             raise ValueError(
                 f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} …; add them."
             )
@@ -211,9 +212,8 @@ def listed(folder: Path) -> dict[Path, Any]:
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
-        with readable(f"{file}: {reprlib.repr(pair[0])}", "correct the name"):
-            latents = (folder / pair[0]).resolve()
-        if not latents.is_relative_to(folder.resolve()):
+        latents = folder / pair[0]
+        if ".." in latents.relative_to(folder).parts if latents.is_relative_to(folder) else True:
             raise ValueError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
         if latents in labels:
             raise ValueError(f"{file} names {pair[0]} twice; each file has one label.")
@@ -226,10 +226,12 @@ def of_tars(tars: list[Path], asked: Asked) -> Foreign:
 
     def samples() -> Iterator[Sample]:
         for file in tars:
-            for where, latents, label in paired(file, asked):
-                content = content_of(file, latents, where)
-                found = None if label is None else label_in(content_of(file, label, where), label.name, where)
-                yield Sample(where, latents_in(content, latents.name, asked, where), found)
+            pairs = paired(file, asked)
+            with file.open("rb") as stream:
+                for where, latents, label in pairs:
+                    content = content_of(stream, latents, where)
+                    found = None if label is None else label_in(content_of(stream, label, where), label.name, where)
+                    yield Sample(where, latents_in(content, latents.name, asked, where), found)
 
     count = sum(len(paired(file, asked)) for file in tars)
     return Foreign(f"{count} samples in {len(tars)} tars", count, asked.classes, samples)
@@ -240,11 +242,11 @@ def paired(file: Path, asked: Asked) -> list[tuple[str, tarfile.TarInfo, tarfile
     try:
         with file.open("rb") as stream:
             tar = Members(file, stream)
-            members = [member for member in tar if not member.isdir()]
+            members = [m for m in tar if not m.isdir() and not m.name.rpartition("/")[2].startswith(".")]
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}); copy or write it again.") from error
-    if tar.cut or tar.garbage:
-        raise ValueError(f"{tar.cut or f'{file} is no tar from byte {tar.garbage} on'}; copy or write it again.")
+    if tar.cut:
+        raise ValueError(f"{tar.cut}; copy or write it again.")
     grouped: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in members:
         key, extension = sample_key(member.name)
@@ -274,8 +276,8 @@ def paired(file: Path, asked: Asked) -> list[tuple[str, tarfile.TarInfo, tarfile
     return found
 
 
-def content_of(file: Path, member: tarfile.TarInfo, where: str) -> bytes:
-    with readable(f"{where}: {member.name}"), file.open("rb") as stream:
+def content_of(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> bytes:
+    with readable(f"{where}: {member.name}"):
         stream.seek(member.offset_data)
         return stream.read(member.size)
 

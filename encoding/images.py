@@ -85,7 +85,7 @@ def opened_dataset(path: str) -> tuple[Any, str, list[str]]:
     except ImportError as error:
         raise ValueError(f"source={path} needs the package datasets: pip install 'fastlatent[datasets]'.") from error
     try:
-        dataset = datasets.load_from_disk(path)
+        dataset = datasets.load_from_disk(path).with_format(None)
     except Exception as error:  # datasets, arrow and json raise many kinds for damaged files
         raise ValueError(
             f"source={path} is a broken folder of datasets ({first_line(error)}); save it again."

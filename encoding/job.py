@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from data.manifest import Manifest, Shard, write_atomically
+from data.manifest import NAME, Manifest, Shard, write_atomically
 from data.shards import file_sha256
 from encoding.images import RESIZE, ImageEntry
 from encoding.listing import ImageList
@@ -84,6 +84,8 @@ def claim(out: Path, job: dict[str, Any]) -> None:
                 f"{file} is broken, so nothing says which job this folder belongs to; choose another folder or delete "
                 f"this one."
             ) from error
+        if (out / NAME).is_file():  # finished, perhaps by an earlier version, whose jobs had fewer keys
+            job = {key: value for key, value in job.items() if key in earlier}
         if changed := [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]:
             raise ValueError(
                 f"out={out} holds latents of another job ({'; '.join(changed)}); choose another folder or delete it."
@@ -116,11 +118,11 @@ def finished(out: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         described = dict(json.loads(sidecar.read_bytes()))
-    except (ValueError, TypeError, RecursionError):
+        told = described.pop("sha256", None)  # earlier versions wrote none
+        whole = told in (None, digest_of(described)) and described["shard"]["sha256"] == file_sha256(file)
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    if described.pop("sha256", None) != digest_of(described) or described["shard"]["sha256"] != file_sha256(file):
-        return None
-    return described
+    return described if whole else None
 
 
 def digest_of(sidecar: dict[str, Any]) -> str:

@@ -20,6 +20,8 @@ from encoding.tars import limit_of, list_tars, numbered
 Classes = int | Literal["given", "none"]
 SPLIT = re.compile(r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?", re.I)
 """Names of folders that hold a part of a set, not a class."""
+LIKE_SPLIT = re.compile(r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I)
+"""Names that may be such ones."""
 WHAT_THEY_ARE = {
     errno.ENOENT: "symlinks to nothing",
     errno.ENOTDIR: "symlinks to nothing",
@@ -102,26 +104,26 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
     """Lists a folder of tars, or one with a subfolder per class; without classes: images anywhere below it."""
     unused, labelled = Unused(), classes != "none"
     tars, found = sorted_out(path, unused)
-    in_root = found.pop("", []) if labelled or not tars else []
     if tars and found:
         raise ValueError(
-            f"source={path} holds both {readable(tars[0].name)} and images in folders ({few_of(names_of(found))}); "
-            f"take the tar, source={readable(str(tars[0]))}, or move it away."
+            f"source={path} holds both {readable(tars[0].name)} and images such as "
+            f"{readable(next(iter(found.values()))[0][0])}; take the tar, source={readable(str(tars[0]))}, or move it "
+            f"away."
         )
-    if tars or labelled:
-        for name, _ in in_root:
-            unused.add("images in the root beside " + ("tars" if tars else "class folders"), name)
     if tars:
         return list_tars(tars, classes, allow_cut, unused)
     if not labelled:
-        files = [*in_root, *(file for folder in found.values() for file in folder)]
+        files = [file for folder in found.values() for file in folder]
         splits = [name for name in names_of(found) if SPLIT.fullmatch(name)]
         return of_files(path, {"": files}, [f"images of {few_of(splits)} are all used"] if splits else [], unused)
+    in_root = found.pop("", [])
     if in_root and not found:
         raise ValueError(
             f"source={path} holds {len(in_root)} images and no class folders; put each class into a subfolder, or "
             f"take classes=none to train without classes."
         )
+    for name, _ in in_root:
+        unused.add("images in the root beside class folders", name)
     for folder in path.iterdir():
         if folder.name not in found and folder.is_dir() and not folder.name.startswith("."):
             unused.add("top folders without images", folder.name)
@@ -171,7 +173,8 @@ def notes_on(path: Path, found: dict[str, list[tuple[str, int]]]) -> list[str]:
             f"source={path} holds {few_of(splits)}, which are parts of a set and no classes; name one: "
             f"source={path / first}."
         )
-    notes = [f"{few_of(splits)} among the class folders: parts of a set, or classes?"] if splits else []
+    odd = [name for name in names if SPLIT.fullmatch(name) or LIKE_SPLIT.fullmatch(name)]
+    notes = [f"{few_of(odd)} among the class folders: parts of a set, or classes?"] if odd else []
     inside = {name.split("/")[1] for files in found.values() for name, _ in files if name.count("/") > 1}
     if len(names) == 1 and len(inside) > 1:
         notes.append(
@@ -202,6 +205,7 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
         raise ValueError(f"source={path} names {limit} classes; leave classes={classes} out.")
     for i, label in enumerate(column):
         if not isinstance(label, int) or not 0 <= label < limit:
-            raise ValueError(f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend or remove it.")
+            more = "" if names else ", or say how many classes there are: classes=<n>"
+            raise ValueError(f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend it{more}.")
     entries = [ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0) for i, label in enumerate(column)]
     return ImageList(entries, names or numbered(classes, column))

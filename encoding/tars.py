@@ -83,8 +83,6 @@ def samples_of(tar: Members, unused: Unused) -> dict[str, Sample]:
                 f"{tar.file}: {readable(member.name)} is there twice; every sample of a tar needs a key of its own."
             )
         sample[extension] = member
-    if tar.garbage:
-        unused.add("tars with other bytes after their end", f"{tar.file.name}, from byte {tar.garbage} of {tar.size}")
     return samples
 
 
@@ -140,9 +138,7 @@ class Members:
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self.file, self.stream, self.size = file, stream, os.fstat(stream.fileno()).st_size
         self.cut: str | None = None
-        """How the tar ends without its end marker, two blocks of zeros."""
-        self.garbage: int | None = None
-        """The byte after the end marker from which on the file holds what is no tar."""
+        """How the tar ends other than with its end marker, two blocks of zeros: a hole looks like one, but goes on."""
 
     def __iter__(self) -> Iterator[tarfile.TarInfo]:
         start = 0
@@ -157,7 +153,7 @@ class Members:
                     raise ValueError(self.no_tar()) from error
                 tar = None
             if tar is None or (start and tar.offset == start):
-                self.garbage = start
+                self.cut = f"{self.file} is damaged: from byte {start} of {self.size} on it is no tar"
                 return
             yield from self.of_one(tar)
             end = min(tar.offset, self.size)

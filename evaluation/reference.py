@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from accel.proof import cache_folder
 from data.loader import LatentLoader, LatentSpec
 from encoding.images import RESIZE, DecodedImages, ImageEntry, collate, read_again
+from encoding.listing import is_image
 from encoding.sources import list_images
 from evaluation.sides import Side
 from evaluation.space import Features, exact
@@ -74,8 +75,11 @@ def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
 
 
 def images_of(folder: str) -> list[ImageEntry]:
-    """The images of a folder as `precompute_latents.py` finds them; labels do not matter."""
+    """The images right in a folder, or else as `precompute_latents.py` finds them; labels do not matter."""
     path = Path(folder).expanduser()
+    flat = sorted(p for p in path.iterdir() if is_image(p.suffix.lower()) and p.is_file()) if path.is_dir() else []
+    if flat:
+        return [ImageEntry(file.name, 0, str(file), 0, file.stat().st_size) for file in flat]
     try:
         return list_images(path, "none").entries
     except ValueError as error:

@@ -161,7 +161,10 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
         raise ValueError(f"{source}/job.json cannot be read ({first_line(error)}); leave source out.") from error
     images = list_images(str(cfg.source), was.classes, allow_cut=True)
     if images.sha256() != manifest.source_sha256:
-        raise ValueError(f"source={cfg.source} is not what {source} was made of ({manifest.source}); leave it out.")
+        raise ValueError(
+            f"source={cfg.source} is not what {source} was made of ({manifest.source}), or an "
+            f"earlier version listed it, which knew fewer formats; leave it out."
+        )
     plan = plan_shards(images, was)
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
     entries = [entry for _, split, of_shard in plan.shards if split == "train" for _, entry in of_shard]

@@ -140,7 +140,8 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder: Path, run: Run, tmp_pa
     flipped_byte(folder)
     held_out, offset, _ = block_bytes(folder, 3, 1)
     held_out.write_bytes(held_out.read_bytes()[: offset + 100])
-    words = [data, f"data.path={folder}", "data.on_corrupt=skip", "save_every=4", "eval_every=4", "batch_size=10"]
+    words = [data, f"data.path={folder}", "data.on_corrupt=skip", "save_every=1", "eval_every=4", "batch_size=10"]
+    words += ["log_every=100"]
     words += ["data.num_workers=0"] if data == "data=webdataset" else []
     summary = run(*words, "total_samples=80")
     lost = ["train-00001.tar (samples 28–31 of train)", "held_out-00003.tar (samples 4–7 of held_out)"]

@@ -29,7 +29,8 @@ def log_line(metrics: Mapping[str, Any]) -> str:
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The summary as aligned lines, the ledger left out (it was printed at the start)."""
     damaged = summary["skipped_data"]
-    told = f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged blocks: {', '.join(damaged)}"
+    names = ", ".join([*damaged][:5]) + ", …" * (len(damaged) > 5)
+    told = f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged blocks: {names}"
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
     shown |= {"skipped_data": told if damaged else "none"}
     width = max(len(k) for k in shown)

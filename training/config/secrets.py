@@ -11,6 +11,8 @@ SECRET = re.compile(
 )
 """Names of secrets, in keys and in the queries of addresses: we never write their values down."""
 IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+QUERY = re.compile(r"(://[^\s?\"']*\?)[^\s\"']+")
+"""The whole of it: who signs a URL names the parameters, and their order."""
 WORD = re.compile(r"((?:^|[?&\s])([\w.-]+)=)[^&\s]+")
 ENTRY = re.compile(r"([{,\[]\s*([\w.-]+):\s?)[^,{}\[\]]+")
 
@@ -30,7 +32,8 @@ def scrubbed(text: str) -> str:
     def named(found: re.Match[str]) -> str:
         return f"{found[1]}<redacted>" if SECRET.search(found[2]) else found[0]
 
-    return ENTRY.sub(named, WORD.sub(named, IN_ADDRESS.sub("<redacted>", text)))
+    text = QUERY.sub(r"\1<redacted>", IN_ADDRESS.sub("<redacted>", text))
+    return ENTRY.sub(named, WORD.sub(named, text))
 
 
 def redact_words(words: list[str]) -> list[str]:
