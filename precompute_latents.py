@@ -30,8 +30,8 @@ def precompute(composed: Composed) -> Path:
 
     from accel.stack import AccelerationStack
     from encoding.encoder import PSNR_IMAGES, EncodeStep, ShardEncoder, estimate, first_images, measure_psnr
-    from encoding.images import list_images
     from encoding.job import claim, job_description, locked, plan_shards, write_manifest
+    from encoding.sources import list_images
     from models.autoencoders import Autoencoder
     from training.components import runtime_values
     from training.config.build import build
@@ -43,12 +43,10 @@ def precompute(composed: Composed) -> Path:
     ranks = Ranks.from_environment()
     device = ranks.device(pick_device(cfg.runtime.device.value))
     out = Path(cfg.out).expanduser()
-    images = list_images(cfg.source)
+    images = list_images(cfg.source, cfg.classes.value, cfg.allow_cut)
     plan = plan_shards(images, cfg)
+    ranks.say(images.stated(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
-    ranks.say(
-        f"{len(images.entries)} images of {len(images.class_names)} classes in {cfg.source}, {plan.images} to encode"
-    )
 
     # 2. Accelerate the encoder, and see in one encoding that it worked.
     stack = AccelerationStack(

@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.manifest import write_atomically
 from data.shards import ShardWriter
-from encoding.images import Decoded, DecodedImages, ImageList, collate
-from encoding.job import Numbered, Plan, finished
+from encoding.images import Decoded, DecodedImages, ImageEntry, collate
+from encoding.job import Numbered, Plan, digest_of, finished
+from encoding.listing import ImageList
 from encoding.statistics import ChannelSums
 from models.autoencoders import Autoencoder
 from models.images import psnr
-from training.config.schema import PrecomputeConfig
+from training.config.precompute import PrecomputeConfig
 from training.process.progress import Progress
 from training.process.ranks import SINGLE, Ranks
 
@@ -49,9 +50,13 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
     return pixels.to(device).float() / 127.5 - 1.0
 
 
+def decoding(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
+    return DecodedImages(entries, cfg.resolution, cfg.background, cfg.max_megapixels)
+
+
 def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
     """The first decodable images in [-1, 1], enough for a batch and for PSNR; ValueError if there is none."""
-    decodable = (item for item in DecodedImages(images.entries, cfg.resolution) if isinstance(item, Tensor))
+    decodable = (item for item in decoding(images.entries, cfg) if isinstance(item, Tensor))
     pixels = list(islice(decodable, max(cfg.batch_size, PSNR_IMAGES)))
     if not pixels:
         raise ValueError(f"source={cfg.source}: none of the {len(images.entries)} images can be decoded.")
@@ -145,6 +150,7 @@ class ShardEncoder:
                 progress.say(f"skipped {line}")
             with self.timed("write"):
                 sidecar = {"shard": asdict(writer.close()), "skipped": skipped, "sums": sums.as_dict()}
+                sidecar |= {"sha256": digest_of(sidecar)}
                 write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
 
     @contextmanager
@@ -158,7 +164,7 @@ class ShardEncoder:
         images = [numbered for _, _, of_shard in todo for numbered in of_shard]
         shards = torch.arange(len(images)).split([len(of_shard) for _, _, of_shard in todo])
         batches = [batch.tolist() for shard in shards for batch in shard.split(self.cfg.batch_size)]
-        dataset = DecodedImages([entry for _, entry in images], self.cfg.resolution)
+        dataset = decoding([entry for _, entry in images], self.cfg)
         loader = DataLoader(dataset, batch_sampler=batches, num_workers=self.cfg.num_workers, collate_fn=collate)
         for batch, decoded in zip(batches, loader, strict=True):
             yield [images[i] for i in batch], decoded
@@ -193,8 +199,8 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
     cfg = encoder.cfg
     first = [numbered for _, _, of_shard in plan.shards for numbered in of_shard][: batches * cfg.batch_size]
     began = time.perf_counter()
-    items = [item for item in DecodedImages([entry for _, entry in first], cfg.resolution)]
-    decoding = (time.perf_counter() - began) / len(items)
+    items = [item for item in decoding([entry for _, entry in first], cfg)]
+    reading = (time.perf_counter() - began) / len(items)
     began, count, size = time.perf_counter(), 0, 0
     for start in range(0, len(items), cfg.batch_size):
         decoded = collate(items[start : start + cfg.batch_size])
@@ -205,8 +211,8 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
         return f"none of the first {len(items)} images can be decoded"
     encoding = (time.perf_counter() - began) / count
     processes = max(1, cfg.num_workers)
-    minutes = plan.images / encoder.ranks.world_size * max(encoding, decoding / processes) / 60
-    slower = "decoding" if decoding / processes > encoding else "encoding"
+    minutes = plan.images / encoder.ranks.world_size * max(encoding, reading / processes) / 60
+    slower = "decoding" if reading / processes > encoding else "encoding"
     folder = next(parent for parent in (encoder.out, *encoder.out.absolute().parents) if parent.exists())
     takes, free = plan.images * size / count / 2**30, shutil.disk_usage(folder).free / 2**30
     return "\n".join(
@@ -214,7 +220,7 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
             f"dry run, nothing is written: {plan.images} of {len(images.entries)} images, {plan.held_out} of them held "
             f"out, in {len(plan.shards)} shards",
             f"  about {takes:.2f} GiB in {encoder.out}; {free:.1f} GiB are free there",
-            f"  about {minutes:.1f} minutes: decoding {1e3 * decoding:.1f} ms an image in each of {processes} "
+            f"  about {minutes:.1f} minutes: decoding {1e3 * reading:.1f} ms an image in each of {processes} "
             f"processes, encoding {1e3 * encoding:.1f} ms ({slower} is slower; from {count} images)",
         )
     )

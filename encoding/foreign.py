@@ -1,215 +1,315 @@
 """Reads latents that other tools wrote: tensors in files, files per sample, WebDataset tars with samples as members.
 
 It unpickles nothing: `.npy` without objects, `.pt` with `weights_only=True`, safetensors, and `.cls` or `.json` labels.
+Labels and latents that do not pair one to one are refused here; encoding/foreign_samples.py checks the samples.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import reprlib
 import tarfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby, islice
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from accel.technique import first_line
+from encoding.foreign_samples import CHUNK, Asked, Foreign, Sample
 from encoding.images import sample_key
 
-CHUNK = 256
 MIRRORED = ("mirrored", "latents_flip", "flip")
 """Names of the latents of mirrored images; the second is LightningDiT's."""
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """Latents of another tool: their number, and chunks of `latents` (n, C, H, W), `labels` (n,), maybe `mirrored`."""
-
-    what: str
-    count: int
-    chunks: Callable[[], Iterator[dict[str, Tensor]]]
-
-
-def open_foreign(source: str, labels: str | None, latents_key: str, labels_key: str) -> Foreign:
-    """Recognises the format of `source`; ValueError if it is none of the known ones, or has no labels."""
+def open_foreign(source: str, asked: Asked) -> Foreign:
+    """Recognises the format of `source`; ValueError if it is none of the known ones, or lacks samples or labels."""
     path = Path(source).expanduser()
     if not path.exists():
         raise ValueError(f"source={source} does not exist; give a file or a folder of latents.")
     if path.is_dir() and (path / "manifest.json").is_file():
         raise ValueError(f"source={source} is a latent set of ours already; use it: data.path={source}.")
-    if path.is_file() and path.suffix in (".npy", ".pt", ".pth"):
-        return of_tensors(path, labels, latents_key, labels_key)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.suffix == ".safetensors" else []
-    if files:
-        return of_safetensors(files, labels, latents_key, labels_key)
-    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
-    if tars:
-        return of_tars(tars, latents_key)
-    if path.is_dir() and (path / "dataset.json").is_file():
-        return of_listed_files(path)
-    if path.is_dir() and (features := sorted(path.glob("*_features"))):
-        return of_feature_folders(path, features)
-    raise ValueError(
-        f"source={source} is nothing known; give .npy, .pt or .safetensors files, a folder of safetensors, WebDataset "
-        f"tars with a sample a key, a folder with dataset.json, or one with *_features and *_labels."
-    )
 
+    def ending(suffix: str) -> list[Path]:
+        return sorted(path.glob(f"*{suffix}")) if path.is_dir() else [path] if path.suffix == suffix else []
 
-def array(file: Path | io.BytesIO) -> Tensor:
-    import numpy as np
-
-    return torch.from_numpy(np.load(file, allow_pickle=False))
-
-
-def mapped(path: Path) -> Any:
-    """Opens a file of tensors, memory-mapped where its format allows that."""
-    import numpy as np
-
-    try:
-        if path.suffix == ".npy":
-            # Copy on write, which PyTorch takes without a warning; nobody writes.
-            return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # numpy and torch raise many kinds for damaged files and for objects
+    tensors = [path] if path.is_file() and path.suffix in (".npy", ".pt", ".pth") else []
+    features = [*path.glob("*_features"), *path.glob("*_labels")]
+    loose = asked.classes == 0 and not features and any(path.rglob("*.npy"))
+    known = {
+        of_tensors: tensors,
+        of_safetensors: ending(".safetensors"),
+        of_tars: ending(".tar"),
+        of_listed_files: [path] if loose or (path / "dataset.json").is_file() else [],
+        of_feature_folders: features,
+    }
+    found = [(read, files) for read, files in known.items() if files]
+    if len(found) != 1:
         raise ValueError(
-            f"{path} cannot be read ({first_line(error)}); save plain tensors, for nothing is unpickled."
-        ) from error
+            f"source={source} holds {'several formats' if found else 'no known format'}; give one: a .npy, .pt or "
+            f".safetensors file, a folder of safetensors, WebDataset tars with a sample a key, a folder with "
+            f"dataset.json, or one with *_features and *_labels."
+        )
+    if asked.labels is not None and (asked.classes == 0 or not tensors):
+        raise ValueError(
+            f"labels={asked.labels} goes with a .npy or .pt file and not with classes=none; leave labels out, and set "
+            f"labels_key=<name> where the source names its own."
+        )
+    read, files = found[0]
+    foreign = read(files, asked)
+    if not foreign.count:
+        raise ValueError(f"source={source} holds no samples: {foreign.what}.")
+    return foreign
 
 
-def cut(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Cuts tensors of one length to chunks, which are memory-mapped where the tensors are."""
-    for parts in zip(*(tensor.split(CHUNK) for tensor in tensors.values()), strict=True):
-        yield dict(zip(tensors, parts, strict=True))
+@contextmanager
+def readable(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
+    """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one ValueError."""
+    try:
+        if isinstance(what, Path) and not what.is_file():
+            raise FileNotFoundError("it is no file, or a link to none")
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} cannot be read ({first_line(error).partition('. ')[0]}); {remedy}.") from error
 
 
-def of_tensors(path: Path, labels: str | None, latents_key: str, labels_key: str) -> Foreign:
-    content = mapped(path)
-    table = content if isinstance(content, dict) else {latents_key: content}
-    if latents_key not in table:
-        raise ValueError(f"{path} holds {', '.join(table)}; say which are the latents: latents_key=<name>.")
-    given = mapped(Path(labels).expanduser()) if labels is not None else table.get(labels_key)
-    if isinstance(given, dict):
-        given = given.get(labels_key)
-    if given is None:
-        raise ValueError(f"{path} has no {labels_key}; give the file that has: labels=<file> (labels_key=<name>).")
-    tensors = {"latents": table[latents_key], "labels": given}
-    if len(tensors["latents"]) != len(given):
-        raise ValueError(f"{path} has {len(tensors['latents'])} latents and {len(given)} labels; give as many of each.")
-    held = sorted(table.keys() & set(MIRRORED), key=MIRRORED.index)
-    tensors |= {"mirrored": table[held[0]]} if held else {}
-    return Foreign(f"tensors of {path}", len(given), lambda: cut(tensors))
+PLAIN = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
 
 
-def of_safetensors(files: list[Path], labels: str | None, latents_key: str, labels_key: str) -> Foreign:
+def array(file: Path) -> np.ndarray:
+    """Maps a .npy file copy on write, which PyTorch takes without a warning; nobody writes."""
+    with readable(file, PLAIN):
+        return np.lib.format.open_memmap(file, mode="c")
+
+
+def rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
+    """Yields the samples of arrays of one length, or of slices of safetensors, reading `CHUNK` of them at a time."""
+    for start in range(0, length(file, columns), CHUNK):
+        with readable(file):
+            parts = {name: column[start : start + CHUNK] for name, column in columns.items()}
+        for i in range(len(parts["latents"])):
+            one = {name: part[i] for name, part in parts.items()}
+            yield Sample(f"sample {start + i} of {file}", one["latents"], one.get("labels"), one.get("mirrored"))
+
+
+def length(file: Path, columns: dict[str, Any]) -> int:
+    """The number of samples; ValueError if `columns` do not have as many of each."""
+    shapes = {n: c.get_shape() if hasattr(c, "get_shape") else c.shape for n, c in columns.items()}
+    counts = {name: shape[0] if shape else "a single" for name, shape in shapes.items()}
+    if len(set(counts.values())) > 1 or "a single" in counts.values():
+        held = " and ".join(f"{count} {name}" for name, count in counts.items())
+        raise ValueError(f"{file} has {held}; give as many of each.")
+    return int(shapes["latents"][0])
+
+
+def named(held: Iterable[Any], asked: Asked, file: Path) -> dict[str, str]:
+    """Maps latents, labels and mirrored to the names by which `file` holds them."""
+    names = {"latents": asked.latents_key} | ({} if asked.classes == 0 else {"labels": asked.labels_key})
+    held = list(held)
+    if asked.latents_key not in held:
+        raise ValueError(f"{file} holds {', '.join(map(str, held))}; say which are the latents: latents_key=<name>.")
+    if asked.classes != 0 and asked.labels_key not in held:
+        raise ValueError(
+            f"{file} has no {asked.labels_key}; set labels_key=<name>, for .npy and .pt also labels=<file>, or import "
+            f"without labels: classes=none."
+        )
+    mirrored = [name for name in MIRRORED if name in held]
+    return names | ({"mirrored": mirrored[0]} if mirrored else {})
+
+
+def of_tensors(files: list[Path], asked: Asked) -> Foreign:
+    """Reads a .npy or .pt file, whose labels may lie in another."""
+    (path,) = files
+
+    def table(file: Path, key: str) -> dict[Any, Any]:
+        if file.suffix == ".npy":
+            return {key: array(file)}
+        with readable(file, PLAIN):
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return found if isinstance(found, dict) else {key: found}
+
+    content = table(path, asked.latents_key)
+    if asked.labels is not None:
+        other = Path(asked.labels).expanduser()
+        content |= {k: v for k, v in table(other, asked.labels_key).items() if k == asked.labels_key}
+    columns = {name: content[key] for name, key in named(content, asked, path).items()}
+    for name, column in columns.items():
+        if isinstance(column, Tensor) and column.layout == torch.strided and column.device.type == "cpu":
+            columns[name] = column.detach()
+        elif not isinstance(column, np.ndarray):
+            raise ValueError(f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one.")
+    return Foreign(f"tensors of {path}", length(path, columns), asked.classes, lambda: rows(path, columns))
+
+
+def of_safetensors(files: list[Path], asked: Asked) -> Foreign:
     """Reads LightningDiT's files, and others with latents and labels in them."""
     from safetensors import safe_open
 
-    if labels is not None:
-        raise ValueError(f"labels={labels}: safetensors hold their labels themselves, under labels_key={labels_key}.")
-    counts = []
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            names = tensors.keys()
-            if latents_key not in names or labels_key not in names:
-                raise ValueError(f"{file} holds {', '.join(names)}; set latents_key=<name> labels_key=<name>.")
-            counts.append(tensors.get_slice(latents_key).get_shape()[0])
+    def columns(file: Path) -> dict[str, Any]:
+        with readable(file):
+            tensors = safe_open(file, "pt")
+        return {name: tensors.get_slice(key) for name, key in named(tensors.keys(), asked, file).items()}
 
-    def chunks() -> Iterator[dict[str, Tensor]]:
-        for file in files:
-            with safe_open(file, "pt") as tensors:
-                names = {"latents": latents_key, "labels": labels_key}
-                held = sorted(set(tensors.keys()) & set(MIRRORED), key=MIRRORED.index)
-                names |= {"mirrored": held[0]} if held else {}
-                yield from cut({name: tensors.get_tensor(key) for name, key in names.items()})
-
-    return Foreign(f"{len(files)} safetensors files", sum(counts), chunks)
+    count = sum(length(file, columns(file)) for file in files)
+    what = f"{len(files)} safetensors files"
+    return Foreign(what, count, asked.classes, lambda: (row for file in files for row in rows(file, columns(file))))
 
 
-def of_feature_folders(path: Path, features: list[Path]) -> Foreign:
+def of_feature_folders(folders: list[Path], asked: Asked) -> Foreign:
     """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W), `<name>_labels/<i>.npy`."""
     pairs = []
-    for folder in features:
-        others = folder.with_name(f"{folder.name.removesuffix('_features')}_labels")
-        for file in sorted(folder.glob("*.npy")):
-            if not (others / file.name).is_file():
-                raise ValueError(f"{file} has no label: {others / file.name} does not exist; restore it.")
-            pairs.append((file, others / file.name))
+    for stem in sorted({str(folder).removesuffix("_features").removesuffix("_labels") for folder in folders}):
+        features, labels = (
+            {file.name for file in Path(f"{stem}_{kind}").glob("*.npy")} for kind in ("features", "labels")
+        )
+        if asked.classes != 0 and (alone := sorted(features ^ labels)):
+            kind = "labels" if alone[0] in features else "features"
+            raise ValueError(
+                f"{len(alone)} files of {stem}_features and {stem}_labels have no partner: {alone[0]} lacks "
+                f"{stem}_{kind}/{alone[0]}; restore it, or take both away."
+            )
+        pairs += [(Path(f"{stem}_features", name), Path(f"{stem}_labels", name)) for name in sorted(features)]
 
-    def samples() -> Iterator[tuple[Tensor, int]]:
+    def samples() -> Iterator[Sample]:
         for file, label in pairs:
-            yield squeezed(array(file), file), int(array(label).flatten()[0])
+            yield Sample(str(file), array(file), None if asked.classes == 0 else array(label))
 
-    return Foreign(f"{len(pairs)} pairs of .npy files in {path}", len(pairs), lambda: stacked(samples()))
+    return Foreign(f"{len(pairs)} .npy files in *_features", len(pairs), asked.classes, samples)
 
 
-def of_listed_files(path: Path) -> Foreign:
+def of_listed_files(folders: list[Path], asked: Asked) -> Foreign:
     """Reads EDM2's and REPA's files: .npy files and `dataset.json` with {"labels": [[file, label], …]}."""
-    listed = json.loads((path / "dataset.json").read_text()).get("labels")
-    if not listed:
-        raise ValueError(f"{path / 'dataset.json'} lists no labels; latents without classes cannot be imported.")
+    (folder,) = folders
+    found, labels = sorted(folder.rglob("*.npy")), {}
+    if asked.classes != 0:
+        labels = listed(folder)
+        if alone := [file for file in found if file not in labels and file.resolve() not in labels]:
+            raise ValueError(
+                f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} …; add them."
+            )
+        found = list(labels)
+    what = f"{len(found)} .npy files in {folder}"
+    return Foreign(what, len(found), asked.classes, lambda: (Sample(str(f), array(f), labels.get(f)) for f in found))
 
-    def samples() -> Iterator[tuple[Tensor, int]]:
-        for name, label in listed:
-            file = (path / name).resolve()
-            if not file.is_relative_to(path.resolve()):
-                raise ValueError(f"{path / 'dataset.json'} names a file outside its folder: {name}; correct it.")
-            yield squeezed(array(file), file), int(label)
 
-    return Foreign(f"{len(listed)} .npy files in {path}", len(listed), lambda: stacked(samples()))
+def listed(folder: Path) -> dict[Path, Any]:
+    """The files that `folder`/dataset.json names, and their labels."""
+    file, labels = folder / "dataset.json", {}
+    with readable(file):
+        content = json.loads(file.read_bytes())
+    pairs = content.get("labels") if isinstance(content, dict) else None
+    if not isinstance(pairs, list) or not pairs:
+        raise ValueError(f'{file} has no "labels": [[file, label], …]; add them, or import without: classes=none.')
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
+        with readable(f"{file}: {reprlib.repr(pair[0])}", "correct the name"):
+            latents = (folder / pair[0]).resolve()
+        if not latents.is_relative_to(folder.resolve()):
+            raise ValueError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
+        if latents in labels:
+            raise ValueError(f"{file} names {pair[0]} twice; each file has one label.")
+        labels[latents] = pair[1]
+    return labels
 
 
-def of_tars(tars: list[Path], latents_key: str) -> Foreign:
+def of_tars(tars: list[Path], asked: Asked) -> Foreign:
     """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or `<key>.json`."""
 
-    def samples() -> Iterator[tuple[Tensor, int]]:
-        from safetensors.torch import load
-
+    def samples() -> Iterator[Sample]:
         for file in tars:
-            for key, parts in keyed(file):
-                array_name = next((name for name in parts if name == "npy" or name.endswith(".npy")), None)
-                if array_name is not None:
-                    latents = array(io.BytesIO(parts[array_name]))
-                elif "safetensors" in parts:
-                    latents = load(parts["safetensors"])[latents_key]
-                else:
-                    raise ValueError(f"{file}: {key} has {', '.join(parts)}, but neither .npy nor .safetensors.")
-                yield squeezed(latents, file), label_of(parts, f"{file}: {key}")
+            with tarfile.open(file, "r:") as tar:
+                for where, latents, label in paired(tar, file, asked):
+                    yield Sample(where, latents_in(tar, latents, asked, where), label_in(tar, label, where))
 
-    count = sum(1 for file in tars for _ in keyed(file))
-    return Foreign(f"{count} samples in {len(tars)} tars", count, lambda: stacked(samples()))
-
-
-def keyed(file: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yields (key, members) of each sample: neighbouring members with one name up to its first dot."""
-    with tarfile.open(file) as tar:
-        for key, members in groupby(filter(tarfile.TarInfo.isfile, tar), lambda member: sample_key(member.name)[0]):
-            content = {sample_key(m.name)[1]: tar.extractfile(m).read() for m in members}  # pyright: ignore[reportOptionalMemberAccess]
-            yield key, content
+    count = 0
+    for file in tars:
+        with readable(file):
+            tarfile.open(file, "r:").close()
+        with tarfile.open(file, "r:") as tar:
+            count += len(paired(tar, file, asked))
+    return Foreign(f"{count} samples in {len(tars)} tars", count, asked.classes, samples)
 
 
-def label_of(parts: dict[str, bytes], what: str) -> int:
-    try:
-        if "cls" in parts:
-            return int(parts["cls"])
-        content = json.loads(parts["json"])
-        return int(next(content[name] for name in ("label", "cls", "class") if name in content))
-    except (KeyError, ValueError, StopIteration) as error:
-        raise ValueError(f"{what} has no class index in a .cls or a .json member; add one.") from error
-
-
-def squeezed(latents: Tensor, file: Path) -> Tensor:
-    """Removes a leading 1: (C, H, W); ValueError for a shape other than that or (1, C, H, W)."""
-    found = latents[0] if latents.ndim == 4 and len(latents) == 1 else latents
-    if found.ndim != 3:
-        raise ValueError(f"{file} holds an array of shape {tuple(latents.shape)}; it must be (C, H, W).")
+def paired(tar: tarfile.TarFile, file: Path, asked: Asked) -> list[tuple[str, tarfile.TarInfo, tarfile.TarInfo | None]]:
+    """The place of each sample, and its members of latents and label; ValueError for one without either."""
+    with readable(file):
+        members = [member for member in tar.getmembers() if not member.isdir()]
+    refuse_cut_tar(tar, file)
+    grouped: dict[str, dict[str, tarfile.TarInfo]] = {}
+    for member in members:
+        key, extension = sample_key(member.name)
+        parts = grouped.setdefault(key, {})
+        if extension in parts or not member.isreg() or member.issparse():
+            fault = "is there twice" if extension in parts else "is a link, a device or sparse"
+            raise ValueError(f"{file}: {member.name} {fault}; write each member once, as a plain file.")
+        parts[extension] = member
+    found = []
+    for key, parts in grouped.items():
+        where, held = f"{file}: {key}", ", ".join(sorted(parts))
+        arrays = [name for name in parts if name.rpartition(".")[2] in ("npy", "safetensors")]
+        if len(arrays) > 1:
+            arrays = [name for name in arrays if name.rpartition(".")[0] == asked.latents_key]
+        if len(arrays) != 1:
+            raise ValueError(
+                f"{where} has {held}, of which not one alone can be the latents; give each sample one .npy or "
+                f".safetensors, or set latents_key=<name> for <key>.<name>.npy."
+            )
+        label = None if asked.classes == 0 else parts.get("cls") or parts.get("json")
+        if label is None and asked.classes != 0:
+            raise ValueError(
+                f"{where} has {held}, and no class index in a .cls or a .json member; add one, or import without "
+                f"labels: classes=none."
+            )
+        found.append((where, parts[arrays[0]], label))
     return found
 
 
-def stacked(samples: Iterator[tuple[Tensor, int]]) -> Iterator[dict[str, Tensor]]:
-    while group := list(islice(samples, CHUNK)):
-        latents, labels = zip(*group, strict=True)
-        yield {"latents": torch.stack(latents), "labels": torch.tensor(labels)}
+def refuse_cut_tar(tar: tarfile.TarFile, file: Path) -> None:
+    """ValueError if `tar`, whose members were all listed, does not go on with nothing but zeros, 512 at the least.
+
+    `tarfile` takes for the end what is none: a cut between two members, a damaged header, the end of the first of two
+    tars in one file. (POSIX.1-2017, pax, "ustar Interchange Format": two blocks of 512 zeros end an archive.)
+    """
+    zeros = 0
+    with file.open("rb") as stream:
+        stream.seek(tar.offset)
+        while piece := stream.read(2**20):
+            zeros += len(piece)
+            if any(piece):
+                raise ValueError(f"{file} is damaged, or more than one tar, at byte {tar.offset}; write it again.")
+    if zeros < tarfile.BLOCKSIZE:
+        raise ValueError(f"{file} was cut: the mark of its end is missing; copy or write it again.")
+
+
+def latents_in(tar: tarfile.TarFile, member: tarfile.TarInfo, asked: Asked, where: str) -> Any:
+    from safetensors.torch import load
+
+    with readable(where, PLAIN):
+        content = tar.extractfile(member).read()  # pyright: ignore[reportOptionalMemberAccess]
+        if member.name.endswith(".npy"):
+            return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        tensors = load(content)
+    if asked.latents_key not in tensors:
+        raise ValueError(f"{where} holds {', '.join(tensors)}; set latents_key=<name>.")
+    return tensors[asked.latents_key]
+
+
+def label_in(tar: tarfile.TarFile, member: tarfile.TarInfo | None, where: str) -> Any:
+    """What stands for the label: the number in a .cls, or in a .json under label, cls or class."""
+    if member is None:
+        return None
+    with readable(f"{where}: {member.name}"):
+        content = tar.extractfile(member).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
+        if not member.name.endswith(".json"):
+            return int(content) if content.isdecimal() else content
+        found = json.loads(content)
+    names = [name for name in ("label", "cls", "class") if isinstance(found, dict) and name in found]
+    if not names:
+        raise ValueError(f"{where}: {member.name} has no label, cls or class; add one, or set classes=none.")
+    return found[names[0]]

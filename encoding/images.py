@@ -1,4 +1,4 @@
-"""Finds images on disk, decodes and crops them.
+"""Reads, decodes and crops images. encoding/sources.py finds them.
 
 Letters: S side of the square output in pixels.
 """
@@ -6,22 +6,45 @@ Letters: S side of the square output in pixels.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import io
-import tarfile
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 from torch.utils.data import Dataset
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+from accel.technique import first_line
+from training.config.precompute import PrecomputeConfig
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageFile
+
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "AVIF": (".avif",),
+    "JPEG2000": (".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc"),
+    "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
+}
+"""Pillow's name of each format that is read, and its extensions. Of several frames or pages the first is read."""
+EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in extensions)
+OPTIONAL = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000", "JPEG": "jpg", "PNG": "zlib"}
+"""The codecs that a Pillow may have been built without."""
 RESIZE = "box-halving, bicubic, center crop"
+
+
+class UnusableError(ValueError):
+    """An image that is left out; its text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -35,55 +58,6 @@ class ImageEntry:
     size: int
 
 
-@dataclass(frozen=True)
-class ImageList:
-    """The images of a source in a fixed order."""
-
-    entries: list[ImageEntry]
-    class_names: list[str]
-
-    def sha256(self) -> str:
-        """Hashes names, labels and sizes, in order."""
-        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def list_images(source: str | Path) -> ImageList:
-    """Lists the images of a folder with a subfolder per class, of WebDataset tars (a folder of them or one), both by
-    name, or of a folder that Hugging Face `datasets` saved.
-
-    ValueError if there is no such source, no image in it, or one without a label.
-    """
-    path = Path(source).expanduser()
-    if not path.is_dir() and path.suffix != ".tar":
-        raise ValueError(
-            f"source={source} is no folder and no tar; "
-            f"give a folder with one subfolder a class, WebDataset tars, or a folder of datasets."
-        )
-    if (path.is_dir() and any(path.glob("dataset_info.json"))) or any(path.glob("*/dataset_info.json")):
-        return list_rows(path)
-    tars = [path] if path.suffix == ".tar" else sorted(path.glob("*.tar"))
-    images = list_tars(tars) if tars else list_class_folder(path)
-    if not images.entries:
-        raise ValueError(
-            f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no .tar files."
-        )
-    return images
-
-
-def list_class_folder(path: Path) -> ImageList:
-    """Lists a folder with a subfolder per class; ignores hidden subfolders and those without images."""
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    found = {f.name: sorted(p for p in f.rglob("*") if p.suffix.lower() in EXTENSIONS) for f in folders}
-    classes = [name for name, files in found.items() if files]
-    entries = [
-        ImageEntry(str(file.relative_to(path)), label, str(file), 0, file.stat().st_size)
-        for label, name in enumerate(classes)
-        for file in found[name]
-    ]
-    return ImageList(entries, classes)
-
-
 def sample_key(name: str) -> tuple[str, str]:
     """Splits the name of a tar's member as WebDataset does: the sample's key ends at the first dot of the file name."""
     folder, _, file = name.rpartition("/")
@@ -91,78 +65,48 @@ def sample_key(name: str) -> tuple[str, str]:
     return f"{folder}/{stem}".lstrip("/"), extension
 
 
-def list_tars(tars: list[Path]) -> ImageList:
-    """Lists the images of WebDataset tars: a key is a name up to its first dot, a label the integer in `<key>.cls`."""
-    entries = []
-    for file in tars:
-        with tarfile.open(file, "r:") as tar:  # uncompressed, because images are read by their offset
-            members: dict[str, dict[str, tarfile.TarInfo]] = {}
-            for member in filter(tarfile.TarInfo.isreg, tar):  # no links, no devices
-                key, extension = sample_key(member.name)
-                parts = members.setdefault(key, {})
-                if f".{extension.lower()}" in parts:
-                    raise ValueError(
-                        f"{file}: {member.name} is there twice; every sample of a tar needs a key of its own."
-                    )
-                parts[f".{extension.lower()}"] = member
-            for key, parts in members.items():
-                images = [member for extension, member in parts.items() if extension in EXTENSIONS]
-                if not images:
-                    continue
-                if len(images) > 1:
-                    raise ValueError(f"{file}: {key} has {len(images)} images; give each a key of its own.")
-                image = images[0]
-                if ".cls" not in parts:
-                    raise ValueError(f"{file}: {image.name} has no label; a member named {key}.cls must hold it.")
-                text = tar.extractfile(parts[".cls"]).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
-                if not text.isdecimal():
-                    raise ValueError(f"{file}: {parts['.cls'].name} must hold a class index, not {text!r}.")
-                entries.append(
-                    ImageEntry(f"{file.name}:{image.name}", int(text), str(file), image.offset_data, image.size)
-                )
-    return ImageList(entries, [str(i) for i in range(max((e.label for e in entries), default=-1) + 1)])
+@functools.cache
+def lacks_codec(extension: str) -> str | None:
+    """The format of images with this extension, if the Pillow at hand cannot read it."""
+    from PIL import features
 
-
-def list_rows(path: Path) -> ImageList:
-    """Lists the rows of a folder made by `Dataset.save_to_disk`, with one column of images and one of class labels."""
-    splits = sorted(folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file())
-    if splits:
-        raise ValueError(f"source={path} holds the splits {', '.join(splits)}; name one: source={path / splits[0]}.")
-    dataset, images, labels = opened_dataset(str(path))
-    column = dataset[labels]
-    names = getattr(dataset.features[labels], "names", None) or [str(i) for i in range(max(column, default=-1) + 1)]
-    if wrong := [i for i, label in enumerate(column) if label is None or not 0 <= label < len(names)]:
-        raise ValueError(f"source={path}: row {wrong[0]} has no label; remove it, or give it one.")
-    content = dataset._fingerprint  # of the data, so that another set of the same length is another job
-    return ImageList(
-        [ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0) for i, label in enumerate(column)], names
-    )
+    name = next(name for name, extensions in FORMATS.items() if extension in extensions)
+    return name if name in OPTIONAL and not features.check(OPTIONAL[name]) else None
 
 
 @functools.cache
-def opened_dataset(path: str) -> tuple[Any, str, str]:
-    """Opens a folder of `datasets`, its images left encoded; returns also the names of its image and label columns."""
+def opened_dataset(path: str) -> tuple[Any, str, list[str]]:
+    """Opens a folder of `datasets`, its images left encoded; returns also the names of its image and label columns.
+
+    ValueError unless it can be opened and has one column of images.
+    """
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise ValueError(f"source={path} needs the package datasets: pip install 'fastlatent[datasets]'.") from error
-    dataset = datasets.load_from_disk(path)
+    try:
+        dataset = datasets.load_from_disk(path)
+    except Exception as error:  # datasets, arrow and json raise many kinds for damaged files
+        raise ValueError(
+            f"source={path} is a broken folder of datasets ({first_line(error)}); save it again."
+        ) from error
     images = [name for name, kind in dataset.features.items() if isinstance(kind, datasets.Image)]
     labels = [name for name, kind in dataset.features.items() if isinstance(kind, datasets.ClassLabel)]
     labels = labels or [name for name in ("label", "labels", "cls") if name in dataset.features]
-    for what, found in (("images", images), ("class labels", labels)):
-        if len(found) != 1:
-            columns = ", ".join(dataset.features)
-            raise ValueError(f"source={path} has {len(found)} columns of {what} among {columns}; keep exactly one.")
-    return dataset.cast_column(images[0], datasets.Image(decode=False)), images[0], labels[0]
+    if len(images) != 1:
+        columns = ", ".join(dataset.features)
+        raise ValueError(f"source={path} has {len(images)} columns of images among {columns}; keep exactly one.")
+    return dataset.cast_column(images[0], datasets.Image(decode=False)), images[0], labels
 
 
 def read_image(entry: ImageEntry) -> bytes:
     """Reads the encoded image."""
     if entry.size == 0 and Path(entry.file).is_dir():
         dataset, images, _ = opened_dataset(entry.file)
-        found = dataset[entry.offset][images]
-        return found["bytes"] if found["bytes"] is not None else Path(found["path"]).read_bytes()
+        found = dataset[entry.offset][images] or {}
+        if found.get("bytes") is None and found.get("path"):
+            return Path(found["path"]).read_bytes()
+        return found.get("bytes") or b""
     with open(entry.file, "rb") as stream:
         stream.seek(entry.offset)
         return stream.read(entry.size)
@@ -180,20 +124,30 @@ def read_again(entry: ImageEntry) -> bytes:
     return read_image(entry)
 
 
-def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
-    """Decodes, turns upright by EXIF, resizes the shorter side to `side` and crops the centre.
+def decode_image(
+    content: bytes,
+    side: int,
+    background: str = PrecomputeConfig.background,
+    max_megapixels: float = PrecomputeConfig.max_megapixels,
+) -> UInt8[Tensor, "3 S S"]:
+    """Decodes, turns upright by EXIF, lays transparent pixels on `background`, resizes the shorter side to `side` and
+    crops the centre.
 
     Halving by box filter while the image is twice too large, then bicubic: the crop of ADM
-    (Dhariwal & Nichol 2021), which DiT and its successors made their latents with.
+    (Dhariwal & Nichol 2021), which DiT and its successors made their latents with. UnusableError, before anything is
+    decoded, for an image of more than `max_megapixels`.
     """
     import numpy as np
     from PIL import Image, ImageOps
 
-    with Image.open(io.BytesIO(content)) as opened:
-        image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255: nearly all of it white
-            image = image.point(lambda value: value / 256).convert("L")
-        image = image.convert("RGB")
+    Image.MAX_IMAGE_PIXELS = None  # max_megapixels is the limit, and it can be higher than Pillow's
+    with Image.open(io.BytesIO(content), formats=list(FORMATS)) as image:
+        if image.width * image.height > 1e6 * max_megapixels:
+            raise UnusableError(f"{image.width}×{image.height} pixels are above max_megapixels={max_megapixels:g}")
+        mend_colour_key(image)
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        image = in_rgb(image, background)
     while min(image.size) >= 2 * side:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side / min(image.size)
@@ -203,15 +157,64 @@ def decode_image(content: bytes, side: int) -> UInt8[Tensor, "3 S S"]:
     return torch.from_numpy(pixels[top : top + side, left : left + side].copy()).permute(2, 0, 1)
 
 
+def mend_colour_key(image: ImageFile.ImageFile) -> None:
+    """Scales the transparent colour of a PNG to 8 bits, as Pillow scales the pixels and forgets to scale the colour."""
+    key, raw = image.info.get("transparency"), image.tile[0].args if image.format == "PNG" and image.tile else None
+    if key is not None and raw == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+    elif key is not None and raw in ("L;2", "L;4"):
+        image.info["transparency"] = key * (85 if raw == "L;2" else 17)
+
+
+def in_rgb(image: Image.Image, background: str) -> Image.Image:
+    """The image in mode RGB, what is transparent composited on `background`.
+
+    UnusableError for grey of 32 bits or floats, whose range no file states.
+    """
+    import numpy as np
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        values = np.asarray(image)  # of 16 bits; Pillow would clip them at 255: nearly all of it white
+        grey, key = Image.fromarray((values >> 8).astype(np.uint8)), image.info.get("transparency")
+        image = grey if key is None else Image.merge("LA", (grey, Image.fromarray(values != key).convert("L")))
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise UnusableError(f"grey of mode {image.mode} has no known range; save it with 8 or 16 bits")
+    if image.has_transparency_data:
+        canvas = Image.new("RGB", image.size, background)
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        canvas.paste(image, mask=image)
+        return canvas
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def reason(error: Exception) -> str:
+    """Why an image cannot be decoded, in one line without anything that differs from run to run or between machines."""
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnusableError):
+        return str(error)
+    if isinstance(error, UnidentifiedImageError):  # its text is the address of an object in memory
+        return f"no image of a format that is read ({', '.join(FORMATS)})"
+    return re.sub(r"<[^<>]*>|0x[0-9a-fA-F]+", "…", f"damaged ({first_line(error)})")
+
+
 class DecodedImages(Dataset):
     """Decodes images to 8-bit tensors.
 
     An item is text, name and reason, if Pillow cannot decode the image, and an OSError that says both if no attempt
-    read it.
+    read it, or if memory does not suffice.
     """
 
-    def __init__(self, entries: list[ImageEntry], side: int) -> None:
+    def __init__(
+        self,
+        entries: list[ImageEntry],
+        side: int,
+        background: str = PrecomputeConfig.background,
+        max_megapixels: float = PrecomputeConfig.max_megapixels,
+    ) -> None:
         self.entries, self.side = entries, side
+        self.decode = functools.partial(decode_image, side=side, background=background, max_megapixels=max_megapixels)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -222,10 +225,14 @@ class DecodedImages(Dataset):
             content = read_again(entry)
         except OSError as error:
             return OSError(f"{entry.key}: {error}")
+        if not content:
+            return f"{entry.key}: empty"
         try:
-            return decode_image(content, self.side)
+            return self.decode(content)
+        except MemoryError:
+            return OSError(f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels")
         except Exception as error:  # Pillow raises many kinds for damaged files; the caller lists them
-            return f"{entry.key}: {type(error).__name__}: {error}"
+            return f"{entry.key}: {reason(error)}"
 
 
 class Decoded(NamedTuple):

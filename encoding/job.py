@@ -6,6 +6,7 @@ The content of a shard is a function of (image list, job, shard number). Each fi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import torch
 
 from data.manifest import Manifest, Shard, write_atomically
 from data.shards import file_sha256
-from encoding.images import RESIZE, ImageEntry, ImageList
+from encoding.images import RESIZE, ImageEntry
+from encoding.listing import ImageList
 from encoding.statistics import channel_statistics
 from models.autoencoders import Autoencoder
-from training.config.schema import PrecomputeConfig
+from training.config.precompute import PrecomputeConfig
 from training.environment import describe_environment
 from training.process import lock
 
@@ -59,9 +61,10 @@ def job_description(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
     """The settings that determine the content of the shards; `precision` is from the ledger."""
-    keys = ("resolution", "flips", "held_out", "limit", "seed", "batch_size", "shard_size", "block_size")
+    keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit", "seed")
     return {
-        **{key: getattr(cfg, key) for key in keys},
+        **{key: getattr(cfg, key) for key in (*keys, "batch_size", "shard_size", "block_size")},
+        "classes": cfg.classes.value,
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,
         "precision": precision,
@@ -71,10 +74,16 @@ def job_description(
 
 
 def claim(out: Path, job: dict[str, Any]) -> None:
-    """Writes `job` to the folder `out`; ValueError if the folder belongs to another job."""
+    """Writes `job` to the folder `out`; ValueError if the folder belongs to another job, or to none that is known."""
     file = out / JOB
     if file.is_file():
-        earlier = json.loads(file.read_text())
+        try:
+            earlier = dict(json.loads(file.read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{file} is broken, so nothing says which job this folder belongs to; choose another folder or delete "
+                f"this one."
+            ) from error
         if changed := [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]:
             raise ValueError(
                 f"out={out} holds latents of another job ({'; '.join(changed)}); choose another folder or delete it."
@@ -90,20 +99,33 @@ def locked(out: Path) -> lock.Held:
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; choose a folder.")
-    out.mkdir(parents=True, exist_ok=True)
-    found = {file.name for file in out.iterdir()}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        found = {file.name for file in out.iterdir()}
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be made or read ({error.strerror}); choose another folder.") from error
     if JOB not in found and found - {lock.NAME, f"{JOB}.tmp"}:  # a killed `claim` leaves those two
         raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
     return lock.held(out, f"out={out}: another process is encoding into it; wait for it, or stop it first.")
 
 
 def finished(out: Path, name: str) -> dict[str, Any] | None:
-    """The sidecar of a shard, if the shard is complete and undamaged; else None."""
+    """The sidecar of a shard, if both are complete and undamaged; else None."""
     sidecar, file = out / f"{name}.json", out / name
     if not (sidecar.is_file() and file.is_file()):
         return None
-    described = json.loads(sidecar.read_text())
-    return described if described["shard"]["sha256"] == file_sha256(file) else None
+    try:
+        described = dict(json.loads(sidecar.read_bytes()))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if described.pop("sha256", None) != digest_of(described) or described["shard"]["sha256"] != file_sha256(file):
+        return None
+    return described
+
+
+def digest_of(sidecar: dict[str, Any]) -> str:
+    """The hash of a sidecar's content, by which a damaged one is known."""
+    return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
 
 
 def facts(

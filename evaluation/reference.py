@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from accel.proof import cache_folder
 from data.loader import LatentLoader, LatentSpec
-from encoding.images import EXTENSIONS, RESIZE, DecodedImages, ImageEntry, collate, list_images, read_again
+from encoding.images import EXTENSIONS, RESIZE, DecodedImages, ImageEntry, collate, read_again
+from encoding.sources import list_images
 from evaluation.sides import Side
 from evaluation.space import Features, exact
 from models.autoencoders import Autoencoder
@@ -79,7 +80,7 @@ def images_of(folder: str) -> list[ImageEntry]:
     if flat:
         return [ImageEntry(file.name, 0, str(file), 0, file.stat().st_size) for file in flat]
     try:
-        return list_images(path).entries
+        return list_images(path, "none").entries
     except ValueError as error:
         raise ValueError(str(error).replace(f"source={path}", f"reference={folder}", 1)) from error
 

@@ -6,7 +6,8 @@
 
 `source` is a .npy, .pt or .safetensors file, a folder of safetensors, WebDataset tars with a key per sample, a folder
 of .npy files with dataset.json, or one with *_features and *_labels. The latents do not show which encoder made them,
-nor their `scale` (1 for latents as the encoder gives them), and the script guesses neither.
+nor their `scale` (1 for latents as the encoder gives them), and the script guesses neither. Labels are class indices
+below the number of samples, or below `classes`; classes=none imports latents without labels.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from training.config.compose import CONF, from_words, from_yaml, one_sentence
 from training.config.schema import at_least
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from data.manifest import Manifest
-    from encoding.foreign import Foreign
+    from encoding.foreign_samples import Foreign
     from models.autoencoders import Autoencoder
 
 MOST_SHARDS = 256
@@ -50,6 +52,8 @@ class ImportConfig:
     labels: str | None = None
     latents_key: str = "latents"
     labels_key: str = "labels"
+    classes: int | str | None = None
+    """The number of classes, "none" for latents without labels, or null: one more than the highest label."""
     dtype: str = "float16"
     held_out: float = 0.02
     seed: int = 0
@@ -75,14 +79,29 @@ def checked(cfg: ImportConfig) -> ImportConfig:
         if getattr(cfg, key) not in known:
             raise ValueError(f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}.")
     at_least(1, cfg, "shard_size", "block_size")
-    if cfg.scale == 0.0 or not 0.0 <= cfg.held_out < 1.0:
-        raise ValueError(f"scale={cfg.scale} must not be 0, and held_out={cfg.held_out} at least 0 and below 1.")
+    if cfg.scale == 0.0 or not math.isfinite(cast("float", cfg.scale)) or not math.isfinite(cfg.shift or 0.0):
+        raise ValueError(f"scale={cfg.scale} and shift={cfg.shift} must be finite, and scale not 0.")
+    if not 0.0 <= cfg.held_out < 1.0:
+        raise ValueError(f"held_out={cfg.held_out} must be at least 0 and below 1.")
+    class_count(cfg)
     return cfg
+
+
+def class_count(cfg: ImportConfig) -> int | None:
+    """The number of classes: 0 for classes=none, None if it is not stated."""
+    from encoding.foreign_samples import MOST_CLASSES
+
+    if cfg.classes is None or cfg.classes == "none":
+        return None if cfg.classes is None else 0
+    if not isinstance(cfg.classes, int) or not 1 <= cfg.classes <= MOST_CLASSES:
+        raise ValueError(f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, or none.")
+    return cfg.classes
 
 
 def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the manifest's path."""
     from encoding.foreign import open_foreign
+    from encoding.foreign_samples import Asked
     from models.autoencoders import Autoencoder
     from training.config.build import build
     from training.environment import pick_device
@@ -92,7 +111,9 @@ def import_latents(cfg: ImportConfig) -> Path:
     out = Path(cfg.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
-    foreign = open_foreign(cfg.source, cfg.labels, cfg.latents_key, cfg.labels_key)
+    foreign = open_foreign(cfg.source, Asked(cfg.latents_key, cfg.labels_key, cfg.labels, class_count(cfg)))
+    if round(cfg.held_out * foreign.count) == foreign.count:
+        raise ValueError(f"held_out={cfg.held_out} of {foreign.count} latents leaves none to train on; lower it.")
     node = encoder_node(str(cfg.encoder))
     autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
     if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
@@ -104,16 +125,18 @@ def import_latents(cfg: ImportConfig) -> Path:
     print(f"{foreign.what}: {foreign.count} latents", flush=True)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an import that was killed
-    unfinished.mkdir(parents=True)
     try:
+        unfinished.mkdir(parents=True)
         manifest = write(cfg, foreign, autoencoder, node, unfinished)
         manifest.write(unfinished)
+        unfinished.rename(out)  # in the place of an empty folder, if there is one
     except BaseException as error:
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"out={cfg.out}: no space is left ({error.strerror}); free some and try again.") from error
+        if isinstance(error, OSError):
+            raise ValueError(f"out={cfg.out} cannot be written ({error.strerror}); choose another folder.") from error
         raise
-    unfinished.rename(out)  # in the place of an empty folder, if there is one
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
     print(f"next: python -m scripts.verify_latents path={out}", flush=True)
     return out / "manifest.json"
@@ -129,17 +152,22 @@ def encoder_node(name: str) -> dict[str, Any]:
 def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts a chunk to the tensors of a block: latents as the encoder gives them, in fp32."""
     assert cfg.scale is not None
-    found = {"labels": chunk["labels"].reshape(-1).long()}
+    found = {"labels": chunk["labels"]}
     for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
         if name not in chunk:
             continue
-        if chunk[name].ndim != 4:
-            raise ValueError(f"{name} have the shape {tuple(chunk[name].shape)}; they must be (N, C, H, W).")
         values = chunk[name].float()
         if cfg.moments != "none":
+            if values.shape[1] % 2:
+                raise ValueError(
+                    f"moments={cfg.moments}, but {name} have {values.shape[1]} channels, and mean and spread as many "
+                    f"each; set moments=none if the channels are latents alone."
+                )
             values, spread = values.chunk(2, dim=1)
             if cfg.moments == "mean_logvar":
                 spread = (0.5 * spread.clamp(-30.0, 20.0)).exp()
+            elif bool((spread < 0.0).any()):
+                raise ValueError("moments=mean_std, but a std is negative; set moments=mean_logvar, or none.")
             found[std_name] = spread / abs(cfg.scale)
         found[name] = values / cfg.scale + (cfg.shift or 0.0)
     return found
@@ -181,7 +209,7 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
     place = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed)).argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)  # 0 is the held-out shard
     names = [("held_out-00000.tar", "held_out")] + [(f"train-{i:05d}.tar", "train") for i in range(shards)]
-    sums, classes, start, first = ChannelSums(), 0, 0, {}
+    sums, labelled, highest, start, first = ChannelSums(), set[int](), -1, 0, {}
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         files = {
@@ -192,7 +220,7 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
         for chunk in foreign.chunks():
             tensors = stored(cfg, raw(cfg, chunk), start)
             first = first or tensors
-            classes = max(classes, int(tensors["labels"].max()) + 1)
+            highest = max(highest, int(tensors["labels"].max()))
             digest.update(tensors["labels"].numpy().tobytes())
             goes_to = target[start : start + len(tensors["labels"])]
             for number in goes_to.unique().tolist():
@@ -200,8 +228,12 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
                 files[number].add(part)
                 if number:
                     sums.add(part)
+                    labelled.update(part["labels"].tolist())
             start += len(goes_to)
         described = [file.close() for file in files.values()]
+    classes = highest + 1 if foreign.classes is None else foreign.classes
+    empty = classes - len(labelled) if classes else 0
+    print(f"{classes} classes, {empty} of them without a training sample" if classes else "no labels", flush=True)
     return Manifest(
         **facts(autoencoder, node, described, [sums.as_dict()]),
         height=first["latents"].shape[2],
@@ -219,20 +251,19 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
 
 
 def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-    """Converts latents to the dtype of the shards; ValueError if that overflows, or for a label below 0."""
+    """Converts latents to the dtype of the shards; ValueError if that overflows (the source itself is finite)."""
     import torch
 
-    if int(tensors["labels"].min()) < 0:
-        sample = start + int(tensors["labels"].argmin())
-        raise ValueError(f"sample {sample} of {cfg.source} has a label below 0; class indices start there.")
     kind = getattr(torch, cfg.dtype)
     found = {name: t if name == "labels" else t.to(kind) for name, t in tensors.items()}
     for name, tensor in found.items():
-        bad = ~tensor.isfinite().reshape(len(tensor), -1).all(1)
-        if bad.any():
+        if (bad := ~tensor.isfinite().reshape(len(tensor), -1).all(1)).any():
+            row = int(bad.nonzero()[0])
+            fits = bool(tensors[name][row].isfinite().all())
+            remedy = "use dtype=bfloat16 or float32" if fits else f"they are so in float32 too: check scale={cfg.scale}"
             raise ValueError(
-                f"sample {start + int(bad.nonzero()[0])} of {cfg.source} has {name} that are not finite in "
-                f"dtype={cfg.dtype}; remove it, or use dtype=bfloat16 or float32."
+                f"sample {start + row} of {cfg.source} has {name} that are too large for dtype={cfg.dtype}; {remedy}, "
+                f"or leave that sample out."
             )
     return found
 

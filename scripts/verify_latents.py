@@ -145,9 +145,10 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     import torch
 
     from encoding.encoder import to_input
-    from encoding.images import decode_image, list_images, read_image
+    from encoding.images import decode_image, read_image
     from encoding.job import plan_shards
-    from training.config.schema import PrecomputeConfig
+    from encoding.sources import list_images
+    from training.config.precompute import PrecomputeConfig
 
     images = list_images(str(cfg.source))
     if manifest.resolution is None or images.sha256() != manifest.source_sha256:

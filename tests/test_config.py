@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from training.config.build import build, resolve_target
 from training.config.compose import CONF, FOREIGN, ROOT, compose
-from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
+from training.config.precompute import PrecomputeConfig
+from training.config.schema import RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -12,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -152,6 +155,17 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder: Path, run: Run, tmp_pa
     assert lines[-1]["skipped_data"] == 8
 
 
+def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path):
+    flipped_byte(folder)
+    loader = load("webdataset, 2 workers", folder)
+    with pytest.raises(ValueError, match="is damaged"):
+        list(islice(loader, 10))
+    before = time.monotonic()
+    while multiprocessing.active_children():
+        assert time.monotonic() < before + 4.0  # PyTorch waits 5 s for each that gets no word to end
+        time.sleep(0.02)
+
+
 def test_nothing_left_to_stand_in_is_an_error(folder: Path):
     for file in folder.glob("train*.tar"):
         file.unlink()
@@ -203,7 +217,8 @@ def test_a_killed_worker_is_named(folder: Path):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Files of a folder in parts. `script` decides about each request: a status to answer, "hang", "cut" or None."""
+    """Files of a folder in parts. `script` decides about each request: a status to answer, "hang", "cut", None, or a
+    function that answers itself."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -225,7 +240,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
         verdict = self.server.script(len(self.server.requests), f"{self.path} {self.headers.get('Range', '')}".strip())
-        file = self.server.folder / self.path.lstrip("/")
+        if callable(verdict):
+            verdict(self)
+            return
+        file = self.server.folder / self.path.partition("?")[0].lstrip("/")
         if verdict == "hang":
             self.server.released.wait(20.0)
             return
@@ -252,7 +270,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(source, "FIRST_PAUSE", 0.001)
     with Server(folder) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield running
         running.released.set()
         running.shutdown()
@@ -311,6 +329,150 @@ def test_what_fails_for_good_is_named(server: Server, status: int, sentence: str
     loader = load("webdataset", server.url, retries=2)
     with pytest.raises(ValueError, match=sentence):
         next(loader)
+
+
+def answer(status: int, content: bytes = b"", **headers: str) -> Callable[[Handler], None]:
+    """A reply with other headers than an honest server's; `_` in their names stands for `-`."""
+
+    def reply(handler: Handler) -> None:
+        handler.send_response(status)
+        for name, value in {"Content_Length": str(len(content)), **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return reply
+
+
+HONEST = "bytes 10-19/100"
+"""Content-Range of the part that the next test asks for."""
+
+
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        (answer(302, Location="/train-00000.tar"), r"TooManyRedirects Exceeded maximum allowed redirects$"),
+        (answer(302, Location="ftp://elsewhere/x"), r"UnsupportedProtocol [^(]*$"),
+        (answer(302, Location="http://h:x/"), r"RemoteProtocolError Invalid URL in location header"),
+        (answer(206, b"x" * 11), r"the server sends more than the 10 bytes that were asked for"),
+        (answer(206, b"x" * 9, Content_Range="bytes 10-18/100"), r"sends 9 of the 10 bytes .*, and the file goes on"),
+        (answer(206, b"x" * 9, Content_Range=HONEST), r"sends 9 bytes as 'bytes 10-19/100', and 10 bytes from 10 were"),
+        (
+            answer(206, b"x" * 10, Content_Range="bytes 0-9/100"),
+            r"sends 10 bytes as 'bytes 0-9/100', and 10 bytes from",
+        ),
+        (answer(206, b"x" * 10, Content_Range="pages 1-2"), r"sends 10 bytes as 'pages 1-2'"),
+        (
+            answer(206, b"x" * 9, Content_Range=HONEST, Content_Encoding="gzip"),
+            r"sends parts of files compressed \(gzip\)",
+        ),
+        (answer(200, b"<html>", Content_Type="text/html"), r"a web page instead of the file, such as one to log in"),
+        (answer(401), r"the server answers 401"),
+        (answer(304), r"the server answers 304"),
+    ],
+)
+def test_a_server_that_answers_something_else_ends_in_one_sentence(server: Server, reply: Callable, sentence: str):
+    server.script = lambda number, path: reply
+    with pytest.raises(OSError, match=sentence) as caught:
+        open_source(server.url, retries=1).read("train-00000.tar", 10, 10)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_end_of_a_file_may_be_short(server: Server):
+    server.script = lambda number, path: answer(206, b"x" * 4, Content_Range="bytes 10-13/14")
+    assert open_source(server.url).read("train-00000.tar", 10, 10) == b"xxxx"
+
+
+def test_a_redirect_loop_and_a_web_page_name_the_set(server: Server):
+    for reply, sentence in (
+        (answer(302, Location="/a"), "TooManyRedirects"),
+        (answer(200, Content_Type="text/html"), "web"),
+    ):
+        server.script = lambda number, path, reply=reply: reply
+        with pytest.raises(ValueError, match=rf"{server.url}/manifest.json cannot be read: .*{sentence}"):
+            load("webdataset", server.url)
+
+
+def test_an_endless_reply_does_not_fill_memory(server: Server):
+    sent = []
+
+    def endless(handler: Handler) -> None:
+        handler.send_response(206)
+        handler.end_headers()
+        handler.close_connection = True
+        with contextlib.suppress(OSError):
+            while len(sent) < 2000:
+                sent.append(handler.wfile.write(bytes(2**16)))
+
+    server.script = lambda number, path: endless
+    with pytest.raises(OSError, match="more than the 10 bytes"):
+        open_source(server.url).read("train-00000.tar", 10, 10)
+    assert len(sent) < 1000
+
+
+def paused(server: Server, monkeypatch: pytest.MonkeyPatch, told: str) -> list[float]:
+    """The pauses of a reader whose server is busy once and says `told`."""
+    server.script = lambda number, path: answer(503, Retry_After=told) if number % 2 else None
+    pauses: list[float] = []
+    monkeypatch.setattr(source.time, "sleep", pauses.append)
+    assert open_source(server.url).read("train-00000.tar", 0, 4)
+    return pauses
+
+
+def test_retry_after_is_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch):
+    assert paused(server, monkeypatch, "7") == [7.0]
+    (pause,) = paused(server, monkeypatch, formatdate(time.time() + 20.0, usegmt=True))
+    assert 15.0 < pause <= 20.0
+    assert paused(server, monkeypatch, formatdate(time.time() - 99.0, usegmt=True)) == [source.FIRST_PAUSE]
+    assert paused(server, monkeypatch, "soon") == [source.FIRST_PAUSE]
+    assert paused(server, monkeypatch, "3600") == [source.LONGEST_PAUSE]
+    server.script = lambda number, path: answer(429, Retry_After="3600")
+    with pytest.raises(
+        OSError, match=r"answers 429 and asks for a pause of 3600 s, of which .* waits 30 \(2 attempts\)"
+    ):
+        open_source(server.url, retries=1).read("train-00000.tar", 0, 4)
+
+
+def test_a_signed_url_is_read_and_never_shown(folder: Path, server: Server, tmp_path: Path, capsys, caplog):
+    """The name of a file goes before the query, the cache outlives the token, and no text holds a secret."""
+    caplog.set_level("INFO")
+    signed = f"{server.url.replace('://', '://me:pass@')}/?token=abc&expires=1"
+    cache = str(tmp_path / "cache")
+    assert_same(next(load("webdataset", signed, cache=cache)), next(load("webdataset", folder)))
+    assert {path.partition("?")[2] for path in server.requests} == {"token=abc&expires=1"}
+    asked = server.requests.count("/train-00000.tar?token=abc&expires=1")
+    list(islice(load("webdataset", signed.replace("abc", "new"), cache=cache), 9))
+    assert (asked, sum("train-00000.tar" in path for path in server.requests)) == (1, 1)
+    server.script = lambda number, path: None if "manifest" in path else 403
+    with pytest.raises(ValueError, match=rf"{server.url}/train-0000\d.tar .* the server answers 403") as caught:
+        next(load("webdataset", signed))
+    said = [str(caught.value), str(open_source(signed)), capsys.readouterr().out, caplog.text]
+    for bad in (
+        f"{signed}#part",
+        signed.replace("http", "s3"),
+        signed.replace("http", "a::http"),
+        f"{server.url}:x?token=abc",
+    ):
+        with pytest.raises((ValueError, OSError)) as caught:
+            open_source(bad).read("manifest.json")
+        said.append(str(caught.value))
+    assert not [text for text in said if "abc" in text or "pass" in text]
+
+
+def test_the_cache_of_a_plain_url_is_where_it_was(server: Server, tmp_path: Path):
+    source = open_source(f"{server.url}/", cache=str(tmp_path))
+    source.read("train-00000.tar", 0, 4)
+    assert (tmp_path / hashlib.sha256(f"{server.url}/".encode()).hexdigest()[:16] / "train-00000.tar").is_file()
+
+
+@pytest.mark.parametrize("end", ["#part", "?a=1#part"])
+def test_a_fragment_is_refused(end: str):
+    with pytest.raises(ValueError, match=r"^data.path=http://host/set has a fragment behind a #; leave it out"):
+        open_source(f"http://host/set{end}")
+
+
+def test_an_address_of_numbers_is_no_chain():
+    assert str(open_source("http://[::1]:8000/set")) == "http://[::1]:8000/set"
 
 
 def test_a_server_without_parts_needs_a_cache(folder: Path, server: Server, tmp_path: Path):

@@ -24,7 +24,9 @@ from accel.compilation import Compile
 from data.loader import InMemoryLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
-from encoding.images import DecodedImages, collate, decode_image, list_images
+from encoding.images import DecodedImages, collate, decode_image
+from encoding.job import claim, finished, job_description
+from encoding.sources import list_images
 from models.autoencoders import WEIGHTS, DiffusersAutoencoder
 from models.images import psnr
 from precompute_latents import precompute
@@ -305,7 +307,7 @@ def test_images_that_cannot_be_decoded_are_listed_and_left_out(job: Job, more_ph
     folder = job(*settings, source=more_photos)
     manifest = read_manifest(folder)
     assert sorted(line.split(":")[0] for line in manifest.skipped) == ["cat/broken.jpg", "dog/cut.png"]
-    assert any("cat/broken.jpg: UnidentifiedImageError" in line for line in manifest.skipped)
+    assert any("cat/broken.jpg: no image of a format" in line for line in manifest.skipped)
     assert manifest.count == 20
     intact = load_set(job("held_out=0", out="intact"))
     index = matches(load_set(folder).train.latents, intact.train.latents.float())
@@ -401,6 +403,62 @@ def test_a_label_that_is_no_index_is_refused(job: Job, photos: Path, tmp_path: P
         job(source=tmp_path / "tars")
 
 
+# What is left out
+
+
+def test_with_files_that_are_skipped_the_bytes_are_the_same_each_time(job: Job, more_photos: Path, capsys):
+    whole = (more_photos / "dog" / "001.png").read_bytes()
+    (more_photos / "cat" / "text.png").write_bytes(b"no image at all")
+    (more_photos / "cat" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (more_photos / "dog" / "damaged.png").write_bytes(whole[:40] + b"junk" * 9 + whole[76:])
+    Image.new("RGB", (200, 100)).save(more_photos / "dog" / "large.png")
+    settings = ["max_megapixels=0.01", "held_out=0"]
+    expected = contents(job(*settings, source=more_photos))
+    assert "skipped dog/large.png: 200×100 pixels are above max_megapixels=0.01" in capsys.readouterr().out
+    assert contents(job(*settings, "num_workers=1", source=more_photos, out="again")) == expected
+    manifest = read_manifest(more_photos.parent / "out")
+    assert sorted(line.split(":")[0] for line in manifest.skipped) == [
+        "cat/cut.png",
+        "cat/text.png",
+        "dog/damaged.png",
+        "dog/large.png",
+    ]
+
+
+def test_the_plan_is_said_once_before_the_encoder_is_looked_for(job: Job, more_photos: Path, capsys):
+    (more_photos / "cat" / "notes.txt").write_text("mine")
+    plan = "20 images of 2 classes in {}, 20 to encode\n  cat: 10, dog: 10\n  not used: 1 .txt (e.g. cat/notes.txt)\n"
+    job("dry_run=true", source=more_photos)
+    assert capsys.readouterr().out.count(plan.format(more_photos)) == 1
+    with pytest.raises(ValueError, match=r"encoder\.path"):
+        job("encoder.path=/nowhere/at/all", source=more_photos)
+    assert capsys.readouterr().out.startswith(plan.format(more_photos))
+
+
+def test_a_flat_folder_becomes_a_set_without_classes(job: Job, photos: Path):
+    manifest = read_manifest(job("classes=none", source=photos / "cat"))
+    assert (manifest.class_names, manifest.count + manifest.held_out) == ([], 10)
+
+
+def test_a_shard_with_a_broken_sidecar_is_encoded_again(job: Job):
+    folder = job()
+    expected, sidecar = contents(folder), folder / "train-00001.tar.json"
+    whole = sidecar.read_bytes()
+    assert finished(folder, "train-00001.tar") is not None
+    broken = (b"", b"{", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"shard": 5}', b"\xff", whole[:-9])
+    for content in (*broken, whole.replace(b'"skipped": []', b'"skipped": {}'), whole.replace(b"0", b"1", 1)):
+        sidecar.write_bytes(content)
+        assert finished(folder, "train-00001.tar") is None
+    assert contents(job()) == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"5", b'"x"', b"\xff", b"[1]"])
+def test_a_broken_job_file_is_a_sentence(tmp_path: Path, content: bytes):
+    (tmp_path / "job.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"job\.json is broken, so nothing says which job this folder belongs to; cho"):
+        claim(tmp_path, {})
+
+
 # Refusals
 
 
@@ -426,6 +484,13 @@ def test_the_folder_of_another_job_is_refused(job: Job, change: str, sentence: s
     with pytest.raises(ValueError, match=f"{folder} holds latents of another job .{sentence}.; choose another folder"):
         job(change)
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("change", ["background=black", "max_megapixels=9", "classes=none"])
+def test_what_images_are_taken_for_is_part_of_the_job(photos: Path, change: str):
+    words, listed = [f"source={photos}", "out=x", "encoder.path=x"], list_images(photos)
+    one, other = (compose(given, "precompute_latents").cfg for given in (words, [*words, change]))
+    assert job_description(listed, one, None, "fp32") != job_description(listed, other, None, "fp32")
 
 
 def test_changed_images_are_another_job(job: Job, more_photos: Path):
@@ -478,6 +543,14 @@ def test_a_source_without_images_is_refused(job: Job, tmp_path: Path):
         (["source=x"], "out is not set; say which: out=<the folder for the latents>"),
         (["source=x", "out=y", "batch_size=0"], "batch_size=0 must be at least 1"),
         (["source=x", "out=y", "held_out=1.0"], "held_out=1.0, the share kept out"),
+        (["source=''", "out=y"], "source is not set"),
+        (["source=x", "out=y", "background=5"], "background=5 is no opaque colour; give a name"),
+        (["source=x", "out=y", "background='#ffffff80'"], "background=#ffffff80 is no opaque colour"),
+        (["source=x", "out=y", "max_megapixels=-1"], "max_megapixels=-1.0, millions of pixels, must be above 0"),
+        (["source=x", "out=y", "max_megapixels=nan"], "max_megapixels=nan, millions of pixels, must be above 0"),
+        (["source=x", "out=y", "classes=some"], "classes=some: "),
+        (["source=x", "out=y", "min_psnr=nan"], "min_psnr=nan is no quality"),
+        (["source=x", "out=y", f"seed={2**64}"], "must be below 2"),
     ],
 )
 def test_settings_that_no_job_can_have_are_refused(overrides: list[str], sentence: str):

@@ -94,6 +94,7 @@ def write_files(folder: Path, count: int, batch_size: int, side: int) -> LatentF
     from webdataset.writer import TarWriter
 
     from encoding.foreign import open_foreign
+    from encoding.foreign_samples import Asked
     from models.autoencoders import PixelAutoencoder
     from scripts.import_latents import ImportConfig, write
 
@@ -110,7 +111,7 @@ def write_files(folder: Path, count: int, batch_size: int, side: int) -> LatentF
                 tar.write({"__key__": f"{i:08d}", "npy": array[i], "cls": i % 1000})
     array.flush()
     cfg = ImportConfig(str(files.array), labels=str(labels), scale=1.0, held_out=0.0)
-    foreign = open_foreign(str(files.array), str(labels), cfg.latents_key, cfg.labels_key)
+    foreign = open_foreign(str(files.array), Asked(labels=str(labels)))
     encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
     write(cfg, foreign, PixelAutoencoder(), encoder, files.ours).write(files.ours)
     return files
@@ -210,10 +211,10 @@ def precompute_by_parts(folder: Path, count: int, side: int, device: torch.devic
 
     from accel.precision import Precision
     from encoding.encoder import EncodeStep, ShardEncoder
-    from encoding.images import list_images
     from encoding.job import plan_shards
+    from encoding.sources import list_images
     from models.autoencoders import DiffusersAutoencoder
-    from training.config.schema import PrecomputeConfig
+    from training.config.precompute import PrecomputeConfig
 
     draw = np.random.default_rng(0)
     (folder / "images" / "one").mkdir(parents=True)

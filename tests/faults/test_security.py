@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from data.loader import LatentSpec
-from encoding.images import list_images
+from encoding.sources import list_images
 from scripts.sample import SampleConfig, sample_run
 from tests.conftest import TINY_RUN
 from train import train

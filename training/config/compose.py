@@ -26,7 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from training.config import extensions
-from training.config.schema import PrecomputeConfig, TrainConfig
+from training.config.precompute import PrecomputeConfig
+from training.config.schema import TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,6 +193,9 @@ def explain(error: Exception, words: list[str], config_name: str) -> str:
         """`key=value` as it was typed, or the key alone if it came from a file."""
         return next((word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key), key)
 
+    if override := getattr(cause, "override", None):
+        name, _, value = str(override).partition("=")
+        return f"{override}: this word cannot be read; put the value into two kinds of quotes: {name}=\"'{value}'\"."
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, name = found.groups()
         options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]

@@ -51,14 +51,6 @@ class ScheduleKind(str, Enum):
     constant, cosine = "constant", "cosine"
 
 
-class LatentKind(str, Enum):
-    mean_std, sample = "mean_std", "sample"
-
-
-class LatentDtype(str, Enum):
-    float16, bfloat16, float32 = "float16", "bfloat16", "float32"
-
-
 class ParallelMode(str, Enum):
     auto, none, ddp, fsdp, hsdp = "auto", "none", "ddp", "fsdp", "hsdp"
 
@@ -285,43 +277,6 @@ class TrainConfig:
                 f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
         self.runtime.check(self.accumulation_steps, self.deterministic)
-
-
-@dataclass(frozen=True)
-class PrecomputeConfig:
-    """An encoding job."""
-
-    source: str | None = None  # a folder with one subfolder a class; tars of jpg/png + cls; a folder of `datasets`
-    out: str | None = None  # folder for shards and manifest.json
-    extensions: list[str] = field(default_factory=list)  # packages of your own; on the command line only
-    resolution: int = 256  # images are resized and centre-cropped to this square
-    kind: LatentKind = LatentKind.mean_std  # posterior mean (and std), drawn anew each step; sample: one draw
-    dtype: LatentDtype = LatentDtype.float16
-    flips: bool = False  # encode mirrored images too (a mirrored latent is not the latent of a mirrored image)
-    held_out: float = 0.02  # share of images kept out of training, for eval_loss
-    limit: int | None = None  # only so many images, drawn by seed
-    seed: int = 0  # order of images over shards, and draws of kind=sample
-    batch_size: int = 32
-    num_workers: int = 2  # processes that decode images
-    shard_size: int = 2048  # images a shard
-    block_size: int = 256  # samples a tar member
-    min_psnr: float = 20.0  # dB; a worse reconstruction of the first images is refused
-    dry_run: bool = False  # say how many images, bytes and minutes it is, and write nothing
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    encoder: Any = None
-
-    def check(self) -> None:
-        """ValueError for a value that no job can have."""
-        for key, what in (("source", "a folder of images or tars"), ("out", "the folder for the latents")):
-            if getattr(self, key) is None:
-                raise ValueError(f"{key} is not set; say which: {key}=<{what}>.")
-        at_least(1, self, "resolution", "batch_size", "shard_size", "block_size")
-        at_least(0, self, "seed", "num_workers")
-        self.runtime.check()
-        if self.limit is not None:
-            at_least(1, self, "limit")
-        if not 0.0 <= self.held_out < 1.0:
-            raise ValueError(f"held_out={self.held_out}, the share kept out of training, must be in [0, 1).")
 
 
 def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:

@@ -1,0 +1,201 @@
+"""Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder of `datasets`.
+
+Whatever lies there and is not used is counted, and what looks like a mistake is refused or noted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from encoding.images import EXTENSIONS, ImageEntry, opened_dataset
+from encoding.listing import ImageList, Unused, few_of, is_image, kind_of, readable
+from encoding.tars import list_tars
+
+SPLIT = re.compile(r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?", re.I)
+"""Names of folders that hold a part of a set, not a class."""
+WHAT_THEY_ARE = {
+    errno.ENOENT: "symlinks to nothing",
+    errno.ENOTDIR: "symlinks to nothing",
+    errno.ELOOP: "symlinks in a circle",
+}
+
+
+def list_images(source: str | Path, classes: Literal["given", "none"] = "given", allow_cut: bool = False) -> ImageList:
+    """Lists the images of a folder with a subfolder per class, of WebDataset tars (a folder of them or one), both by
+    name, or of a folder that Hugging Face `datasets` saved.
+
+    classes="none": of a flat folder, of tars without .cls, of `datasets` without labels too; all labels are 0.
+    ValueError if there is no such source, no image in it, one without a label, or if it is not clear what is meant;
+    for a tar that is cut or damaged, unless `allow_cut`.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".tar"):
+        compressed = path.is_file() and ".tar" in path.suffixes
+        raise ValueError(
+            f"source={source} is a compressed tar, and images are read from their place in the file; decompress it."
+            if compressed
+            else f"source={source} is no folder and no tar; "
+            f"give a folder with one subfolder a class, WebDataset tars, or a folder of datasets."
+        )
+    try:
+        if path.is_file():
+            images = list_tars([path], classes == "given", allow_cut, Unused())
+        elif any(path.glob("dataset_info.json")) or any(path.glob("*/dataset_info.json")):
+            images = list_rows(path, classes == "given")
+        else:
+            images = list_folder(path, classes == "given", allow_cut)
+    except OSError as error:
+        raise ValueError(
+            f"source={source}: {readable(str(error.filename or path))} cannot be read ({error.strerror}); "
+            f"make it readable, or move it away."
+        ) from error
+    if not images.entries:
+        there = f" What is there: {images.unused}." if images.unused.kinds else ""
+        raise ValueError(
+            f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no .tar files with "
+            f"images.{there}"
+        )
+    return images
+
+
+def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
+    """Name below `root` and size of every plain file that is not hidden; follows symlinks, except in circles."""
+    found = root.stat()
+    todo = [("", frozenset({(found.st_dev, found.st_ino)}))]
+    while todo:
+        folder, above = todo.pop()
+        with os.scandir(root / folder) as entries:
+            for entry in entries:
+                name = f"{folder}{entry.name}"
+                if entry.name.startswith(".") or entry.name == "lost+found":
+                    unused.add("hidden", name)
+                    continue
+                try:
+                    found = entry.stat()
+                except OSError as error:
+                    if not entry.is_symlink() or error.errno not in WHAT_THEY_ARE:
+                        raise
+                    unused.add(WHAT_THEY_ARE[error.errno], name)
+                    continue
+                if not stat.S_ISDIR(found.st_mode):
+                    if stat.S_ISREG(found.st_mode):
+                        yield name, found.st_size
+                    else:
+                        unused.add("neither file nor folder", name)
+                elif (found.st_dev, found.st_ino) in above:
+                    unused.add("symlinks in a circle", name)
+                else:
+                    if is_image(PurePosixPath(entry.name).suffix.lower()):
+                        unused.add("folders named like images (only what is in them)", name)
+                    todo.append((f"{name}/", above | {(found.st_dev, found.st_ino)}))
+
+
+def list_folder(path: Path, labelled: bool, allow_cut: bool) -> ImageList:
+    """Lists a folder of tars, or one with a subfolder per class; not `labelled`: images anywhere below it."""
+    unused = Unused()
+    tars, found = sorted_out(path, unused)
+    in_root = found.pop("", []) if labelled or not tars else []
+    if tars and found:
+        raise ValueError(
+            f"source={path} holds both {readable(tars[0].name)} and images in folders ({few_of(names_of(found))}); "
+            f"take the tar, source={readable(str(tars[0]))}, or move it away."
+        )
+    if tars or labelled:
+        for name, _ in in_root:
+            unused.add("images in the root beside " + ("tars" if tars else "class folders"), name)
+    if tars:
+        return list_tars(tars, labelled, allow_cut, unused)
+    if not labelled:
+        files = [*in_root, *(file for folder in found.values() for file in folder)]
+        splits = [name for name in names_of(found) if SPLIT.fullmatch(name)]
+        return of_files(path, {"": files}, [f"images of {few_of(splits)} are all used"] if splits else [], unused)
+    if in_root and not found:
+        raise ValueError(
+            f"source={path} holds {len(in_root)} images and no class folders; put each class into a subfolder, or "
+            f"take classes=none to train without classes."
+        )
+    for folder in path.iterdir():
+        if folder.name not in found and folder.is_dir() and not folder.name.startswith("."):
+            unused.add("top folders without images", folder.name)
+    return of_files(path, found, notes_on(path, found), unused)
+
+
+def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, list[tuple[str, int]]]]:
+    """The tars right in a folder, and the images below it by top folder ("" for those right in it)."""
+    tars, found = [], {}
+    for name, size in files_of(path, unused):
+        top, slash, _ = name.partition("/")
+        extension = PurePosixPath(name).suffix.lower()
+        if extension == ".tar" and not slash:
+            tars.append(path / name)
+        elif not is_image(extension):
+            unused.add(kind_of(name), name)
+        elif not size:
+            unused.add("empty files", name)
+        else:
+            found.setdefault(top if slash else "", []).append((name, size))
+    return sorted(tars), found
+
+
+def of_files(path: Path, found: dict[str, list[tuple[str, int]]], notes: list[str], unused: Unused) -> ImageList:
+    """The list of files in class folders; the folder "" is no class."""
+    entries = [
+        ImageEntry(readable(name), label, str(path / name), 0, size)
+        for label, folder in enumerate(sorted(found))
+        for name, size in sorted(found[folder], key=lambda file: file[0].split("/"))
+    ]
+    return ImageList(entries, [name for name in names_of(found) if name], unused, notes)
+
+
+def names_of(found: dict[str, list[tuple[str, int]]]) -> list[str]:
+    return [readable(name) for name in sorted(found)]
+
+
+def notes_on(path: Path, found: dict[str, list[tuple[str, int]]]) -> list[str]:
+    """What the class folders could be instead; ValueError if most of them have the names of splits."""
+    names = names_of(found)
+    splits = [name for name in names if SPLIT.fullmatch(name)]
+    first = min(splits, key=lambda name: (not name.lower().startswith("train"), name), default="")
+    if 2 * len(splits) > len(names):
+        raise ValueError(
+            f"source={path} holds {few_of(splits)}, which are parts of a set and no classes; name one: "
+            f"source={path / first}."
+        )
+    notes = [f"{few_of(splits)} among the class folders: parts of a set, or classes?"] if splits else []
+    inside = {name.split("/")[1] for files in found.values() for name, _ in files if name.count("/") > 1}
+    if len(names) == 1 and len(inside) > 1:
+        notes.append(
+            f"{names[0]} is the only class and has subfolders with images; if they are the classes: "
+            f"source={path / names[0]}"
+        )
+    return notes
+
+
+def list_rows(path: Path, labelled: bool) -> ImageList:
+    """Lists the rows of a folder made by `Dataset.save_to_disk`, with a column of images and one of class labels."""
+    splits = sorted(folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file())
+    if splits:
+        raise ValueError(f"source={path} holds the splits {', '.join(splits)}; name one: source={path / splits[0]}.")
+    dataset, images, columns = opened_dataset(str(path))
+    content = dataset._fingerprint  # of the data, so that another set of the same length is another job
+    if not labelled:
+        return ImageList([ImageEntry(f"{content}:{images}:{i}", 0, str(path), i, 0) for i in range(len(dataset))], [])
+    if len(columns) != 1:
+        raise ValueError(
+            f"source={path} has {len(columns)} columns of class labels among {', '.join(dataset.features)}; keep "
+            f"exactly one, or take classes=none to train without classes."
+        )
+    column = dataset[columns[0]]
+    names = getattr(dataset.features[columns[0]], "names", None)
+    limit = len(names) if names else len(column)  # without names no more classes than rows
+    for i, label in enumerate(column):
+        if not isinstance(label, int) or not 0 <= label < limit:
+            raise ValueError(f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend or remove it.")
+    entries = [ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0) for i, label in enumerate(column)]
+    return ImageList(entries, names or [str(i) for i in range(max(column, default=-1) + 1)])
