@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from accel.text import printable
 from training.config import extensions
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
@@ -52,6 +53,9 @@ SPELLINGS = {
     "logger=wandb": "use_wandb report_to",
 }
 """Our spelling -> keys that people know for it from guides and other trainers."""
+NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)", re.IGNORECASE)
+"""What Hydra takes for a value of another type where it expects the name of a file."""
+MOST_BRACKETS = 100
 FOREIGN = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
 
 
@@ -97,7 +101,7 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     ValueError, in one sentence with key, value and fix, for every mistake in `overrides`.
     """
     words = list(overrides or [])
-    refuse_foreign(words)
+    refuse_words(words)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             full = hydra_compose(config_name, overrides=[*words, *extensions.admit(words)], return_hydra_config=True)
@@ -141,15 +145,25 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
             refuse_unknown(node[name], nested, f"{prefix}{name}.")
 
 
-def refuse_foreign(overrides: list[str]) -> None:
-    """ValueError for a spelling of other trainers, and for a group without a choice."""
+def refuse_words(overrides: list[str]) -> None:
+    """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra breaks on."""
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
-        if value == "null" and key != "experiment" and (CONF / key).is_dir():
+        if not override.strip():
+            raise ValueError("one word of the command is empty; give key=value.")
+        refuse_deep(override)
+        nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
+        if nameless and key and "." not in key and (CONF / key).is_dir():
             options = sorted(file.stem for file in (CONF / key).glob("*.yaml"))
-            raise ValueError(f"{key}=null: a run needs one; choose one of {', '.join(options)}.")
+            raise ValueError(f"{key}={value}: a run needs one; choose one of {', '.join(options)}.")
         if equals and key in FOREIGN:
             raise ValueError(f"{key}={value} is not spelled so here; use {FOREIGN[key]}.")
+
+
+def refuse_deep(word: str) -> None:
+    """ValueError for brackets inside brackets that no key has; Hydra and OmegaConf recurse into each."""
+    if word.count("[") + word.count("{") > MOST_BRACKETS:
+        raise ValueError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
 
 
 def as_yaml(node: Any) -> str:
@@ -179,7 +193,8 @@ def one_sentence() -> Iterator[None]:
         if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
             raise
         program = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
-        print(f"error: {scrubbed(explain(error, sys.argv[1:], program) if library else str(error))}", file=sys.stderr)
+        message = scrubbed(explain(error, sys.argv[1:], program) if library else str(error))
+        print(f"error: {printable(message)}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -194,21 +209,27 @@ def explain(error: Exception, words: list[str], config_name: str) -> str:
         return next((word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key), key)
 
     if override := getattr(cause, "override", None):
-        name, _, value = str(override).partition("=")
-        return f"{override}: this word cannot be read; put the value into two kinds of quotes: {name}=\"'{value}'\"."
+        return not_read(str(override))
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, name = found.groups()
         options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]
         return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}."
+    if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
+        return f"{as_given(found[1])}: the key is there already; leave out the +."
     if found := re.match(r"Could not override '([^']+)'", text):
         return f"{as_given(found[1])}: there is no such key; {nearest(found[1], known_keys(config_name))}"
     if found := re.search(r"Key '(\w+)' (?:is )?not in", f"{detail}\n{text}"):
         where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
         name = key or found[1]
         return f"{as_given(name)}: there is no such key; {nearest(name, known_keys(config_name))}{where}."
-    if isinstance(cause, OmegaConfBaseException):
+    if isinstance(cause, OmegaConfBaseException | OverflowError):
         return f"{as_given(key) or text.splitlines()[0]}: {detail.removesuffix('.')}."
-    return text
+    return " ".join(text.split())
+
+
+def not_read(word: str) -> str:
+    name, _, value = word.partition("=")
+    return f"{word}: this word cannot be read; put the value into two kinds of quotes: {name}=\"'{value}'\"."
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
@@ -245,8 +266,15 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     for word in words:
         if "=" not in word:
             raise ValueError(f"{word} is not of the form key=value; `--help` lists the keys.")
+        refuse_deep(word)
     extensions.admit(words)
-    given = OmegaConf.from_dotlist([word for word in words if not word.startswith(f"{extensions.KEY}=")])
+    given = OmegaConf.create({})
+    for word in words:
+        if not word.startswith(f"{extensions.KEY}="):
+            try:
+                given.merge_with_dotlist([word])
+            except Exception as error:  # of YAML and OmegaConf; they name no word
+                raise ValueError(not_read(word)) from error
     return typed(schema, given, words)
 
 
@@ -259,5 +287,5 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     refuse_unknown(node, schema)
     try:
         return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:  # the latter: a whole number above all floats
         raise ValueError(explain(error, words, "train")) from error
