@@ -43,7 +43,7 @@ def precompute(composed: Composed) -> Path:
     ranks = Ranks.from_environment()
     device = ranks.device(pick_device(cfg.runtime.device.value))
     out = Path(cfg.out).expanduser()
-    images = list_images(cfg.source, cfg.classes.value, cfg.allow_cut)
+    images = list_images(cfg.source, cfg.classes, cfg.allow_cut)
     plan = plan_shards(images, cfg)
     ranks.say(images.stated(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
@@ -94,7 +94,8 @@ def precompute(composed: Composed) -> Path:
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, {seconds:.0f} s ({spent})")
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
-    print(f"next: python train.py data=resident data.path={out} experiment=fastrun", flush=True)
+    unguided = "" if manifest.class_names else " sampling.guidance=1"
+    print(f"next: python train.py data=resident data.path={out} experiment=fastrun{unguided}", flush=True)
     return out / "manifest.json"
 
 

@@ -135,8 +135,6 @@ def feed(
                 copied = None if stream is None else stream.record_event()
                 if not put(ready, (tensors, copied), stopping):
                     return
-    except ValueError as error:  # a sentence; without the frames of its traceback, the worker processes end now
-        put(ready, ValueError(str(error)), stopping)
     except BaseException as error:
         put(ready, error, stopping)
 

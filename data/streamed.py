@@ -172,16 +172,21 @@ class DeviceBatches:
     def on(self, device: torch.device, skipped: dict[str, int]) -> Iterator[dict[str, Tensor]]:
         """Yields the tensors of each batch in the order of positions; ValueError with the reason if a worker fails."""
         items = iter(self.loader)
-        while True:
-            found = [self.next_of(items) for _ in range(self.workers)]
-            for item in found:
-                add_skipped(skipped, item.reports)
-            filled = [item for item in found if item.samples]
-            position, order = torch.cat([item.position() for item in filled]).sort()
-            moved = [item._replace(buffer=item.buffer.to(device, non_blocking=True)).rows() for item in filled]
-            rows = moved[0] if len(moved) == 1 else torch.cat(moved)
-            tensors = from_bytes(rows, self.like, order.to(device, non_blocking=True))
-            yield tensors | {"position": position.to(device, non_blocking=True)}
+        try:
+            while True:
+                found = [self.next_of(items) for _ in range(self.workers)]
+                for item in found:
+                    add_skipped(skipped, item.reports)
+                yield self.joined([item for item in found if item.samples], device)
+        finally:  # not when the iterator is collected, for the traceback of a failure keeps it
+            getattr(items, "_shutdown_workers", lambda: None)()
+
+    def joined(self, items: list[WorkerBatch], device: torch.device) -> dict[str, Tensor]:
+        position, order = torch.cat([item.position() for item in items]).sort()
+        moved = [item._replace(buffer=item.buffer.to(device, non_blocking=True)).rows() for item in items]
+        rows = moved[0] if len(moved) == 1 else torch.cat(moved)
+        tensors = from_bytes(rows, self.like, order.to(device, non_blocking=True))
+        return tensors | {"position": position.to(device, non_blocking=True)}
 
     def next_of(self, items: Iterator[WorkerBatch]) -> WorkerBatch:
         try:

@@ -22,6 +22,7 @@ from torch import Tensor
 from accel.technique import first_line
 from encoding.foreign_samples import CHUNK, Asked, Foreign, Sample
 from encoding.images import sample_key
+from encoding.tars import Members
 
 MIRRORED = ("mirrored", "latents_flip", "flip")
 """Names of the latents of mirrored images; the second is LightningDiT's."""
@@ -140,6 +141,8 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
     columns = {name: content[key] for name, key in named(content, asked, path).items()}
     for name, column in columns.items():
         if isinstance(column, Tensor) and column.layout == torch.strided and column.device.type == "cpu":
+            if 0 in column.stride():  # a file of bytes could hold 10^12 samples
+                raise ValueError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()
         elif not isinstance(column, np.ndarray):
             raise ValueError(f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one.")
@@ -223,24 +226,25 @@ def of_tars(tars: list[Path], asked: Asked) -> Foreign:
 
     def samples() -> Iterator[Sample]:
         for file in tars:
-            with tarfile.open(file, "r:") as tar:
-                for where, latents, label in paired(tar, file, asked):
-                    yield Sample(where, latents_in(tar, latents, asked, where), label_in(tar, label, where))
+            for where, latents, label in paired(file, asked):
+                content = content_of(file, latents, where)
+                found = None if label is None else label_in(content_of(file, label, where), label.name, where)
+                yield Sample(where, latents_in(content, latents.name, asked, where), found)
 
-    count = 0
-    for file in tars:
-        with readable(file):
-            tarfile.open(file, "r:").close()
-        with tarfile.open(file, "r:") as tar:
-            count += len(paired(tar, file, asked))
+    count = sum(len(paired(file, asked)) for file in tars)
     return Foreign(f"{count} samples in {len(tars)} tars", count, asked.classes, samples)
 
 
-def paired(tar: tarfile.TarFile, file: Path, asked: Asked) -> list[tuple[str, tarfile.TarInfo, tarfile.TarInfo | None]]:
+def paired(file: Path, asked: Asked) -> list[tuple[str, tarfile.TarInfo, tarfile.TarInfo | None]]:
     """The place of each sample, and its members of latents and label; ValueError for one without either."""
-    with readable(file):
-        members = [member for member in tar.getmembers() if not member.isdir()]
-    refuse_cut_tar(tar, file)
+    try:
+        with file.open("rb") as stream:
+            tar = Members(file, stream)
+            members = [member for member in tar if not member.isdir()]
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}); copy or write it again.") from error
+    if tar.cut or tar.garbage:
+        raise ValueError(f"{tar.cut or f'{file} is no tar from byte {tar.garbage} on'}; copy or write it again.")
     grouped: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in members:
         key, extension = sample_key(member.name)
@@ -270,29 +274,17 @@ def paired(tar: tarfile.TarFile, file: Path, asked: Asked) -> list[tuple[str, ta
     return found
 
 
-def refuse_cut_tar(tar: tarfile.TarFile, file: Path) -> None:
-    """ValueError if `tar`, whose members were all listed, does not go on with nothing but zeros, 512 at the least.
-
-    `tarfile` takes for the end what is none: a cut between two members, a damaged header, the end of the first of two
-    tars in one file. (POSIX.1-2017, pax, "ustar Interchange Format": two blocks of 512 zeros end an archive.)
-    """
-    zeros = 0
-    with file.open("rb") as stream:
-        stream.seek(tar.offset)
-        while piece := stream.read(2**20):
-            zeros += len(piece)
-            if any(piece):
-                raise ValueError(f"{file} is damaged, or more than one tar, at byte {tar.offset}; write it again.")
-    if zeros < tarfile.BLOCKSIZE:
-        raise ValueError(f"{file} was cut: the mark of its end is missing; copy or write it again.")
+def content_of(file: Path, member: tarfile.TarInfo, where: str) -> bytes:
+    with readable(f"{where}: {member.name}"), file.open("rb") as stream:
+        stream.seek(member.offset_data)
+        return stream.read(member.size)
 
 
-def latents_in(tar: tarfile.TarFile, member: tarfile.TarInfo, asked: Asked, where: str) -> Any:
+def latents_in(content: bytes, name: str, asked: Asked, where: str) -> Any:
     from safetensors.torch import load
 
     with readable(where, PLAIN):
-        content = tar.extractfile(member).read()  # pyright: ignore[reportOptionalMemberAccess]
-        if member.name.endswith(".npy"):
+        if name.endswith(".npy"):
             return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
         tensors = load(content)
     if asked.latents_key not in tensors:
@@ -300,16 +292,14 @@ def latents_in(tar: tarfile.TarFile, member: tarfile.TarInfo, asked: Asked, wher
     return tensors[asked.latents_key]
 
 
-def label_in(tar: tarfile.TarFile, member: tarfile.TarInfo | None, where: str) -> Any:
+def label_in(content: bytes, member: str, where: str) -> Any:
     """What stands for the label: the number in a .cls, or in a .json under label, cls or class."""
-    if member is None:
-        return None
-    with readable(f"{where}: {member.name}"):
-        content = tar.extractfile(member).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
-        if not member.name.endswith(".json"):
-            return int(content) if content.isdecimal() else content
-        found = json.loads(content)
+    with readable(f"{where}: {member}"):
+        text = content.decode().strip()
+        if not member.endswith(".json"):
+            return int(text) if text.isdecimal() else text
+        found = json.loads(text)
     names = [name for name in ("label", "cls", "class") if isinstance(found, dict) and name in found]
     if not names:
-        raise ValueError(f"{where}: {member.name} has no label, cls or class; add one, or set classes=none.")
+        raise ValueError(f"{where}: {member} has no label, cls or class; add one, or set classes=none.")
     return found[names[0]]

@@ -64,7 +64,7 @@ def job_description(
     keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit", "seed")
     return {
         **{key: getattr(cfg, key) for key in (*keys, "batch_size", "shard_size", "block_size")},
-        "classes": cfg.classes.value,
+        "classes": cfg.classes,
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,
         "precision": precision,
@@ -171,7 +171,8 @@ def write_manifest(
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
     if not any(of_shard["count"] for of_shard in sums):
-        raise ValueError(f"source={cfg.source}: no training image could be decoded; see the skipped ones above.")
+        first = next(line for s in sidecars for line in s["skipped"] if s["shard"]["split"] == "train")
+        raise ValueError(f"source={cfg.source}: no training image can be decoded, such as {first}; mend some.")
     manifest = Manifest(
         **facts(autoencoder, cfg.encoder, shards, sums),
         height=shape[1],

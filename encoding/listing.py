@@ -53,17 +53,14 @@ class ImageList:
         """The part of a job's plan that tells what the source was taken for; `planned` images are to be encoded."""
         counts = Counter(entry.label for entry in self.entries)
         numbers = [(counts[label], name) for label, name in enumerate(self.class_names)]
-        classes = f"{len(numbers)} classes" if len(numbers) != 1 else "1 class"
-        lines = [
-            f"{len(self.entries)} image{'s' * (len(self.entries) != 1)} of {classes} in {source}, {planned} to encode"
-        ]
-        if not numbers:
-            lines.append("  no classes: every label is 0")
-        elif len(numbers) <= FEW:
-            lines.append("  " + ", ".join(f"{name}: {number}" for number, name in numbers))
-        else:
+        images = f"{len(self.entries)} image{'s' * (len(self.entries) != 1)}"
+        classes = f"of {len(numbers)} class{'es' * (len(numbers) != 1)}" if numbers else "without classes"
+        lines = [f"{images} {classes} in {source}, {planned} to encode"]
+        if len(numbers) > FEW:
             (fewest, rare), (most, common) = min(numbers), max(numbers)
             lines.append(f"  from {fewest} images ({rare}) to {most} ({common})")
+        elif numbers:
+            lines.append("  " + ", ".join(f"{name}: {number}" for number, name in numbers))
         if without := [name for number, name in numbers if not number]:
             lines.append(f"  classes without images: {few_of(without)}")
         if self.unused.kinds:

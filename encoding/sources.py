@@ -15,8 +15,9 @@ from typing import Literal
 
 from encoding.images import EXTENSIONS, ImageEntry, opened_dataset
 from encoding.listing import ImageList, Unused, few_of, is_image, kind_of, readable
-from encoding.tars import list_tars
+from encoding.tars import limit_of, list_tars, numbered
 
+Classes = int | Literal["given", "none"]
 SPLIT = re.compile(r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?", re.I)
 """Names of folders that hold a part of a set, not a class."""
 WHAT_THEY_ARE = {
@@ -26,11 +27,12 @@ WHAT_THEY_ARE = {
 }
 
 
-def list_images(source: str | Path, classes: Literal["given", "none"] = "given", allow_cut: bool = False) -> ImageList:
+def list_images(source: str | Path, classes: Classes = "given", allow_cut: bool = False) -> ImageList:
     """Lists the images of a folder with a subfolder per class, of WebDataset tars (a folder of them or one), both by
     name, or of a folder that Hugging Face `datasets` saved.
 
-    classes="none": of a flat folder, of tars without .cls, of `datasets` without labels too; all labels are 0.
+    classes="none": of a flat folder, of tars without .cls, of `datasets` without labels too; all labels are 0. A number
+    says how many classes there are where the source does not name them: in a part of a set some may lack images.
     ValueError if there is no such source, no image in it, one without a label, or if it is not clear what is meant;
     for a tar that is cut or damaged, unless `allow_cut`.
     """
@@ -45,11 +47,11 @@ def list_images(source: str | Path, classes: Literal["given", "none"] = "given",
         )
     try:
         if path.is_file():
-            images = list_tars([path], classes == "given", allow_cut, Unused())
+            images = list_tars([path], classes, allow_cut, Unused())
         elif any(path.glob("dataset_info.json")) or any(path.glob("*/dataset_info.json")):
-            images = list_rows(path, classes == "given")
+            images = list_rows(path, classes)
         else:
-            images = list_folder(path, classes == "given", allow_cut)
+            images = list_folder(path, classes, allow_cut)
     except OSError as error:
         raise ValueError(
             f"source={source}: {readable(str(error.filename or path))} cannot be read ({error.strerror}); "
@@ -96,9 +98,9 @@ def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                     todo.append((f"{name}/", above | {(found.st_dev, found.st_ino)}))
 
 
-def list_folder(path: Path, labelled: bool, allow_cut: bool) -> ImageList:
-    """Lists a folder of tars, or one with a subfolder per class; not `labelled`: images anywhere below it."""
-    unused = Unused()
+def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
+    """Lists a folder of tars, or one with a subfolder per class; without classes: images anywhere below it."""
+    unused, labelled = Unused(), classes != "none"
     tars, found = sorted_out(path, unused)
     in_root = found.pop("", []) if labelled or not tars else []
     if tars and found:
@@ -110,7 +112,7 @@ def list_folder(path: Path, labelled: bool, allow_cut: bool) -> ImageList:
         for name, _ in in_root:
             unused.add("images in the root beside " + ("tars" if tars else "class folders"), name)
     if tars:
-        return list_tars(tars, labelled, allow_cut, unused)
+        return list_tars(tars, classes, allow_cut, unused)
     if not labelled:
         files = [*in_root, *(file for folder in found.values() for file in folder)]
         splits = [name for name in names_of(found) if SPLIT.fullmatch(name)]
@@ -123,6 +125,8 @@ def list_folder(path: Path, labelled: bool, allow_cut: bool) -> ImageList:
     for folder in path.iterdir():
         if folder.name not in found and folder.is_dir() and not folder.name.startswith("."):
             unused.add("top folders without images", folder.name)
+    if classes not in ("given", len(found)):
+        raise ValueError(f"source={path} has {len(found)} class folders; leave classes={classes} out.")
     return of_files(path, found, notes_on(path, found), unused)
 
 
@@ -177,14 +181,14 @@ def notes_on(path: Path, found: dict[str, list[tuple[str, int]]]) -> list[str]:
     return notes
 
 
-def list_rows(path: Path, labelled: bool) -> ImageList:
+def list_rows(path: Path, classes: Classes) -> ImageList:
     """Lists the rows of a folder made by `Dataset.save_to_disk`, with a column of images and one of class labels."""
     splits = sorted(folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file())
     if splits:
         raise ValueError(f"source={path} holds the splits {', '.join(splits)}; name one: source={path / splits[0]}.")
     dataset, images, columns = opened_dataset(str(path))
     content = dataset._fingerprint  # of the data, so that another set of the same length is another job
-    if not labelled:
+    if classes == "none":
         return ImageList([ImageEntry(f"{content}:{images}:{i}", 0, str(path), i, 0) for i in range(len(dataset))], [])
     if len(columns) != 1:
         raise ValueError(
@@ -193,9 +197,11 @@ def list_rows(path: Path, labelled: bool) -> ImageList:
         )
     column = dataset[columns[0]]
     names = getattr(dataset.features[columns[0]], "names", None)
-    limit = len(names) if names else len(column)  # without names no more classes than rows
+    limit = len(names) if names else limit_of(classes, len(column))
+    if names and classes not in ("given", limit):
+        raise ValueError(f"source={path} names {limit} classes; leave classes={classes} out.")
     for i, label in enumerate(column):
         if not isinstance(label, int) or not 0 <= label < limit:
             raise ValueError(f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend or remove it.")
     entries = [ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0) for i, label in enumerate(column)]
-    return ImageList(entries, names or [str(i) for i in range(max(column, default=-1) + 1)])
+    return ImageList(entries, names or numbered(classes, column))

@@ -23,12 +23,23 @@ Sample = dict[str, tarfile.TarInfo]
 """The members with one key, by extension."""
 
 
-def list_tars(tars: list[Path], labelled: bool, allow_cut: bool, unused: Unused) -> ImageList:
+def limit_of(classes: int | str, images: int) -> int:
+    """The number that all labels are below: as stated, or else no more classes than images."""
+    return classes if isinstance(classes, int) else images
+
+
+def numbered(classes: int | str, labels: list[int]) -> list[str]:
+    """Names for classes that have only numbers, as many as stated, or else as the largest label says."""
+    return [str(i) for i in range(classes if isinstance(classes, int) else max(labels, default=-1) + 1)]
+
+
+def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unused) -> ImageList:
     """Lists the images of WebDataset tars: a key is a name up to its first dot, a label the integer in `<key>.cls`.
 
-    Not `labelled`: all labels are 0. ValueError for a tar that is cut or damaged, unless `allow_cut`; for a sample of
-    two images or without a label; and for a label that makes more classes than there are images.
+    classes="none": all labels are 0. ValueError for a tar that is cut or damaged, unless `allow_cut`; for a sample of
+    two images or without a label; and for a label that makes more classes than were stated, or than there are images.
     """
+    labelled = classes != "none"
     entries: list[ImageEntry] = []
     notes = []
     for file in tars:
@@ -48,12 +59,13 @@ def list_tars(tars: list[Path], labelled: bool, allow_cut: bool, unused: Unused)
     if not labelled or not entries:
         return ImageList(entries, [], unused, notes)
     largest = max(entries, key=lambda entry: entry.label)
-    if largest.label >= len(entries):
+    if largest.label >= limit_of(classes, len(entries)):
+        known = f"classes={classes}" if isinstance(classes, int) else f"there are {len(entries)} images"
         raise ValueError(
-            f"{largest.key} has the label {largest.label}, which makes {largest.label + 1} classes of {len(entries)} "
-            f"images; number the classes from 0 without gaps."
+            f"{largest.key} has the label {largest.label}, and {known}; number the classes from 0 without gaps, or "
+            f"say how many there are: classes=<n>."
         )
-    return ImageList(entries, [str(i) for i in range(largest.label + 1)], unused, notes)
+    return ImageList(entries, numbered(classes, [largest.label]), unused, notes)
 
 
 def samples_of(tar: Members, unused: Unused) -> dict[str, Sample]:

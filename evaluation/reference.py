@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from accel.proof import cache_folder
 from data.loader import LatentLoader, LatentSpec
-from encoding.images import EXTENSIONS, RESIZE, DecodedImages, ImageEntry, collate, read_again
+from encoding.images import RESIZE, DecodedImages, ImageEntry, collate, read_again
 from encoding.sources import list_images
 from evaluation.sides import Side
 from evaluation.space import Features, exact
@@ -74,11 +74,8 @@ def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
 
 
 def images_of(folder: str) -> list[ImageEntry]:
-    """The images right in a folder, or else as `precompute_latents.py` finds them; labels do not matter."""
+    """The images of a folder as `precompute_latents.py` finds them; labels do not matter."""
     path = Path(folder).expanduser()
-    flat = sorted(p for p in path.iterdir() if p.suffix.lower() in EXTENSIONS) if path.is_dir() else []
-    if flat:
-        return [ImageEntry(file.name, 0, str(file), 0, file.stat().st_size) for file in flat]
     try:
         return list_images(path, "none").entries
     except ValueError as error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.config.compose import from_words, one_sentence
+from training.config.compose import from_words, one_sentence, typed
 
 if TYPE_CHECKING:
     from data.blocks import BlockReader
@@ -144,22 +144,30 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` has other images."""
     import torch
 
+    from accel.technique import first_line
     from encoding.encoder import to_input
     from encoding.images import decode_image, read_image
     from encoding.job import plan_shards
     from encoding.sources import list_images
     from training.config.precompute import PrecomputeConfig
 
-    images = list_images(str(cfg.source))
-    if manifest.resolution is None or images.sha256() != manifest.source_sha256:
+    if manifest.resolution is None:
+        raise ValueError(f"source={cfg.source}: {source} was imported, and its images are not known; leave source out.")
+    try:
+        job: dict[str, Any] = json.loads(source.read("job.json"))
+        keys = ("seed", "limit", "held_out", "shard_size", "resolution", "background", "max_megapixels", "classes")
+        was = typed(PrecomputeConfig, {key: job[key] for key in keys if key in job}, [])  # there were fewer once
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{source}/job.json cannot be read ({first_line(error)}); leave source out.") from error
+    images = list_images(str(cfg.source), was.classes, allow_cut=True)
+    if images.sha256() != manifest.source_sha256:
         raise ValueError(f"source={cfg.source} is not what {source} was made of ({manifest.source}); leave it out.")
-    job: dict[str, Any] = json.loads(source.read("job.json"))
-    keys = ("seed", "limit", "held_out", "shard_size")
-    plan = plan_shards(images, PrecomputeConfig(**{key: job[key] for key in keys}))
+    plan = plan_shards(images, was)
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
     entries = [entry for _, split, of_shard in plan.shards if split == "train" for _, entry in of_shard]
     used = [entry for entry in entries if entry.key not in skipped][:count]
-    pixels = torch.stack([decode_image(read_image(entry), manifest.resolution) for entry in used])
+    decode = [decode_image(read_image(entry), was.resolution, was.background, was.max_megapixels) for entry in used]
+    pixels = torch.stack(decode)
     return to_input(pixels, torch.device("cpu"))
 
 

@@ -138,7 +138,7 @@ def test_a_flat_folder_needs_classes_none(tmp_path: Path):
     found = list_images(folder_of(tmp_path, "deep/c.png"), "none")
     assert (keys(found), found.class_names) == (["a.png", "b.png", "deep/c.png"], [])
     assert {entry.label for entry in found.entries} == {0}
-    assert "no classes: every label is 0\n  not used: 1 .txt" in found.stated("x", 3)
+    assert "without classes in x, 3 to encode\n  not used: 1 .txt" in found.stated("x", 3)
 
 
 def test_tars_without_labels_need_classes_none(tmp_path: Path):
@@ -291,13 +291,27 @@ def test_what_is_no_sample_of_a_tar_is_said(tmp_path: Path):
         assert said in found.stated("x", 1)
 
 
+def test_a_part_of_a_set_may_lack_classes_that_are_stated(tmp_path: Path):
+    """A trial with one tar of many: its labels are not below its number of images."""
+    tar_of(tmp_path / "a.tar", {"0.png": PNG, "0.cls": b"999"})
+    with pytest.raises(ValueError, match=r"has the label 999, and there are 1 images; .* classes=<n>"):
+        list_images(tmp_path)
+    with pytest.raises(ValueError, match=r"has the label 999, and classes=999"):
+        list_images(tmp_path, 999)
+    assert len(list_images(tmp_path, 1000).class_names) == 1000
+    (tmp_path / "folders" / "cat").mkdir(parents=True)
+    (tmp_path / "folders" / "cat" / "0.png").write_bytes(PNG)
+    with pytest.raises(ValueError, match="has 1 class folders; leave classes=2 out"):
+        list_images(tmp_path / "folders", 2)
+
+
 @pytest.mark.parametrize(
     ("label", "said"),
     [
         (b"\xff\xfe", r"must hold a class index, not '\\\\xff\\\\xfe'"),
         (b"-1", "must hold a class index, not '-1'"),
         (b"0" * 65, "must hold a class index, not 65 bytes"),
-        (b"1000000000", "has the label 1000000000, which makes 1000000001 classes of 1 images; number the classes"),
+        (b"1000000000", "has the label 1000000000, and there are 1 images; number the classes"),
     ],
 )
 def test_a_label_that_no_class_can_have_is_refused(tmp_path: Path, label: bytes, said: str):

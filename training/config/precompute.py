@@ -18,10 +18,6 @@ class LatentDtype(str, Enum):
     float16, bfloat16, float32 = "float16", "bfloat16", "float32"
 
 
-class Classes(str, Enum):
-    given, none = "given", "none"
-
-
 @dataclass(frozen=True)
 class PrecomputeConfig:
     """An encoding job."""
@@ -29,7 +25,7 @@ class PrecomputeConfig:
     source: str | None = None  # a folder with one subfolder a class; tars of images + cls; a folder of `datasets`
     out: str | None = None  # folder for shards and manifest.json
     extensions: list[str] = field(default_factory=list)  # packages of your own; on the command line only
-    classes: Classes = Classes.given  # by subfolders, .cls members, a label column; none: all images have label 0
+    classes: Any = "given"  # by subfolders, .cls members, a label column; or their number; none: all labels are 0
     allow_cut: bool = False  # true: of a tar that was cut, or is damaged, use what comes before
     resolution: int = 256  # images are resized and centre-cropped to this square
     background: str = "white"  # what shows through transparent pixels; a name or "'#rrggbb'", in both quotes
@@ -56,6 +52,8 @@ class PrecomputeConfig:
                 raise ValueError(f"{key} is not set; say which: {key}=<{what}>.")
         at_least(1, self, "resolution", "batch_size", "shard_size", "block_size")
         at_least(0, self, "seed", "num_workers")
+        if self.classes not in ("given", "none") and (type(self.classes) is not int or self.classes < 1):
+            raise ValueError(f"classes={self.classes} must be given, none, or a number from 1 on.")
         self.runtime.check()
         if self.limit is not None:
             at_least(1, self, "limit")
