@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
+from accel.text import printable
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -52,7 +54,7 @@ def switches(module: nn.Module, key: str) -> list[nn.Module]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 class Technique(ABC):

@@ -111,11 +111,16 @@ def ended(subject: Subject, seed: int, folder: Path, say: Say) -> tuple[str, str
             subject(Random(seed), folder, say)
     except SystemExit:
         message = errors.getvalue().removesuffix("\n")
-        bad = not message.isprintable() or re.search(r"\b0x[0-9a-f]{6,}", message) or len(message) > 1500
-        return "no sentence" if bad else "sentence", message[:3000]
+        return "no sentence" if is_unfit(message) else "sentence", message[:3000]
     except BaseException:
         return "traceback", traceback.format_exc()[-3000:]
     return "success", ""
+
+
+def is_unfit(message: str) -> bool:
+    """Whether a message has line breaks, control characters, an address in memory, or no end."""
+    unfit = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]|\b0x[0-9a-f]{6}"
+    return len(message) > 1500 or re.search(unfit, message) is not None
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

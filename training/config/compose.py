@@ -17,6 +17,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import hydra
+import omegaconf
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -107,8 +109,17 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
             full = hydra_compose(config_name, overrides=[*words, *extensions.admit(words)], return_hydra_config=True)
         source = OmegaConf.masked_copy(full, [str(key) for key in full if key != "hydra"])
         return settle(source, full.hydra.runtime.choices, words)
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:
+        if not of_library(error):
+            raise
         raise ValueError(explain(error, words, config_name)) from error
+
+
+def of_library(error: BaseException) -> bool:
+    """Whether Hydra or OmegaConf refused a word, or broke on one."""
+    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    broke = any(origin.is_relative_to(Path(str(library.__file__)).parent) for library in (hydra, omegaconf))
+    return broke or isinstance(error, HydraException | OmegaConfBaseException)
 
 
 def composed_by_hydra(source: DictConfig) -> Composed:
@@ -189,7 +200,7 @@ def one_sentence() -> Iterator[None]:
         origin = traceback.extract_tb(error.__traceback__)[-1]
         ours = Path(origin.filename).is_relative_to(ROOT) and "site-packages" not in Path(origin.filename).parts
         deliberate = ours and (origin.line or "").startswith("raise ")
-        library = isinstance(error, HydraException | OmegaConfBaseException)
+        library = of_library(error)
         if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
             raise
         program = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
@@ -224,7 +235,9 @@ def explain(error: Exception, words: list[str], config_name: str) -> str:
         return f"{as_given(name)}: there is no such key; {nearest(name, known_keys(config_name))}{where}."
     if isinstance(cause, OmegaConfBaseException | OverflowError):
         return f"{as_given(key) or text.splitlines()[0]}: {detail.removesuffix('.')}."
-    return " ".join(text.split())
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return " ".join(text.split())
+    return f"{' '.join(words)}: these words cannot be read ({' '.join(text.split())}); `--help` lists all keys."
 
 
 def not_read(word: str) -> str:
