@@ -371,3 +371,32 @@ def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit), one_sentence():
         compose(["seed=a\nb\x1b[31m"])
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_whole_number_above_all_floats_is_refused():
+    with pytest.raises(ValueError, match=r"model.drop_path=9+ is not of type float"):
+        build(
+            compose([f"model.drop_path={400 * '9'}"]).cfg.model, "model", channels=1, height=8, width=8, num_classes=2
+        )
+
+
+@pytest.mark.parametrize(
+    "word", ["sampling.guidance=nan", "ema.ramp=inf", "objective.logit_std=nan", "sampling.guidance_interval=[0,nan]"]
+)
+def test_numbers_that_are_not_finite_are_refused(word: str):
+    with pytest.raises(ValueError, match=rf"{word.partition('=')[0]}[.\d]*=(nan|inf) is no finite number"):
+        compose([word])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=dit_xs", "model.mlp_ratio=-1"),
+        ("model=mamba_xs", "model.mixer.expand=-1"),
+        ("model=zigzag_xs", "model.mixer.state_dim=0"),
+        ("model=conv_xs", "model.mixer.expand=0"),
+    ],
+)
+def test_sizes_below_their_least_are_refused(words: tuple[str, str]):
+    with pytest.raises(ValueError, match=rf"{words[1]}(\.0)? must be"):
+        build(compose([*words]).cfg.model, "model", channels=1, height=8, width=8, num_classes=2)

@@ -7,6 +7,7 @@ The spine is typed by `schema.py`. Components (model, data, objective, optim, lo
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import sys
@@ -177,6 +178,17 @@ def refuse_deep(word: str) -> None:
         raise ValueError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
 
 
+def refuse_not_finite(node: Any) -> None:
+    """ValueError for NaN and infinity, which no key takes; a comparison in a check lets NaN pass."""
+    todo = [("", OmegaConf.to_container(node, resolve=True))]
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key}={value} is no finite number; give one.")
+        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        todo += [(f"{key}.{name}".lstrip("."), child) for name, child in children]
+
+
 def as_yaml(node: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(node))
 
@@ -299,6 +311,7 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
     refuse_unknown(node, schema)
     try:
+        refuse_not_finite(node)
         return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
     except (OmegaConfBaseException, OverflowError) as error:  # the latter: a whole number above all floats
         raise ValueError(explain(error, words, "train")) from error
