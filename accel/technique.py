@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
+
+from accel.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +53,12 @@ def switches(module: nn.Module, key: str) -> list[nn.Module]:
     return [m for m in module.modules() if hasattr(m, key)]
 
 
+ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's message without addresses in memory, or its type where the message is empty."""
+    return ADDRESS.sub("", printable((str(error).strip().splitlines() or [type(error).__name__])[0]))
 
 
 class Technique(ABC):

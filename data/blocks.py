@@ -18,6 +18,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from accel.technique import first_line
+from accel.text import printable
 from data.manifest import Block, Manifest, Shard
 from data.source import Source, unreadable
 
@@ -148,7 +149,7 @@ class BlockReader:
         except Exception as error:  # of safetensors, and of torch for a dtype that it does not know
             raise DamagedBlockError(f"{what} is no safetensors file: {first_line(error)}; {REMEDY}.") from error
         if fault := self.fault(tensors, block.samples):
-            raise DamagedBlockError(f"{what} {fault}; {REMEDY}.")
+            raise DamagedBlockError(f"{what} {printable(fault)}; {REMEDY}.")
         return tensors
 
     def fault(self, tensors: dict[str, Tensor], samples: int) -> str | None:

@@ -252,7 +252,7 @@ def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float
 class InMemoryLatents(BaseLoader):
     """A `LatentLoader` over tensors on the device: a batch is one gather.
 
-    `ids`, if given, replace the row numbers as the ids of samples.
+    `ids` and `held_out_ids`, if given, replace the row numbers as the ids of samples.
     """
 
     def __init__(
@@ -262,10 +262,12 @@ class InMemoryLatents(BaseLoader):
         held_out: LatentTensors,
         args: LoaderArgs,
         ids: Int[Tensor, "N"] | None = None,
+        held_out_ids: Int[Tensor, "N"] | None = None,
     ) -> None:
         super().__init__(spec, args)
         self.train, self.held_out_split = train.to(args.device), held_out.to(args.device)
         self.ids = None if ids is None else ids.to(args.device)
+        self.held_out_ids = None if held_out_ids is None else held_out_ids.to(args.device)
         self.order = EpochOrder(len(train.labels), args.seed, args.device)
 
     def batch_at(self, start: int) -> Batch:
@@ -279,5 +281,6 @@ class InMemoryLatents(BaseLoader):
         split = self.held_out_split
         if not len(split.labels):  # an empty tensor would split into one empty batch
             return
-        for ids in torch.arange(len(split.labels), device=self.device).split(batch_size):
-            yield Batch(self.normalise(split.latents[ids]), split.labels[ids], ids, ids)
+        for rows in torch.arange(len(split.labels), device=self.device).split(batch_size):
+            ids = rows if self.held_out_ids is None else self.held_out_ids[rows]
+            yield Batch(self.normalise(split.latents[rows]), split.labels[rows], ids, rows)

@@ -28,8 +28,9 @@ SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Above0 = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(gt=-1e12, lt=1e12, allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
+"""Both far inside fp32, so that normalised latents are finite."""
 
 
 class Block(NamedTuple):

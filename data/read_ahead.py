@@ -70,7 +70,7 @@ def held_out_batches(
 
     Adds the blocks that others stand in for to `skipped`.
     """
-    names, count, start = ("latents", "labels"), len(blocks.places), 0
+    names, count, start = ("latents", "labels", "ids"), len(blocks.places), 0
     rest: dict[str, Tensor] = {}
     readers = Readers(1, "held-out")
     try:
@@ -81,11 +81,11 @@ def held_out_batches(
                 ahead.append(readers.submit(blocks.read, number + 2))
             rest = {name: torch.cat([rest[name], tensors[name]]) if rest else tensors[name] for name in names}
             while len(rest["labels"]) >= (1 if number + 1 == count else batch_size):
-                latents, labels = (rest[name][:batch_size].to(device) for name in names)
+                latents, labels, ids = (rest[name][:batch_size].to(device) for name in names)
                 rest = {name: tensor[batch_size:] for name, tensor in rest.items()}
-                ids = torch.arange(start, start + len(labels), device=device)
+                position = torch.arange(start, start + len(labels), device=device)
                 start += len(labels)
-                yield Batch(normalise(latents), labels, ids, ids)
+                yield Batch(normalise(latents), labels, ids, position)
     finally:
         readers.close()
         add_skipped(skipped, blocks.take_reports())

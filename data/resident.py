@@ -59,9 +59,9 @@ class ResidentLatents:
             if storage == "int8":
                 worst = (error / torch.tensor(manifest.std)).max()
                 print(f"data: int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst channel)", flush=True)
-            held_out_tensors, _, _ = read_split(held_out, device, storage)
+            held_out_tensors, held_out_ids, _ = read_split(held_out, device, storage)
             self.loader: InMemoryLatents | ChunkedLatents = InMemoryLatents(
-                self.spec, tensors, held_out_tensors, args, ids
+                self.spec, tensors, held_out_tensors, args, ids, held_out_ids
             )
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
         else:

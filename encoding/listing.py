@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from accel.text import printable
 from encoding.images import EXTENSIONS, ImageEntry, lacks_codec
 
 FEW = 20
@@ -90,5 +91,5 @@ def kind_of(name: str) -> str:
 
 
 def readable(name: str) -> str:
-    r"""The name of a file as text that can be printed, hashed and stored: bytes that are not UTF-8 become \xff."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    r"""The name of a file as one line that can be printed, hashed and stored: bytes that are not UTF-8 become \xff."""
+    return printable(name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))

@@ -60,6 +60,8 @@ class Denoiser(nn.Module):
                 f"model.patch_size={patch_size} does not divide the latent size {height}×{width}; "
                 f"choose a common divisor of both."
             )
+        if mlp_ratio < 0.0:
+            raise ValueError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
         if not 0.0 <= drop_path < 1.0:
             raise ValueError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
         self.channels, self.num_classes, self.patch_size = channels, num_classes, patch_size

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
-from training.config.compose import CONF, FOREIGN, ROOT, compose
+from training.config.compose import CONF, FOREIGN, ROOT, compose, from_words, one_sentence
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
@@ -332,3 +333,70 @@ def test_presets_build_on_each_other():
     assert on["eager"] < on["fast"] < on["production"] < on["max"]
     assert on["max"] - on["production"] == {"cuda_graph"}
     assert on["lowmem"] - on["fast"] == {"gradient_checkpointing", "empty_cache_at_eval"}
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("", "one word of the command is empty"),
+        ("logger=true", "logger=true: a run needs one; choose one of none, tensorboard, wandb"),
+        ("+model=3", "model=3: a run needs one"),
+        ("+optim.lr=1", "+optim.lr=1: the key is there already; leave out the +"),
+        ("seed=" + 101 * "[", "more than 100 brackets"),
+        ("sampling.guidance_interval.x=1", "sampling.guidance_interval.x=1: these words cannot be read"),
+    ],
+)
+def test_words_that_hydra_breaks_on(word: str, sentence: str):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        compose([word])
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("dtype==", "dtype==: this word cannot be read"),
+        ("source=\t", "source=\t: this word cannot be read"),
+        ("scale=" + 400 * "9", "int too large to convert to float"),
+        ("source=" + 300 * "[", "more than 100 brackets"),
+    ],
+)
+def test_words_that_yaml_breaks_on(word: str, sentence: str):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        from_words(ImportConfig, [word], "")
+    assert sentence in str(caught.value)
+
+
+def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit), one_sentence():
+        compose(["seed=a\nb\x1b[31m"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_whole_number_above_all_floats_is_refused():
+    with pytest.raises(ValueError, match=r"model.drop_path=9+ is not of type float"):
+        build(
+            compose([f"model.drop_path={400 * '9'}"]).cfg.model, "model", channels=1, height=8, width=8, num_classes=2
+        )
+
+
+@pytest.mark.parametrize(
+    "word", ["sampling.guidance=nan", "ema.ramp=inf", "objective.logit_std=nan", "sampling.guidance_interval=[0,nan]"]
+)
+def test_numbers_that_are_not_finite_are_refused(word: str):
+    with pytest.raises(ValueError, match=rf"{word.partition('=')[0]}[.\d]*=(nan|inf) is no finite number"):
+        compose([word])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=dit_xs", "model.mlp_ratio=-1"),
+        ("model=mamba_xs", "model.mixer.expand=-1"),
+        ("model=zigzag_xs", "model.mixer.state_dim=0"),
+        ("model=conv_xs", "model.mixer.expand=0"),
+    ],
+)
+def test_sizes_below_their_least_are_refused(words: tuple[str, str]):
+    with pytest.raises(ValueError, match=rf"{words[1]}(\.0)? must be"):
+        build(compose([*words]).cfg.model, "model", channels=1, height=8, width=8, num_classes=2)

@@ -20,6 +20,8 @@ from data.blocks import BlockReader
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
+from encoding.foreign import open_foreign
+from encoding.foreign_samples import Asked
 from scripts.import_latents import ImportConfig, checked, import_latents
 from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU
@@ -511,3 +513,12 @@ def test_a_folder_that_is_there_is_kept(samples, run, tmp_path: Path):
         run(**source, scale=1.0)
     with pytest.raises(ValueError, match=r"is a latent set of ours already; use it"):
         run(source=str(folder), out=str(tmp_path / "again"))
+
+
+def test_a_damaged_npy_header_shows_no_address_in_memory(tmp_path: Path):
+    np.save(tmp_path / "latents.npy", np.zeros((3, 2, 8, 8), np.float32))
+    content = (tmp_path / "latents.npy").read_bytes()
+    (tmp_path / "latents.npy").write_bytes(content.replace(b"False", b"xalse"))
+    with pytest.raises(ValueError, match="malformed node") as caught:
+        open_foreign(str(tmp_path / "latents.npy"), Asked(classes=0))
+    assert "0x" not in str(caught.value)

@@ -174,7 +174,7 @@ def shard_twice(raw: dict) -> None:
 FAULTS: dict[str, tuple[dict | Callable[[dict], None], str]] = {
     "mean of one value": ({"mean": [0.0]}, "mean has 1 values, and there are 3 channels"),
     "std of four values": ({"std": [1.0] * 4}, "std has 4 values, and there are 3 channels"),
-    "std of 0": ({"std": [1.0, 0.0, 1.0]}, "std.1 should be greater than 0, and is 0.0"),
+    "std of 0": ({"std": [1.0, 0.0, 1.0]}, "std.1 should be greater than 0.000000000001, and is 0.0"),
     "std that is not finite": ({"std": [1.0, float("nan"), 1.0]}, "std.1 should be"),
     "mean that is not finite": ({"mean": [1.0, float("inf"), 1.0]}, "mean.1 should be a finite number"),
     "scaling factor of 0": ({"scaling_factor": 0.0}, "scaling_factor should be greater than 0"),
@@ -250,6 +250,30 @@ def rewrite_block(folder: Path, shard: int, payload: bytes) -> None:
     described["blocks"] = [[512, len(payload), described["count"], hashlib.sha256(payload).hexdigest()]]
     described |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(("key", "value"), [("std", 1e-40), ("std", 1e300), ("mean", -1e300), ("mean", 3.5e38)])
+def test_statistics_that_overflow_fp32_are_refused(small_set: Path, key: str, value: float):
+    """Normalised latents would be infinite."""
+    edit_manifest(small_set, **{key: [value, 1.0, 1.0]})
+    assert_says(refusal(small_set), str(small_set / "manifest.json"), f"{key}.0 should be", AGAIN)
+
+
+def test_a_tensor_name_cannot_break_a_message(tmp_path: Path):
+    save_latent_set(tmp_path, [("train", random_samples(4, seed=0))])
+    rewrite_block(tmp_path, 0, save(random_samples(4, seed=0) | {"\n\x1b[31m": torch.zeros(4)}))
+    assert_says(refusal(tmp_path), r"holds \n\x1b[31m, labels, latents")
+
+
+@pytest.mark.parametrize("settings", [{}, {"device_memory_gib": 2e-6}])
+def test_a_held_out_sample_that_stands_in_keeps_its_own_id(tmp_path: Path, settings: dict[str, float]):
+    save_latent_set(tmp_path, [("train", random_samples(8, seed=0)), ("held_out", random_samples(8, seed=1))])
+    file = tmp_path / "held_out-00001.tar"
+    file.write_bytes(file.read_bytes()[:600] + b"?" + file.read_bytes()[601:])
+    loader = ResidentLatents(path=str(tmp_path), batch_size=2, seed=0, device=CPU, on_corrupt="skip", **settings)
+    batches = list(loader.held_out(8))
+    assert torch.cat([batch.ids for batch in batches]).tolist() == [4, 5, 6, 7, 4, 5, 6, 7]
+    assert torch.cat([batch.position for batch in batches]).tolist() == list(range(8))
 
 
 def test_statistics_and_class_names_are_part_of_the_fingerprint(small_set: Path):

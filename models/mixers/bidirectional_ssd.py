@@ -33,6 +33,9 @@ class BidirectionalSSD(nn.Module):
         self, dim: int, head_dim: int, grid: tuple[int, int], expand: int = 2, state_dim: int = 64, eps: float = 1e-6
     ) -> None:
         super().__init__()
+        for key, value in (("expand", expand), ("state_dim", state_dim)):
+            if value < 1:
+                raise ValueError(f"model.mixer.{key}={value} must be at least 1.")
         self.inner = expand * dim
         self.heads = heads_of(self.inner, head_dim, what="expand·dim")
         self.head_dim, self.state_dim, self.grid, self.eps = head_dim, state_dim, grid, eps

@@ -130,7 +130,10 @@ def converted(value: Any, annotation: Any) -> Any:
         if len(members) == len(value):
             return origin(converted(v, a) for v, a in zip(value, members, strict=True))
     elif annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number above all floats
+            raise TypeError from None
     elif (
         inspect.isclass(annotation)
         and isinstance(value, annotation)

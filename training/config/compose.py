@@ -7,6 +7,7 @@ The spine is typed by `schema.py`. Components (model, data, objective, optim, lo
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import hydra
+import omegaconf
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -25,6 +28,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from accel.text import printable
 from training.config import extensions
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
@@ -52,6 +56,9 @@ SPELLINGS = {
     "logger=wandb": "use_wandb report_to",
 }
 """Our spelling -> keys that people know for it from guides and other trainers."""
+NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)", re.IGNORECASE)
+"""What Hydra takes for a value of another type where it expects the name of a file."""
+MOST_BRACKETS = 100
 FOREIGN = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
 
 
@@ -97,14 +104,23 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     ValueError, in one sentence with key, value and fix, for every mistake in `overrides`.
     """
     words = list(overrides or [])
-    refuse_foreign(words)
+    refuse_words(words)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             full = hydra_compose(config_name, overrides=[*words, *extensions.admit(words)], return_hydra_config=True)
         source = OmegaConf.masked_copy(full, [str(key) for key in full if key != "hydra"])
         return settle(source, full.hydra.runtime.choices, words)
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:
+        if not of_library(error):
+            raise
         raise ValueError(explain(error, words, config_name)) from error
+
+
+def of_library(error: BaseException) -> bool:
+    """Whether Hydra or OmegaConf refused a word, or broke on one."""
+    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    broke = any(origin.is_relative_to(Path(str(library.__file__)).parent) for library in (hydra, omegaconf))
+    return broke or isinstance(error, HydraException | OmegaConfBaseException)
 
 
 def composed_by_hydra(source: DictConfig) -> Composed:
@@ -141,15 +157,36 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
             refuse_unknown(node[name], nested, f"{prefix}{name}.")
 
 
-def refuse_foreign(overrides: list[str]) -> None:
-    """ValueError for a spelling of other trainers, and for a group without a choice."""
+def refuse_words(overrides: list[str]) -> None:
+    """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra breaks on."""
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
-        if value == "null" and key != "experiment" and (CONF / key).is_dir():
+        if not override.strip():
+            raise ValueError("one word of the command is empty; give key=value.")
+        refuse_deep(override)
+        nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
+        if nameless and key and "." not in key and (CONF / key).is_dir():
             options = sorted(file.stem for file in (CONF / key).glob("*.yaml"))
-            raise ValueError(f"{key}=null: a run needs one; choose one of {', '.join(options)}.")
+            raise ValueError(f"{key}={value}: a run needs one; choose one of {', '.join(options)}.")
         if equals and key in FOREIGN:
             raise ValueError(f"{key}={value} is not spelled so here; use {FOREIGN[key]}.")
+
+
+def refuse_deep(word: str) -> None:
+    """ValueError for brackets inside brackets that no key has; Hydra and OmegaConf recurse into each."""
+    if word.count("[") + word.count("{") > MOST_BRACKETS:
+        raise ValueError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
+
+
+def refuse_not_finite(node: Any) -> None:
+    """ValueError for NaN and infinity, which no key takes; a comparison in a check lets NaN pass."""
+    todo = [("", OmegaConf.to_container(node, resolve=True))]
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key}={value} is no finite number; give one.")
+        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        todo += [(f"{key}.{name}".lstrip("."), child) for name, child in children]
 
 
 def as_yaml(node: Any) -> str:
@@ -175,11 +212,12 @@ def one_sentence() -> Iterator[None]:
         origin = traceback.extract_tb(error.__traceback__)[-1]
         ours = Path(origin.filename).is_relative_to(ROOT) and "site-packages" not in Path(origin.filename).parts
         deliberate = ours and (origin.line or "").startswith("raise ")
-        library = isinstance(error, HydraException | OmegaConfBaseException)
+        library = of_library(error)
         if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
             raise
         program = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
-        print(f"error: {scrubbed(explain(error, sys.argv[1:], program) if library else str(error))}", file=sys.stderr)
+        message = scrubbed(explain(error, sys.argv[1:], program) if library else str(error))
+        print(f"error: {printable(message)}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -194,21 +232,29 @@ def explain(error: Exception, words: list[str], config_name: str) -> str:
         return next((word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key), key)
 
     if override := getattr(cause, "override", None):
-        name, _, value = str(override).partition("=")
-        return f"{override}: this word cannot be read; put the value into two kinds of quotes: {name}=\"'{value}'\"."
+        return not_read(str(override))
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, name = found.groups()
         options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]
         return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}."
+    if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
+        return f"{as_given(found[1])}: the key is there already; leave out the +."
     if found := re.match(r"Could not override '([^']+)'", text):
         return f"{as_given(found[1])}: there is no such key; {nearest(found[1], known_keys(config_name))}"
     if found := re.search(r"Key '(\w+)' (?:is )?not in", f"{detail}\n{text}"):
         where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
         name = key or found[1]
         return f"{as_given(name)}: there is no such key; {nearest(name, known_keys(config_name))}{where}."
-    if isinstance(cause, OmegaConfBaseException):
+    if isinstance(cause, OmegaConfBaseException | OverflowError):
         return f"{as_given(key) or text.splitlines()[0]}: {detail.removesuffix('.')}."
-    return text
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return " ".join(text.split())
+    return f"{' '.join(words)}: these words cannot be read ({' '.join(text.split())}); `--help` lists all keys."
+
+
+def not_read(word: str) -> str:
+    name, _, value = word.partition("=")
+    return f"{word}: this word cannot be read; put the value into two kinds of quotes: {name}=\"'{value}'\"."
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
@@ -245,8 +291,15 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     for word in words:
         if "=" not in word:
             raise ValueError(f"{word} is not of the form key=value; `--help` lists the keys.")
+        refuse_deep(word)
     extensions.admit(words)
-    given = OmegaConf.from_dotlist([word for word in words if not word.startswith(f"{extensions.KEY}=")])
+    given = OmegaConf.create({})
+    for word in words:
+        if not word.startswith(f"{extensions.KEY}="):
+            try:
+                given.merge_with_dotlist([word])
+            except Exception as error:  # of YAML and OmegaConf; they name no word
+                raise ValueError(not_read(word)) from error
     return typed(schema, given, words)
 
 
@@ -258,6 +311,7 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
     refuse_unknown(node, schema)
     try:
+        refuse_not_finite(node)
         return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:  # the latter: a whole number above all floats
         raise ValueError(explain(error, words, "train")) from error
