@@ -355,8 +355,8 @@ def test_words_that_hydra_breaks_on(word: str, sentence: str):
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("dtype==", "dtype==: this word cannot be read"),
-        ("source=\t", "source=\t: this word cannot be read"),
+        ("dtype==", "dtype: the word that begins so cannot be read"),
+        ("source=\t", "source: the word that begins so cannot be read"),
         ("scale=" + 400 * "9", "int too large to convert to float"),
         ("source=" + 300 * "[", "more than 100 brackets"),
     ],

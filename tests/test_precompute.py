@@ -240,6 +240,23 @@ def test_only_a_lost_or_damaged_shard_is_rebuilt(job: Job, capsys: pytest.Captur
     assert [file for file, time in times.items() if file.stat().st_mtime_ns != time] == [lost]
 
 
+def test_a_finished_job_of_an_earlier_version_is_not_encoded_again(job: Job, capsys: pytest.CaptureFixture[str]):
+    folder = job()
+    described = json.loads((folder / "job.json").read_text())
+    older = {key: value for key, value in described.items() if key not in ("classes", "background", "max_megapixels")}
+    (folder / "job.json").write_text(json.dumps(older))
+    for file in folder.glob("*.tar.json"):
+        sidecar = json.loads(file.read_text())
+        del sidecar["sha256"]
+        file.write_text(json.dumps(sidecar))
+    capsys.readouterr()
+    job()
+    assert "20 of 20 images are already encoded" in capsys.readouterr().out
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds latents of another job .*background was None, is white"):
+        job()
+
+
 class CrashError(Exception):
     """What the tests stop a job with."""
 
@@ -547,9 +564,9 @@ def test_a_source_without_images_is_refused(job: Job, tmp_path: Path):
         (["source=x", "out=y", "background=5"], "background=5 is no opaque colour; give a name"),
         (["source=x", "out=y", "background='#ffffff80'"], "background=#ffffff80 is no opaque colour"),
         (["source=x", "out=y", "max_megapixels=-1"], "max_megapixels=-1.0, millions of pixels, must be above 0"),
-        (["source=x", "out=y", "max_megapixels=nan"], "max_megapixels=nan, millions of pixels, must be above 0"),
+        (["source=x", "out=y", "max_megapixels=nan"], "max_megapixels=nan is no finite number"),
         (["source=x", "out=y", "classes=some"], "classes=some must be given, none, or a number"),
-        (["source=x", "out=y", "min_psnr=nan"], "min_psnr=nan is no quality"),
+        (["source=x", "out=y", "min_psnr=nan"], "min_psnr=nan is no finite number"),
         (["source=x", "out=y", f"seed={2**64}"], "must be below 2"),
     ],
 )

@@ -28,7 +28,7 @@ from training.checkpoint.find import complete, weights_file
 from training.checkpoint.save import load
 from training.config.build import build
 from training.config.compose import CONF, ROOT, compose, one_sentence
-from training.config.secrets import redact_words, scrubbed
+from training.config.secrets import redact_words, redacted, scrubbed
 from training.pretrained import KEY, build_autoencoder, load_pretrained
 from training.run import default_folder
 
@@ -211,7 +211,11 @@ def test_messages_are_scrubbed(capsys):
     with pytest.raises(SystemExit), one_sentence():
         train(compose([*TINY_RUN, "data=resident", "data.path=http://u:hunter2@127.0.0.1:9/x?sig=hunter2&part=1"]))
     assert "hunter2" not in capsys.readouterr().err
-    assert scrubbed("https://u:p@h/x?sig=s&part=1") == "https://<redacted>@h/x?sig=<redacted>&part=1"
+    assert scrubbed("https://u:p@h/x?sig=s&part=1") == "https://<redacted>@h/x?<redacted>"
+    signed = "http://h/set?X-Amz-Signature=hunter2&X-Amz-Credential=hunter2"
+    for written in (redacted({"data": {"path": signed}}), redact_words([f"data.path={signed}"]), scrubbed(signed)):
+        assert "hunter2" not in str(written)
+        assert "http://h/set?<redacted>" in str(written)
     assert scrubbed("a plain: text, a@b.c ?x=1, no key: 3") == "a plain: text, a@b.c ?x=1, no key: 3"
     assert redact_words(["a={TOKEN:x,b:1}", "token=x", "b=[{my_key: x}]"]) == [
         "a={TOKEN:<redacted>,b:1}",

@@ -253,8 +253,9 @@ def explain(error: Exception, words: list[str], config_name: str) -> str:
 
 
 def not_read(word: str) -> str:
-    name, _, value = word.partition("=")
-    return f"{word}: this word cannot be read; put the value into two kinds of quotes: {name}=\"'{value}'\"."
+    """A sentence without the value, which may hold a secret between signs that no redaction expects."""
+    name = word.partition("=")[0]
+    return f"{name}: the word that begins so cannot be read; put the value into two kinds of quotes: {name}=\"'…'\"."
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
