@@ -78,7 +78,7 @@ def train(composed: Composed) -> dict[str, Any]:
                     if distances and state.due(cfg.fd_every):
                         metrics |= (measured := distances())
                         scores = scores | measured
-                    metrics |= training.skipped_data()
+                    metrics |= training.note_skipped_data()
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
                     progress.say(log_line(metrics))
@@ -90,7 +90,7 @@ def train(composed: Composed) -> dict[str, Any]:
                     file = run.folder / "samples" / f"step-{state.step}.png"
                     logger.image("samples", sample_grid(training, drawing, file), state.samples)
                 if saving:
-                    training.skipped_data()
+                    training.note_skipped_data()
                     checkpoints.save(state, described, scores)
             if done:
                 break

@@ -468,6 +468,6 @@ def test_what_any_process_skipped_is_known_to_all():
     training = tiny_training()
     training.ranks = Two(0, 2)
     training.loader.skipped = {"a.tar (samples 0–7 of train)": 8}
-    assert training.skipped_data() == {"skipped_data": 12}
+    assert training.note_skipped_data() == {"skipped_data": 12}
     assert training.state.state_dict()["counters"]["skipped_data"].keys() == training.state.skipped_data.keys()
     assert len(training.state.skipped_data) == 2

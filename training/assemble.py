@@ -89,8 +89,8 @@ class Training:
         self.state.advance(self.cfg.batch_size)
         return output
 
-    def skipped_data(self) -> dict[str, int]:
-        """Samples of the data that others stood in for since the run began, in any process (`data.on_corrupt`)."""
+    def note_skipped_data(self) -> dict[str, int]:
+        """Takes what `data.on_corrupt=skip` left out in any process into the state; returns the samples as a metric."""
         state, own = self.state, self.loader.skipped
         if self.ranks.reduced(torch.tensor(float(not own.keys() <= state.skipped_data.keys())), "max"):
             for found in self.ranks.gathered_objects(own):
