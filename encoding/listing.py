@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -10,8 +11,8 @@ from pathlib import PurePosixPath
 from accel.text import printable
 from encoding.images import EXTENSIONS, ImageEntry, lacks_codec
 
-FEW = 20
-"""So many classes, and kinds of unused files, are named one by one."""
+FEW, MANY = 20, 100
+"""So many kinds of unused files, and classes, are named one by one."""
 
 
 class Unused:
@@ -57,11 +58,12 @@ class ImageList:
         images = f"{len(self.entries)} image{'s' * (len(self.entries) != 1)}"
         classes = f"of {len(numbers)} class{'es' * (len(numbers) != 1)}" if numbers else "without classes"
         lines = [f"{images} {classes} in {source}, {planned} to encode"]
-        if len(numbers) > FEW:
+        if len(numbers) > MANY:
             (fewest, rare), (most, common) = min(numbers), max(numbers)
             lines.append(f"  from {fewest} images ({rare}) to {most} ({common})")
         elif numbers:
-            lines.append("  " + ", ".join(f"{name}: {number}" for number, name in numbers))
+            named = ", ".join(f"{name}: {number}" for number, name in numbers)
+            lines.append(textwrap.fill(named, 120, initial_indent="  ", subsequent_indent="  "))
         if without := [name for number, name in numbers if not number]:
             lines.append(f"  classes without images: {few_of(without)}")
         if self.unused.kinds:

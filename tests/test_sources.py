@@ -87,8 +87,8 @@ def test_the_plan_states_classes_and_what_is_not_used(tmp_path: Path):
 
 
 def test_many_classes_are_stated_by_number_and_extremes(tmp_path: Path):
-    folder_of(tmp_path, *(f"c{i:02d}/{j}.png" for i in range(21) for j in range(1 + i)))
-    assert list_images(tmp_path).stated("x", 1).splitlines()[1:] == ["  from 1 images (c00) to 21 (c20)"]
+    folder_of(tmp_path, *(f"c{i:03d}/{j}.png" for i in range(101) for j in range(1 + i % 3)))
+    assert list_images(tmp_path).stated("x", 1).splitlines()[1:] == ["  from 1 images (c000) to 3 (c098)"]
 
 
 def test_a_class_of_a_tar_without_images_is_stated(tmp_path: Path):
