@@ -124,13 +124,11 @@ class Manifest:
             for name, values in (("mean", self.mean), ("std", self.std))
             if len(values) != self.channels
         ]
-        found += [f"the shard {s.file!r} is outside its folder or no .tar" for s in shards if not is_shard_name(s.file)]
-        found += [
-            f"the shard {name} is there {n} times" for name, n in Counter(s.file for s in shards).items() if n > 1
-        ]
-        classes = Counter(self.class_names)
-        found += [f"the class {name!r} is there {n} times" for name, n in classes.items() if n > 1]
+        for what, names in (("shard", [shard.file for shard in shards]), ("class", map(repr, self.class_names))):
+            found += [f"the {what} {name} is there {n} times" for name, n in Counter(names).items() if n > 1]
         for shard in shards:
+            if not SHARD_NAME.fullmatch(shard.file):
+                found.append(f"the shard {shard.file!r} is outside its folder or no .tar")
             ends = [0, *(block.offset + block.size for block in shard.blocks)]
             if sum(block.samples for block in shard.blocks) != shard.count:
                 found.append(f"the blocks of {shard.file} do not hold its count of {shard.count} samples")
@@ -146,10 +144,6 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
-
-
-def is_shard_name(name: str) -> bool:
-    return SHARD_NAME.fullmatch(name) is not None
 
 
 @cache

@@ -70,7 +70,7 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
 
 
 @contextmanager
-def readable(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
+def reading(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
     """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one ValueError."""
     try:
         if isinstance(what, Path) and not what.is_file():
@@ -85,14 +85,14 @@ PLAIN = "copy it again if it is damaged, and save plain tensors, for nothing is 
 
 def array(file: Path) -> np.ndarray:
     """Maps a .npy file copy on write, which PyTorch takes without a warning; nobody writes."""
-    with readable(file, PLAIN):
+    with reading(file, PLAIN):
         return np.lib.format.open_memmap(file, mode="c")
 
 
 def rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
     """Yields the samples of arrays of one length, or of slices of safetensors, reading `CHUNK` of them at a time."""
     for start in range(0, length(file, columns), CHUNK):
-        with readable(file):
+        with reading(file):
             parts = {name: column[start : start + CHUNK] for name, column in columns.items()}
         for i in range(len(parts["latents"])):
             one = {name: part[i] for name, part in parts.items()}
@@ -131,7 +131,7 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
     def table(file: Path, key: str) -> dict[Any, Any]:
         if file.suffix == ".npy":
             return {key: array(file)}
-        with readable(file, PLAIN):
+        with reading(file, PLAIN):
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         return found if isinstance(found, dict) else {key: found}
 
@@ -155,7 +155,7 @@ def of_safetensors(files: list[Path], asked: Asked) -> Foreign:
     from safetensors import safe_open
 
     def columns(file: Path) -> dict[str, Any]:
-        with readable(file):
+        with reading(file):
             tensors = safe_open(file, "pt")
         return {name: tensors.get_slice(key) for name, key in named(tensors.keys(), asked, file).items()}
 
@@ -204,7 +204,7 @@ def of_listed_files(folders: list[Path], asked: Asked) -> Foreign:
 def listed(folder: Path) -> dict[Path, Any]:
     """The files that `folder`/dataset.json names, and their labels."""
     file, labels = folder / "dataset.json", {}
-    with readable(file):
+    with reading(file):
         content = json.loads(file.read_bytes())
     pairs = content.get("labels") if isinstance(content, dict) else None
     if not isinstance(pairs, list) or not pairs:
@@ -213,7 +213,7 @@ def listed(folder: Path) -> dict[Path, Any]:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
         latents = folder / pair[0]
-        if ".." in latents.relative_to(folder).parts if latents.is_relative_to(folder) else True:
+        if not latents.is_relative_to(folder) or ".." in latents.relative_to(folder).parts:
             raise ValueError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
         if latents in labels:
             raise ValueError(f"{file} names {pair[0]} twice; each file has one label.")
@@ -277,7 +277,7 @@ def paired(file: Path, asked: Asked) -> list[tuple[str, tarfile.TarInfo, tarfile
 
 
 def content_of(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> bytes:
-    with readable(f"{where}: {member.name}"):
+    with reading(f"{where}: {member.name}"):
         stream.seek(member.offset_data)
         return stream.read(member.size)
 
@@ -285,7 +285,7 @@ def content_of(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> bytes:
 def latents_in(content: bytes, name: str, asked: Asked, where: str) -> Any:
     from safetensors.torch import load
 
-    with readable(where, PLAIN):
+    with reading(where, PLAIN):
         if name.endswith(".npy"):
             return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
         tensors = load(content)
@@ -296,7 +296,7 @@ def latents_in(content: bytes, name: str, asked: Asked, where: str) -> Any:
 
 def label_in(content: bytes, member: str, where: str) -> Any:
     """What stands for the label: the number in a .cls, or in a .json under label, cls or class."""
-    with readable(f"{where}: {member}"):
+    with reading(f"{where}: {member}"):
         text = content.decode().strip()
         if not member.endswith(".json"):
             return int(text) if text.isdecimal() else text

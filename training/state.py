@@ -153,7 +153,8 @@ def load_rng_state(saved: dict[str, Any]) -> None:
 
 def load_counters(state: TrainState, saved: Mapping[str, Any]) -> None:
     """Sets the counters; checkpoints of earlier versions have no `skipped_data`."""
-    vars(state).update({name: saved[name] for name in COUNTERS if name in saved or name != "skipped_data"})
+    known = {"skipped_data": {}} | dict(saved)
+    vars(state).update({name: known[name] for name in COUNTERS})
 
 
 class Piece(NamedTuple):
