@@ -64,7 +64,7 @@ class BlockReader:
             raise ValueError(f"data.on_corrupt={on_corrupt} is unknown; choose error or skip.")
         self.source, self.on_corrupt = source, on_corrupt
         self.damaged: dict[int, str] = {}
-        """Number of a block -> what is wrong with it."""
+        """Number of a block that the reader never tries again -> the fault it found."""
         self.reports: list[Skipped] = []
         """The blocks skipped since the last `take_reports`."""
         shards = [shard for shard in manifest.shards if shard.split == split]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from accel.technique import first_line
 from encoding.images import ImageEntry, sample_key
 from encoding.listing import ImageList, Unused, is_image, kind_of, readable
 
@@ -155,26 +154,26 @@ class Members:
             if tar is None or (start and tar.offset == start):
                 self.cut = f"{self.file} is damaged: from byte {start} of {self.size} on it is no tar"
                 return
-            yield from self.of_one(tar)
+            damaged = yield from self.of_one(tar)
             end = min(tar.offset, self.size)
             start = self.after_zeros(end)
-            if self.cut or start - end < 2 * BLOCK:
+            if damaged or start - end < 2 * BLOCK:
                 self.cut = (
                     f"{self.file} was cut or is damaged: byte {end} of {self.size} is no member and no end marker"
                 )
                 return
 
-    def of_one(self, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    def of_one(self, tar: tarfile.TarFile) -> Generator[tarfile.TarInfo, None, bool]:
+        """Yields the whole members of one tar; returns whether a damaged header ended it."""
         while True:
             try:
                 member = tar.next()
             except OSError:
                 raise
-            except Exception as error:  # and for damaged ones
-                self.cut = first_line(error)
-                return
+            except Exception:  # tarfile raises as many kinds for a damaged header
+                return True
             if member is None:
-                return
+                return False
             if not member.isreg() or member.issparse() or member.offset_data + member.size <= self.size:
                 yield member
 

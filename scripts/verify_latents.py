@@ -169,9 +169,8 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
     entries = [entry for _, split, of_shard in plan.shards if split == "train" for _, entry in of_shard]
     used = [entry for entry in entries if entry.key not in skipped][:count]
-    decode = [decode_image(read_image(entry), was.resolution, was.background, was.max_megapixels) for entry in used]
-    pixels = torch.stack(decode)
-    return to_input(pixels, torch.device("cpu"))
+    pixels = [decode_image(read_image(entry), was.resolution, was.background, was.max_megapixels) for entry in used]
+    return to_input(torch.stack(pixels), torch.device("cpu"))
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def keys(config_name: str) -> list[str]:
 
 
 def word(rng: Random, known: list[str]) -> str:
-    """An override as somebody might type it, or not."""
+    """Draws an override: mostly one that a user could type, else one with a wrong sign, key or form."""
     key = rng.choice(known)
     values = rng.choice((WORDS, NUMBERS, NUMBERS if key.rpartition(".")[2] in HONEST else HUGE))
     kind = rng.choice((*"=" * 20, "+", "++", "~", "deeper", "bare", "odd"))
