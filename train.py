@@ -29,13 +29,15 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.pretrained import build_autoencoder
     from training.process.loggers import SafeLogger
     from training.process.progress import Progress
-    from training.process.stop import StopRequest
+    from training.process.stop import Asked, StopRequest
     from training.report import log_line, summary_table
     from training.run import Run
 
     # 1. Where we run.
     cfg = composed.cfg
     run = Run(composed)
+    if run.finished:
+        return run.show_finished()
     ranks = run.ranks
     run.show_rehearsal()
     logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
@@ -57,9 +59,9 @@ def train(composed: Composed) -> dict[str, Any]:
     where = restore(cfg, state, checkpoints, described)
 
     # 4. The loop: what is due after the step before, then a step.
-    progress = Progress(cfg.total_samples, "samples", initial=state.samples, silent=not ranks.first)
+    progress = Progress(cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first)
     explained = failures_explained(training, run.folder)
-    with StopRequest(ranks, checkpoints.failed) as stop, logger, checkpoints, explained:
+    with StopRequest(ranks, checkpoints.failed, training.skips_only) as stop, logger, explained, checkpoints:
         run.open(ledger, logger, where)
         if distances:
             distances.record(run.folder)
@@ -67,7 +69,7 @@ def train(composed: Composed) -> dict[str, Any]:
         meter.start()
         batches, scores = [], {}
         while True:
-            done, stopping = state.done, bool(stop)
+            done, asked = state.done, stop.asked()
             if any(map(state.due, (cfg.log_every, cfg.eval_every, cfg.fd_every))) or (done and state.moved):
                 metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
                 metrics |= checkpoints.figures()
@@ -81,20 +83,22 @@ def train(composed: Composed) -> dict[str, Any]:
                     metrics |= training.note_skipped_data()
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
-                    progress.say(log_line(metrics))
-                    stop_if_hopeless(training, run.folder, batches)
+                    progress.say(log_line(metrics, progress.left()))
+            if asked is Asked.look:  # at what one of the processes has seen
+                stop_if_hopeless(training, run.folder, batches)
+                checkpoints.finish()
             drawing = autoencoder if state.due(cfg.sample_every) else None
-            saving = state.due(cfg.save_every) or (stopping and state.moved and cfg.save_every)
+            saving = state.due(cfg.save_every) or (asked is Asked.stop and state.moved and cfg.save_every)
             with meter.paused() if drawing or saving else nullcontext():
                 if drawing:
                     file = run.folder / "samples" / f"step-{state.step}.png"
-                    logger.image("samples", sample_grid(training, drawing, file), state.samples)
+                    logger.image("sample_grid", sample_grid(training, drawing, file), state.samples)
                 if saving:
                     training.note_skipped_data()
                     checkpoints.save(state, described, scores)
             if done:
                 break
-            if stopping:
+            if asked is Asked.stop:
                 checkpoints.finish()
                 run.stop(state)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Line breaks, control characters, and bytes of a name that are not UTF-8."""
@@ -11,3 +15,17 @@ UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 def printable(text: str) -> str:
     r"""The same text with line breaks, control characters and undecodable bytes as escapes, such as \n and \x1b."""
     return UNFIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def as_json(content: Any, indent: int | None = None) -> str:
+    """Strict JSON: null stands for a float that is not finite, which other readers of JSON refuse."""
+    return json.dumps(finite(content), indent=indent, allow_nan=False)
+
+
+def finite(node: Any) -> Any:
+    """The same tree with None in the place of floats that are not finite."""
+    if isinstance(node, Mapping):
+        return {key: finite(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [finite(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node

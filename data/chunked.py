@@ -95,7 +95,7 @@ class ChunkedLatents(BaseLoader):
         self, spec: LatentSpec, train: BlockReader, held_out: BlockReader, chunk_size: int, args: LoaderArgs
     ) -> None:
         super().__init__(spec, args)
-        self.blocks, self.held_out_blocks = train, held_out
+        self.blocks, self.held_out_blocks, self.held_out_count = train, held_out, held_out.count
         self.copies = torch.cuda.Stream(args.device) if args.device.type == "cuda" else None
         self.readers = Readers(1, "chunk")
         self.buffers: list[Buffer] = []

@@ -91,6 +91,8 @@ class LatentLoader(Protocol):
     """
 
     spec: LatentSpec
+    held_out_count: int
+    """Samples that `held_out` gives."""
     skipped: dict[str, int]
     """Blocks that could not be used and that others stand in for -> their samples; empty for most loaders."""
 
@@ -266,6 +268,7 @@ class InMemoryLatents(BaseLoader):
     ) -> None:
         super().__init__(spec, args)
         self.train, self.held_out_split = train.to(args.device), held_out.to(args.device)
+        self.held_out_count = len(held_out.labels)
         self.ids = None if ids is None else ids.to(args.device)
         self.held_out_ids = None if held_out_ids is None else held_out_ids.to(args.device)
         self.order = EpochOrder(len(train.labels), args.seed, args.device)

@@ -257,6 +257,25 @@ def write_atomically(file: Path, text: str) -> None:
     sync_folder(file.parent)
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError if it holds anything else, OSError if it cannot be read."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON ({error}); restore it or delete it.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object; restore it or delete it.")
+    return found
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, so that they survive a power cut."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -73,6 +73,7 @@ class ResidentLatents:
             chunk_size = min(train.count, int(allowed // (2 * a_sample)))
             what = f"a window of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(self.spec, train, held_out, chunk_size, args)
+        self.held_out_count = held_out.count
         if rank == 0:
             how = "as given" if device_memory_gib is not None else "half of what is free"
             print(f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed ({how})", flush=True)

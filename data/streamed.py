@@ -75,6 +75,7 @@ class StreamedLatents(BaseLoader):
         self.blocks, self.held_out_blocks = (
             BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
         )
+        self.held_out_count = self.held_out_blocks.count
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self.pin_memory = pin_memory and device.type == "cuda"
         self.feeder: Feeder | None = None

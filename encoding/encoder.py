@@ -105,7 +105,7 @@ class ShardEncoder:
         if done:
             print(f"{done} of {images} images are already encoded", flush=True)
         unit = "images" if self.ranks.world_size == 1 else f"images of rank {self.ranks.rank}"
-        progress = Progress(images, unit, initial=done, every=10.0)
+        progress = Progress(images, unit, initial=done)
         batches = self.decoded(todo)
         for name, split, entries in todo:
             try:

@@ -9,14 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.manifest import write_atomically
+from accel.text import as_json
+from data.manifest import read_object, write_atomically
 from evaluation.distances import too_few
 from evaluation.judge import Judge, JudgeConfig
 from evaluation.sides import distances, floor
 from models.autoencoders import Autoencoder
 from training.assemble import Training
-from training.checkpoint.save import difference
+from training.checkpoint.load import difference
 from training.evaluate import dealt
+from training.process.progress import counted
 from training.sampling import SampleStream, labels_in_turn, protocol_of
 
 PROTOCOL = "fd_protocol.json"
@@ -47,14 +49,14 @@ class InRun:
         told = protocol_of(self.training.stack, self.stream, self.count, "balanced") | self.judge.protocol()
         told = json.loads(json.dumps(told | {"weights": "ema"}))
         floors = {name: floor(side) for name, side in self.judge.reference.items()}
-        earlier = json.loads(file.read_text()) if file.is_file() else told | {"floors": floors}
+        earlier = read_object(file) if file.is_file() else told | {"floors": floors}
         moved = {"reference": told["reference"] | {"name": earlier["reference"].get("name")}}  # the same images
         if changed := difference({key: earlier.get(key) for key in told}, told | moved):
             raise ValueError(
                 f"{file.parent} has distances of another protocol: {changed}. Set that back, or fd_every=0, or use a "
                 f"new run_dir: figures of two protocols do not make one curve."
             )
-        write_atomically(file, json.dumps(told | {"floors": floors}, indent=1) + "\n")
+        write_atomically(file, as_json(told | {"floors": floors}, indent=1) + "\n")
 
     def refuse_too_few(self) -> None:
         """Says once which distances are left out; ValueError if `keep_best` is one of them."""
@@ -75,7 +77,9 @@ class InRun:
         found: list[tuple[int, dict[str, Tensor]]] = []
         finite = True
         with self.training.state.averaged(), torch.no_grad():
-            for number, mine in dealt(range(-(-self.count // self.stream.batch_size)), ranks):
+            batches = range(-(-self.count // self.stream.batch_size))
+            rounds = -(-len(batches) // ranks.world_size)
+            for number, mine in counted(dealt(batches, ranks), rounds, "batches of distances", not ranks.first):
                 _, latents = self.stream.batch(number)
                 if mine:
                     finite = finite and bool(latents.isfinite().all())

@@ -31,6 +31,7 @@ from models.autoencoders import Autoencoder
 from models.images import to_uint8
 from training.components import build_loader
 from training.pieces import Pieces
+from training.process.progress import counted
 from training.process.ranks import Ranks
 
 PIECE = 512
@@ -148,7 +149,8 @@ def reference_sides(
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
         kept[name] = Pieces(cache_folder("references") / key, job, -(-source.count // PIECE), ranks, waits=True)
     missing = {name: pieces.missing() for name, pieces in kept.items()}
-    for number in sorted(set().union(*missing.values())):
+    todo = sorted(set().union(*missing.values()))
+    for number in counted(todo, len(todo), f"pieces of the reference, {PIECE} images each", not ranks.first):
         found: dict[str, list[Tensor]] = {name: [] for name in spaces if number in missing[name]}
         first = number * PIECE
         for images in source.images(first, min(first + PIECE, source.count)):

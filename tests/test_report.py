@@ -142,7 +142,7 @@ def test_torn_lines_and_numbers_that_are_none_are_said(plant: Plant):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 110, "samples": 3520, "loss": NaN}\n{"step": 120, "sam')
     page, _ = texts(run_dir=run)
-    assert "The last line of metrics.jsonl is torn, and is left out." in page
+    assert "Lines of metrics.jsonl that cannot be read, and are left out: 1." in page
     assert "At 1 of 11 logged steps the loss is no finite number." in page
     assert "training loss from 1.2 to 0.12" in page
     assert "summary.json is of an earlier end of the run" in page

@@ -18,7 +18,8 @@ from accel.stack import AccelerationStack
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
 from training.checkpoint.find import complete, weights_file
-from training.checkpoint.save import Checkpoints, load
+from training.checkpoint.load import load, load_latest
+from training.checkpoint.save import Checkpoints
 from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
@@ -97,6 +98,10 @@ class Training:
                 state.skipped_data = state.skipped_data | found
         return {"skipped_data": sum(state.skipped_data.values())}
 
+    def skips_only(self) -> bool:
+        """Whether as many steps in a row were skipped as end a run, as far as this process knows without waiting."""
+        return self.state.meter.skips(self.cfg.guards.max_skipped_in_row)
+
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the state."""
         with self.state.preserved():
@@ -171,7 +176,7 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, descr
         raise ValueError(
             f"resume={cfg.resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
         )
-    latest = None if cfg.resume == "never" else checkpoints.load_latest(state, described)
+    latest = None if cfg.resume == "never" else load_latest(checkpoints.folder, state, described, checkpoints.ranks)
     if latest is None and branch is not None:
         latest = branch, load(branch, state, described, checkpoints.ranks)
     if latest is not None:

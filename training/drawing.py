@@ -125,7 +125,7 @@ class Drawing:
         if done := len(pieces.mine()) - len(missing):
             print(f"{done} of {len(pieces.mine())} pieces are already there", flush=True)
         total = sum(min(size, cfg.count - number * size) for number in missing)
-        progress = Progress(total, "samples", every=10.0, silent=not self.ranks.first)
+        progress = Progress(total, "samples", silent=not self.ranks.first)
         for number in missing:
             first, last = number * size, min((number + 1) * size, cfg.count)
             found: list[dict[str, Tensor]] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
 from training.assemble import Training
+from training.process.progress import counted
 from training.process.ranks import Ranks
 from training.sampling import draw_latents
 
@@ -30,7 +31,9 @@ def evaluate(training: Training) -> dict[str, float]:
     """
     ranks, found = training.ranks, []
     with training.state.averaged():
-        for batch, mine in dealt(training.loader.held_out(training.micro_batch), ranks):
+        rounds = -(-training.loader.held_out_count // (training.micro_batch * ranks.world_size))
+        dealt_out = dealt(training.loader.held_out(training.micro_batch), ranks)
+        for batch, mine in counted(dealt_out, rounds, "batches of evaluation", not ranks.first):
             loss, t = training.step.losses(batch, held_out=True)
             if mine:
                 found.append(torch.stack((batch.position.double(), loss.double(), t.double())).T)
@@ -75,7 +78,9 @@ def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Pat
     places = torch.arange(len(labels), device=training.device)
     found: list[tuple[Tensor, Tensor]] = []
     with training.state.averaged():
-        for position, mine in dealt(places.split(max(1, training.micro_batch // 2)), ranks):  # guidance doubles it
+        parts = places.split(max(1, training.micro_batch // 2))  # guidance doubles it
+        rounds = -(-len(parts) // ranks.world_size)
+        for position, mine in counted(dealt(parts, ranks), rounds, "batches of the sample grid", not ranks.first):
             latents = draw_latents(step.forward, spec, labels[position], position, cfg.seed, cfg.sampling)
             if mine:
                 found.append((position.cpu(), torch.from_numpy(to_uint8(autoencoder.decode(latents)))))

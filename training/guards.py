@@ -24,17 +24,16 @@ from training.checkpoint.find import goes_on
 
 def stop_if_hopeless(training: Training, folder: Path, batches: Sequence[Batch]) -> None:
     """ValueError once `guards.max_skipped_in_row` steps in a row were skipped; `folder/dumps` then describes the last
-    one, made of `batches`. All processes call it, at log steps."""
+    one, made of `batches`. All processes call it."""
     cfg, state = training.cfg, training.state
-    meter = state.meter
-    if meter.skipped_in_row < cfg.guards.max_skipped_in_row:
+    if (skipped := state.meter.skipped_in_row) < cfg.guards.max_skipped_in_row:
         return
     file = dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
     raise ValueError(
-        f"step {state.step}: the last {meter.skipped_in_row} steps were skipped, for their gradients were not finite "
+        f"step {state.step}: the last {skipped} steps were skipped, for their gradients were not finite "
         f"or spikes (guards.max_skipped_in_row={cfg.guards.max_skipped_in_row}); the weights are those before them. "
         f"{file} has the batch, its times and losses, and norms by block. Lower optim.lr or use "
-        f"runtime.precision=fp32; {goes_on(folder / 'checkpoints')}."
+        f"runtime.precision=fp32; {goes_on(folder / 'checkpoints', training.state.samples)}."
     )
 
 
@@ -87,7 +86,7 @@ def number(value: Tensor) -> float | str:
     return found if math.isfinite(found) else str(found)
 
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 @contextmanager
@@ -100,9 +99,9 @@ def failures_explained(training: Training, folder: Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"step {training.state.step}: {error.filename or folder} cannot be written ({error.strerror}); free space "
-            f"or mend the disk; {goes_on(folder / 'checkpoints')}."
+            f"or mend the disk; {goes_on(folder / 'checkpoints', training.state.samples)}."
         ) from error
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         out_of_memory(training, folder, error)
     except RuntimeError as error:  # of the host
         if "can't allocate memory" not in str(error):
@@ -123,7 +122,7 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
     raise ValueError(
         f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of {there / 2**30:.3g} GiB "
         f"were taken at the peak, {lasting / 2**30:.3g} of them by weights, averages and moments. What helps most: "
-        f"{', '.join(savings(training))}; {goes_on(folder / 'checkpoints')}."
+        f"{', '.join(savings(training))}; {goes_on(folder / 'checkpoints', training.state.samples)}."
     ) from error
 
 

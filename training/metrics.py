@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import warnings
@@ -34,12 +35,13 @@ PEAK_16_BIT = {
 class Meter:
     """Sums over a log window, kept on the device, and the clock of the window.
 
-    Of several processes the loss is the mean, waiting for data and memory are the most of all; `batch_size` is global
-    and `mfu` per process. Time spent inside `paused()` (evaluation, sampling, saving) counts as maintenance, not as
-    training, and so do graphs that are compiled there. `waiting()` wraps the calls that wait for data: `data_wait` is
-    the share of the time in which the device had nothing else to do. A step counts as three forward passes, and
-    recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but where it takes the
-    backward pass of a depthwise convolution for that of a dense one: then up to 9.8.
+    The loss is the mean over steps that were not skipped. Of several processes the loss is the mean, waiting for data
+    and memory are the most of all; `batch_size` is global and `mfu` per process. Time spent inside `paused()`
+    (evaluation, sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled there.
+    `waiting()` wraps the calls that wait for data: `data_wait` is the share of the time in which the device had nothing
+    else to do. A step counts as three forward passes, and recomputation is left out. PyTorch's counter finds 2.99 to
+    3.00 for our families in size b, but where it takes the backward pass of a depthwise convolution for that of a dense
+    one: then up to 9.8.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class Meter:
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
         self.in_row: Tensor | float = 0.0
-        self.skipped_in_row = 0
-        """Steps skipped without one between them that was not, up to the last report."""
+        self.in_row_seen: Tensor | None = None
+        """In host memory, a few steps behind: the device copies `in_row` there when it gets to it."""
         self.train_seconds = self.maintenance_seconds = self.earlier_seconds = 0.0
         """Of this process; and the seconds of training that earlier processes of the run had logged."""
         self.trained_samples = self.recompiles = 0
@@ -109,11 +111,23 @@ class Meter:
     def update(self, output: StepOutput) -> None:
         """Adds one step; device scalars stay on the device."""
         self.grad_norm = output.grad_norm
-        self.loss = output.loss + self.loss
+        self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss
         self.skipped = output.skipped + self.skipped
         self.backed_off = output.backed_off + self.backed_off
         self.in_row = (output.skipped + self.in_row) * output.skipped
+        if self.in_row_seen is None:
+            self.in_row_seen = torch.zeros((), pin_memory=self.in_row.is_cuda)
+        self.in_row_seen.copy_(self.in_row, non_blocking=True)
         self.steps += 1
+
+    @property
+    def skipped_in_row(self) -> int:
+        """Steps skipped without one between them that was not. Waits for the device."""
+        return int(float(self.in_row))
+
+    def skips(self, limit: int) -> bool:
+        """Whether so many were skipped in a row, a few steps ago. Waits for nothing."""
+        return self.in_row_seen is not None and float(self.in_row_seen) >= limit
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """This process's sums of the window, where they lie; nothing waits for the device."""
@@ -131,8 +145,8 @@ class Meter:
     def report(self, lr: float) -> dict[str, Any]:
         """Figures of the window since the last report (the one wait for the device), and starts the next window."""
         summed = self.ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64))
-        loss, skipped = float(summed) / self.steps, int(float(self.skipped))
-        self.skipped_in_row = int(float(self.in_row))
+        skipped = int(float(self.skipped))
+        loss = float(summed) / (self.steps - skipped) if self.steps > skipped else math.nan
         seconds = time.perf_counter() - self.since
         samples = (self.steps - self.carried) * self.batch_size
         self.train_seconds += seconds

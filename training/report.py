@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def log_line(metrics: Mapping[str, Any]) -> str:
-    """One line of the figures that matter while a run goes on."""
+def log_line(metrics: Mapping[str, Any], left: str) -> str:
+    """One line of the figures that matter while a run goes on, and the time that is left."""
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
@@ -23,12 +23,12 @@ def log_line(metrics: Mapping[str, Any]) -> str:
         parts.append(f"others stand in for {metrics['skipped_data']} samples of damaged data")
     if metrics.get("backed_off"):
         parts.append(f"{metrics['backed_off']} steps spent on finding fp16's loss scale")
-    return "  ".join(parts)
+    return "  ".join([*parts, left])
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The summary as aligned lines, the ledger left out (it was printed at the start)."""
-    damaged = summary["skipped_data"]
+    damaged = summary.get("skipped_data") or {}
     names = ", ".join([*damaged][:5]) + ", …" * (len(damaged) > 5)
     told = f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged blocks: {names}"
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}

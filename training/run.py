@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -15,16 +14,21 @@ import torch
 
 from accel.ledger import Ledger
 from accel.proof import FILE as KERNELS_FILE
-from data.manifest import write_atomically
-from training.checkpoint.find import complete
+from accel.text import as_json
+from data.manifest import make_folder, read_object, write_atomically
+from training.checkpoint.find import complete, description, verified
+from training.checkpoint.load import difference
 from training.checkpoint.save import Checkpoints
-from training.config.compose import Composed, as_yaml
+from training.config.compose import Composed, as_yaml, from_yaml
 from training.config.schema import TrainConfig
 from training.environment import describe_environment, pick_device
+from training.metrics_file import NAME as METRICS_FILE
+from training.metrics_file import append_metrics, drop_after, read_metrics
 from training.process import lock
 from training.process.loggers import SafeLogger
 from training.process.ranks import Ranks
 from training.process.stop import EXIT_CODE
+from training.report import summary_table
 from training.state import TrainState
 
 
@@ -37,7 +41,7 @@ class Run:
 
     def __init__(self, composed: Composed) -> None:
         cfg = composed.cfg
-        self.cfg, self.choices = cfg, composed.choices
+        self.cfg, self.choices, self.config = cfg, composed.choices, composed.source
         self.ranks = Ranks.from_environment()
         refuse_contradictions(cfg)
         self.ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
@@ -52,12 +56,15 @@ class Run:
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
             )
         self.lock: lock.Held | None = None
+        self.finished = self.ranks.agreed(self.summary_of_all)
+        """The summary, where this folder holds a run that has seen all its samples: there is nothing to do."""
+        if self.finished is not None:
+            return
         self.claimed = self.ranks.agreed(lambda: self.folder.exists() and self.hold())
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
             "overrides": composed.overrides,
         }
-        self.config = composed.source
         torch.manual_seed(cfg.seed)
         if cfg.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -67,7 +74,7 @@ class Run:
         """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in it."""
         where = f"run_dir={self.folder}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self.lock = lock.held(
                 self.folder, f"{where}: another run writes to it; wait for it, or choose another folder."
             )
@@ -85,6 +92,7 @@ class Run:
             keep_every=cfg.keep_every,
             best_by=cfg.keep_best,
             in_background=cfg.async_checkpoints,
+            patience=timedelta(minutes=cfg.runtime.parallel.timeout_minutes),
         )
 
     def close(self) -> None:
@@ -94,7 +102,7 @@ class Run:
         self.ranks.close()
 
     def write_json(self, name: str, content: Any) -> None:
-        write_atomically(self.folder / name, json.dumps(content, indent=1) + "\n")
+        write_atomically(self.folder / name, as_json(content, indent=1) + "\n")
 
     def open(self, ledger: Ledger, logger: SafeLogger, where: str) -> None:
         """The ledger goes to the folder, to the terminal and to the logger; by the first process only.
@@ -120,23 +128,43 @@ class Run:
                 self.write_json(KERNELS_FILE, kernels)
 
     def keep_metrics_before(self, step: int) -> float:
-        """Drops logged steps after `step`, which a killed run had reached and this one will do again.
+        """Drops logged steps after `step`; returns the seconds of training up to the last line that stays.
 
-        Returns the seconds of training up to the last line that stays; 0 in all processes but the first.
+        0 in all processes but the first.
         """
-        file = self.folder / "metrics.jsonl"
-        if not self.ranks.first or not file.is_file():
-            return 0.0
-        whole = (json.loads(line) for line in file.read_text().splitlines() if line.endswith("}"))
-        kept = [line for line in whole if line["step"] <= step]
-        write_atomically(file, "".join(f"{json.dumps(line)}\n" for line in kept))
-        return kept[-1].get("train_seconds", 0.0) if kept else 0.0
+        kept = drop_after(self.folder / METRICS_FILE, step) if self.ranks.first else []
+        return float((kept[-1].get("train_seconds") if kept else None) or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        if not self.ranks.first:
-            return
-        with (self.folder / "metrics.jsonl").open("a") as stream:
-            stream.write(json.dumps(dict(metrics)) + "\n")
+        if self.ranks.first:
+            append_metrics(self.folder / METRICS_FILE, metrics)
+
+    def summary_of_all(self) -> dict[str, Any] | None:
+        """The summary of a run that has seen `total_samples`; None if there is something to do."""
+        try:
+            summary = read_object(self.folder / "summary.json")
+            samples = summary["samples"]
+            if self.cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
+                newest = verified(complete(self.folder / "checkpoints")[-1])
+                samples = min(samples, description(newest)["counters"]["samples"])
+            return summary if samples >= self.cfg.total_samples else None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def show_finished(self) -> dict[str, Any]:
+        """Says that the run is finished, with its summary, and touches nothing."""
+        assert self.finished is not None
+        if self.ranks.first:
+            changed = difference(from_yaml((self.folder / "config.yaml").read_text()), self.config)
+            print(
+                f"run_dir={self.folder} holds a finished run, of {self.finished['samples']} samples; nothing is done. "
+                f"A larger total_samples continues it"
+                + (f". Settings that differ now are not looked at: {changed}" if changed else "")
+                + f"\n\nsummary\n{summary_table(self.finished)}",
+                flush=True,
+            )
+        self.ranks.close()
+        return self.finished
 
     def stop(self, state: TrainState) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
@@ -150,10 +178,9 @@ class Run:
         self, state: TrainState, ledger: Ledger, warm_up_seconds: float, saved: Checkpoints
     ) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the times."""
-        file = self.folder / "metrics.jsonl"
         latest: dict[str, Any] = {}
-        for line in file.read_text().splitlines() if file.is_file() else []:
-            latest |= json.loads(line)
+        for line in read_metrics(self.folder / METRICS_FILE).lines:
+            latest |= line
         meter = state.meter
         checkpoints = complete(self.folder / "checkpoints")
         grids = sorted((self.folder / "samples").glob("step-*.png"), key=lambda file: file.stat().st_mtime)
@@ -189,9 +216,7 @@ class Run:
             return
         for folder in finished_runs(self.folder.parent, Path("runs")):
             try:
-                summary, environment = (
-                    json.loads((folder / f"{name}.json").read_text()) for name in ("summary", "environment")
-                )
+                summary, environment = (read_object(folder / f"{name}.json") for name in ("summary", "environment"))
                 then, versions, rate = environment["choices"], environment["versions"], summary["samples_per_s"]
             except (OSError, ValueError, KeyError):
                 continue  # not a run of ours

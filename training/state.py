@@ -154,6 +154,10 @@ def load_rng_state(saved: dict[str, Any]) -> None:
 def load_counters(state: TrainState, saved: Mapping[str, Any]) -> None:
     """Sets the counters; checkpoints of earlier versions have no `skipped_data`."""
     known = {"skipped_data": {}} | dict(saved)
+    for name in COUNTERS:
+        counts = known[name].values() if name == "skipped_data" else [known[name]]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"the counter {name} is {known[name]}, which is no count.")
     vars(state).update({name: known[name] for name in COUNTERS})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.ledger import LedgerRow, shown
+from data.manifest import read_object
 from training.checkpoint.find import complete, description
 from training.checkpoint.parts import flat
 from training.config.compose import from_yaml
+from training.metrics_file import read_metrics
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "why")
 HEADS = ("run", "file", "weights", "features", *FIGURES)
@@ -45,9 +46,7 @@ class History:
         self.checkpoint = (complete(folder / "checkpoints") or [None])[-1]
         self.state = dict(flat(description(self.checkpoint))) if self.checkpoint else {}
         self.summary = read(folder / "summary.json")
-        metrics = folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+        self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
         self.grids = sorted((int(f.stem.removeprefix("step-")), f) for f in (folder / "samples").glob("step-*.png"))
         files = {file.name: read(file) for file in sorted((folder / "evaluation").glob("*.json"))}
         ours = {name: found for name, found in files.items() if {"features", "protocol"} <= found.keys()}
@@ -59,7 +58,7 @@ class History:
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
             "There is no logged step (metrics.jsonl), so nothing is drawn.": not self.lines,
-            "The last line of metrics.jsonl is torn, and is left out.": len(self.lines) < len(lines),
+            f"Lines of metrics.jsonl that cannot be read, and are left out: {damaged}.": damaged,
             f"At {wrong} of {len(self.lines)} logged steps the loss is no finite number.": wrong,
             f"{strange} files in evaluation/ are no results of scripts.evaluate.": strange,
             "summary.json is of an earlier end of the run, which went on; it is left out.": outrun,
@@ -105,7 +104,7 @@ class History:
 
 
 def read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}
 
 
 def text(value: Any) -> str:

@@ -64,7 +64,10 @@ def test_one_bad_batch(fused: bool, run: Run, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
 def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     nan_at(monkeypatch, 7, 99)
-    sentence = r"step 10: the last 4 steps were skipped.*step-10\.json has the batch.*goes on from step-5\."
+    sentence = (
+        r"step 10: the last 4 steps were skipped.*step-10\.json has the batch.*"
+        r"goes on from step-5; 40 samples after it are lost\."
+    )
     with pytest.raises(ValueError, match=sentence):
         run(*LONG, "guards.max_skipped_in_row=4")
     dump = json.loads((tmp_path / "run" / "dumps" / "step-10.json").read_text())
@@ -76,12 +79,36 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     assert [f.name for f in complete(tmp_path / "run" / "checkpoints")][-1] == "step-5"
 
 
-def test_a_row_is_counted_over_log_steps_and_a_good_step_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
+@pytest.mark.parametrize("log_every", [0, 6])
+def test_a_burst_is_noticed_whatever_is_logged(log_every: int, run: Run, monkeypatch: pytest.MonkeyPatch):
     nan_at(monkeypatch, 7, 10)
-    summary = run(*LONG, "guards.max_skipped_in_row=4", "log_every=6")  # at 12 the row is over
+    summary = run(*LONG, "guards.max_skipped_in_row=5", f"log_every={log_every}")  # a good step ends the row
     assert summary["skipped_steps"] == 4
     with pytest.raises(ValueError, match="step 10: the last 4 steps"):
-        run(*LONG, "guards.max_skipped_in_row=4", "log_every=5", folder="second")
+        run(*LONG, "guards.max_skipped_in_row=4", f"log_every={log_every}", folder="second")
+
+
+def test_a_skipped_step_enters_no_mean(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One NaN in a window of five leaves the mean of the other four; a window of skipped steps alone has no mean."""
+    run(*LONG, folder="whole")
+    one_by_one = [line["loss"] for line in lines_of(tmp_path / "whole")]
+    nan_at(monkeypatch, 5, 5)
+    run(*LONG, "log_every=5", "total_samples=40", folder="one")
+    (line,) = lines_of(tmp_path / "one")
+    assert line["loss"] == pytest.approx(sum(one_by_one[:4]) / 4)
+    assert (line["skipped"], line["grad_norm"], line["not_finite"]) == (1, None, 1)
+    run(*LONG, "total_samples=40", folder="each")
+    assert [line["loss"] is None for line in lines_of(tmp_path / "each")] == [False] * 4 + [True]
+
+
+def lines_of(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl, which must be strict JSON."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.fault("a spike of the gradient norm (guards.spike_sigmas)", "that step is skipped, the next one is not")

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import errno
-import json
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from data.shards import file_sha256
+from data.manifest import read_object
 
+WHOLE = ("model.safetensors", "ema.safetensors")
+PART = "rank-{rank}-of-{world_size}.safetensors"
 BROKEN = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
+PAUSES = (0.2, 1.0, 5.0)
+"""Seconds before a file that could not be read is read again."""
+CHUNK = 1 << 24
+Result = TypeVar("Result")
 
 
 def complete(folder: Path) -> list[Path]:
@@ -21,12 +32,18 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def damage(folder: Path) -> str | None:
-    """The damage of a checkpoint, in words; None if every file has the size and hash that its manifest says."""
+def damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | None:
+    """The damage of a checkpoint, in words; None if every file has the size and hash that its manifest says.
+
+    The files are read from the disk, not from the page cache, and again after a pause where that fails. `advance` is
+    called as it gets on.
+    """
     try:
-        for name, expected in json.loads((folder / "manifest.json").read_text())["files"].items():
-            file = folder / Path(name).name
-            if file.stat().st_size != expected["bytes"] or file_sha256(file) != expected["sha256"]:
+        files = retried(lambda: read_object(folder / "manifest.json"))["files"]
+        if strange := files.keys() ^ belonging(files):
+            return f"its manifest lacks or adds {', '.join(sorted(strange)[:3])}"
+        for name, expected in files.items():
+            if retried(partial(read_back, folder / name, advance)) != (expected["bytes"], expected["sha256"]):
                 return f"{name} does not match its sha256"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
@@ -37,10 +54,47 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def goes_on(folder: Path) -> str:
-    """For messages after a failure: from where the same command goes on."""
-    found = complete(folder)
-    return f"the same command goes on from {found[-1].name}" if found else "nothing was saved yet"
+def belonging(files: Collection[str]) -> set[str]:
+    """The files of a checkpoint, as many parts among them as the first name of a part in `files` says."""
+    found = (re.fullmatch(r"rank-0-of-([1-9]\d{0,4})\.safetensors", name) for name in files)
+    world_size = next((int(match[1]) for match in found if match), 1)
+    return {*WHOLE, "state.json", *(PART.format(rank=rank, world_size=world_size) for rank in range(world_size))}
+
+
+def retried(read: Callable[[], Result]) -> Result:
+    """What `read` returns; it is called again, after pauses, while the disk answers with an input/output error."""
+    for pause in PAUSES:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            time.sleep(pause)
+    return read()
+
+
+def read_back(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
+    """Size and sha256 of what the disk gives: the page cache is asked to forget the file first."""
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        if hasattr(os, "posix_fadvise"):  # Linux
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while content := stream.read(CHUNK):
+            digest.update(content)
+            advance()
+        return stream.tell(), digest.hexdigest()
+
+
+def goes_on(folder: Path, samples: int) -> str:
+    """For messages after a failure: from where the same command goes on, and what of `samples` is lost."""
+    if not (found := complete(folder)):
+        return f"nothing was saved yet, so {samples} samples are lost"
+    try:
+        lost = samples - description(found[-1])["counters"]["samples"]
+        told = f"; {lost} samples after it are lost" if lost else ""
+    except (OSError, ValueError, KeyError, TypeError):  # of a damaged one
+        told = ""
+    return f"the same command goes on from {found[-1].name}{told}"
 
 
 def verified(folder: Path) -> Path:
@@ -51,8 +105,8 @@ def verified(folder: Path) -> Path:
 
 
 def description(folder: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint."""
-    return json.loads((folder / "state.json").read_text())
+    """`state.json` of a checkpoint; ValueError or OSError where it cannot be read."""
+    return read_object(folder / "state.json")
 
 
 def weights_file(path: str, key: str) -> Path:

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from accel.parallel import local, rows_of, whole
 from accel.technique import first_line
+from training.checkpoint.find import PART
 from training.process.ranks import SINGLE, Ranks
-
-PART = "rank-{rank}-of-{world_size}.safetensors"
 
 
 class Kept(Enum):
@@ -132,9 +131,8 @@ def assembled(
     """
     found: dict[str, list[tuple[int, Tensor]]] = {}
     """Tensor -> (first row, rows) in each file that has it."""
-    files = [PART.format(rank=i, world_size=values["world_size"]) for i in range(values["world_size"])]
-    for file in files:
-        with safe_open(folder / file, "pt") as opened:
+    for rank in range(values["world_size"]):
+        with safe_open(folder / PART.format(rank=rank, world_size=values["world_size"]), "pt") as opened:
             rows = json.loads(opened.metadata()["rows"])
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 found.setdefault(name, []).append((rows.get(name, 0), opened.get_tensor(name)))

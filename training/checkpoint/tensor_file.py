@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,19 @@ DTYPES = {
 }
 CHUNK = 1 << 24
 """Bytes that are hashed and written at a time."""
+FLUSH = 1 << 28
+"""Bytes that may be on their way to the disk: a large file at once would leave nobody told of its progress."""
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+def write_tensors(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    wrote: Callable[[int], None] = lambda n: None,
+) -> dict[str, Any]:
     """Writes tensors of the host to `file`, flushed to the disk; returns its size and hash: `bytes` and `sha256`.
 
+    `wrote` is called with the bytes of each part; all but the last `FLUSH` of them are on the disk then.
     TypeError for a dtype that the format lacks; OSError as the disk gives it.
     """
     digest, size = hashlib.sha256(), 0
@@ -42,6 +50,10 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         for part in parts_of(tensors, metadata):
             digest.update(part)
             size += stream.write(part)
+            if size // FLUSH > (size - len(part)) // FLUSH:
+                stream.flush()
+                os.fsync(stream.fileno())
+            wrote(len(part))
         stream.flush()
         os.fsync(stream.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}

@@ -54,30 +54,38 @@ def build(node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object,
     """Builds what `node` describes, a `kind`: `_target_` called with the node's other keys and with `runtime`.
 
     Before the call the keys are checked against the target's signature: unknown, missing and mistyped ones are a
-    ValueError that names `key`, the value and the fix. Nested nodes are built first; `_partial_: true` gives a partial.
-    Runtime arguments that the signature lacks are an error of ours, not of the user.
+    ValueError that names `key`, the value and the fix. Nested nodes are built first; `_partial_: true` in one of them
+    gives a partial. Runtime arguments that the signature lacks are an error of ours, not of the user.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise ValueError(f"{key} has no _target_; choose one of the group's files, for example {key}=<name>.")
     target = resolve_target(node["_target_"], key)
     if not issubclass(target, kind):
         raise ValueError(f"{key}._target_={node['_target_']} is no {kind.__name__}, which {key} must be.")
-    given = {k: v for k, v in node.items() if k not in ("_target_", "_partial_")}
-    checked = check_arguments(
-        target, given, key, partially=bool(node.get("_partial_")), supplied=set(runtime), skip=len(args)
-    )
-    built = {
-        name: build(value, f"{key}.{name}") if isinstance(value, Mapping) and "_target_" in value else value
-        for name, value in checked.items()
-    }
-    if node.get("_partial_"):
-        return partial(target, **built)
+    built = built_arguments(target, node, key, supplied=set(runtime), skip=len(args))
     try:
         return target(*args, **built, **runtime)
     except ValueError as error:
         if node["_target_"] in OUTSIDERS:
             raise ValueError(f"{key}: {error}; {target.__name__} refuses that value.") from error
         raise
+
+
+def built_arguments(
+    target: type, node: Mapping[str, Any], key: str, *, partially: bool = False, supplied: set[str], skip: int
+) -> dict[str, Any]:
+    """The node's other keys, checked, and those among them built that are nodes themselves."""
+    given = {k: v for k, v in node.items() if k != "_target_" and not (partially and k == "_partial_")}
+    checked = check_arguments(target, given, key, partially=partially, supplied=supplied, skip=skip)
+    nested = {name: value for name, value in checked.items() if isinstance(value, Mapping) and "_target_" in value}
+    return checked | {name: build_nested(value, f"{key}.{name}") for name, value in nested.items()}
+
+
+def build_nested(node: Mapping[str, Any], key: str) -> Any:
+    if not node.get("_partial_"):
+        return build({k: v for k, v in node.items() if k != "_partial_"}, key)
+    target = resolve_target(node["_target_"], key)
+    return partial(target, **built_arguments(target, node, key, partially=True, supplied=set(), skip=0))
 
 
 def check_arguments(

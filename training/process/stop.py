@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from enum import IntEnum
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from training.process.ranks import Ranks
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """The last is what Slurm can be told to send some time before the end (`--signal=USR1@120`)."""
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the same command again goes on."""
 
 
-class StopRequest:
-    """True once a signal has asked the run to stop. Inside `with` the signals no longer end the process.
+class Asked(IntEnum):
+    """What the processes ask each other for, the strongest wins."""
 
-    `also` is asked too: a save that failed in the background. Of several processes one asked is enough. The question
-    travels while the next step runs, so it costs no time; the answer is one step old.
+    nothing = 0
+    look = 1
+    """At what may have to end the run: one of `also` was true in one of them."""
+    stop = 2
+
+
+class StopRequest:
+    """Whether a signal has asked the run to stop. Inside `with` the signals no longer end the process.
+
+    Of several processes one asked is enough. The question travels while the next step runs, so it costs no time; the
+    answer is one step old. A signal that is ignored (SIGHUP under nohup) stays so.
     """
 
-    def __init__(self, ranks: Ranks, also: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, ranks: Ranks, *also: Callable[[], bool]) -> None:
         self.ranks, self.also, self.name = ranks, also, ""
         self.before: dict[str, Any] = {}
         self.pending: tuple[Any, torch.Tensor] | None = None
+        self.terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-            self.before = {name: signal.signal(getattr(signal, name), self.note) for name in SIGNALS}
+            heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+            self.before = {name: signal.signal(getattr(signal, name), self.note) for name in heard}
         return self
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.name == "SIGINT" and number == signal.SIGINT:  # the second Ctrl-C: do not wait
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            for stream in self.terminals:  # they are gone, and writing to them would end the run
+                send_nowhere(stream)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, handler in self.before.items():
@@ -47,16 +64,23 @@ class StopRequest:
         if self.pending is not None and kind is None:
             self.pending[0].wait()
 
-    def __bool__(self) -> bool:
-        """Asked once a step, by all processes."""
+    def asked(self) -> Asked:
+        """To be called once a step, by all processes."""
+        own = Asked.stop if self.name else Asked.look if any(bad() for bad in self.also) else Asked.nothing
         if self.ranks.world_size == 1:
-            return bool(self.name) or self.also()
-        answer = False
+            return own
+        answer = Asked.nothing
         if self.pending is not None:
             work, votes = self.pending
             work.wait()
-            answer = bool(votes.item())
-        votes = torch.tensor(float(bool(self.name) or self.also()))
+            answer = Asked(int(votes.item()))
+        votes = torch.tensor(float(own))
         work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)
         self.pending = work, votes
         return answer
+
+
+def send_nowhere(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

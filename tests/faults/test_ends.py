@@ -1,0 +1,213 @@
+"""However a run ends, it ends soon, and what can be saved is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import resource
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from data.digits import DigitLatents
+from data.shards import file_sha256
+from tests.faults.conftest import Start, said
+from training.checkpoint.find import complete
+from training.process.ranks import Ranks
+from training.process.stop import StopRequest
+from training.process.together import Together
+
+PATIENCE = 3.0
+LIMIT = 120
+Work = Callable[[Together, int], Callable[[], object]]
+
+
+def told_by_two(folder: Path, work: Work) -> Iterator[str]:
+    """What `Together.results` of `work` came to in each of two processes; "" for one that did not end by itself."""
+
+    def child(rank: int) -> None:
+        ranks = Ranks(rank, 2, rank)
+        store = dist.FileStore(str(folder / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
+        together = Together(ranks, timedelta(seconds=PATIENCE))
+        try:
+            told = repr(together.results(work(together, rank)))
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        (folder / f"told-{rank}").write_text(told)
+        os._exit(0)
+
+    pids = []
+    for rank in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads; they hold nothing of ours
+            pid = os.fork()
+        if not pid:
+            try:
+                child(rank)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    deadline, running = time.monotonic() + LIMIT, set(pids)
+    while running and time.monotonic() < deadline:
+        running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
+        if running == {pids[1]} and (folder / "told-0").exists():
+            break  # the second one is stopped
+        time.sleep(0.05)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for rank in range(2):
+        file = folder / f"told-{rank}"
+        yield file.read_text() if file.exists() else ""
+
+
+def slow(together: Together, rank: int) -> Callable[[], object]:
+    def work() -> int:
+        for _ in range(int(3 * PATIENCE / 0.5) if rank else 1):
+            time.sleep(0.5)
+            together.advance(1)
+        return rank
+
+    return work
+
+
+def stopped(together: Together, rank: int) -> Callable[[], object]:
+    return (lambda: os.kill(os.getpid(), signal.SIGSTOP)) if rank else (lambda: 0)
+
+
+def stuck(together: Together, rank: int) -> Callable[[], object]:
+    return (lambda: time.sleep(LIMIT)) if rank else (lambda: 0)
+
+
+def full(together: Together, rank: int) -> Callable[[], object]:
+    def work() -> int:
+        if rank:
+            raise OSError(errno.ENOSPC, "No space left on device", "file")
+        return 0
+
+    return work
+
+
+def broken(together: Together, rank: int) -> Callable[[], object]:
+    def work() -> int:
+        if rank:
+            raise KeyError("x")
+        return 0
+
+    return work
+
+
+@pytest.mark.fault("a process that stops inside a save", "the others end within runtime.parallel.timeout_minutes")
+@pytest.mark.fault("a disk of one process that hangs or fails in a save", "all processes give up together")
+@pytest.mark.fault("a save that takes longer than timeout_minutes and goes on writing", "it is waited for")
+@pytest.mark.parametrize(
+    ("work", "first", "second"),
+    [
+        (slow, "[0, 1]", "[0, 1]"),
+        (stopped, "TimeoutError: another process has ended, or has not answered for 3 s", ""),
+        (stuck, *["TimeoutError: process 1 has written nothing for 3 s"] * 2),
+        (full, *["OSError: No space left on device: file"] * 2),
+        (broken, "RuntimeError: process 1 failed: KeyError('x')", "KeyError: 'x'"),
+    ],
+    ids=["slow", "stopped", "stuck", "full", "broken"],
+)
+def test_processes_wait_for_progress_only(work: Work, first: str, second: str, tmp_path: Path):
+    assert list(told_by_two(tmp_path, work)) == [first, second]
+
+
+@pytest.mark.fault("a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes")
+def test_one_process_waits_for_progress_only():
+    together = Together(Ranks(), timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError, match=r"process 0 has written nothing for 0 s"):
+        together.results(stuck(together, 1))
+
+
+@pytest.mark.fault("SIGHUP: the terminal is closed", "saved; exit code 75; what is printed afterwards hurts nobody")
+def test_a_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        with StopRequest(Ranks()) as stop:
+            os.close(ours)
+            with pytest.raises(OSError, match="Input/output error"):
+                print("nobody hears it", flush=True)
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("nor this", flush=True)
+            assert stop.asked()
+
+
+def test_nohup_stays_in_force():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(Ranks()) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.fault("a quota on the size of files (EFBIG)", "one sentence; what is saved loads")
+def test_a_quota(run: Callable[..., dict]):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        with pytest.raises(ValueError, match=r"step \d+: .*cannot be written \(File too large\); free space"):
+            run("runtime=eager", "log_every=1", "save_every=0", "total_samples=800000")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.fault("host memory used up", "one sentence: where, the measured peak; what is saved loads")
+def test_host_memory_is_used_up(run: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    following = DigitLatents.__next__
+
+    def failing(self: DigitLatents):
+        batch = following(self)
+        if int(batch.position[0]) == 8 * 9:
+            raise MemoryError
+        return batch
+
+    monkeypatch.setattr(DigitLatents, "__next__", failing)
+    with pytest.raises(
+        ValueError, match=r"out of memory in .* at step 9: .*goes on from step-8; 8 samples after it are"
+    ):
+        run("total_samples=160", "runtime=eager", "save_every=4")
+    assert complete(tmp_path / "run" / "checkpoints")
+
+
+@pytest.mark.fault("counters and values of another type in a checkpoint's state.json", "one sentence")
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"counters": {"model": 5}}, "does not fit this run: 'step'"),
+        ({"counters": {"step": "x", "samples": 0, "skipped_steps": 0}}, "the counter step is x, which is no count"),
+        ({"counters": []}, "does not fit this run: "),
+        ({"world_size": 10**9}, "is no checkpoint of this version of ours"),
+        ({"leaves": {"a": 1}}, "is no checkpoint of this version of ours"),
+        ({"settings": 5}, "is no checkpoint of this version of ours"),
+        ({"model": None}, "is no checkpoint of this version of ours"),
+        ({"window": {"steps": None}}, "does not fit this run: "),
+    ],
+)
+def test_a_hostile_state(change: dict, sentence: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole(), folder)
+    last = complete(folder / "checkpoints")[-1]
+    state, manifest = (json.loads((last / f"{name}.json").read_text()) for name in ("state", "manifest"))
+    (last / "state.json").write_text(json.dumps(state | change))
+    file = last / "state.json"
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+    (last / "manifest.json").write_text(json.dumps(manifest))
+    assert zygote(folder, "total_samples=104") == [1]
+    (line,) = [line for line in said(folder).splitlines() if line.startswith("error: ")]
+    assert sentence in line

@@ -1,0 +1,120 @@
+"""Logs are only logs: no run depends on them, and what they say can be read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.report.history import History
+from tests.faults.conftest import Start, outcome, said
+from training.checkpoint.find import complete
+from training.metrics_file import append_metrics, read_metrics
+from training.process import progress
+from training.process.progress import Progress, counted
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a line without its end": lambda text: text[:-9],
+    "a line of another run between two": lambda text: text.replace(b'{"step": 6', b'{"step": 3, "lo{"step": 6', 1),
+    "bytes that are no UTF-8": lambda text: text.replace(b"loss", b"lo\xff\xfe", 1),
+    "values of another type": lambda text: b'[1]\n{"step": "x"}\n{"loss": 1}\n' + text + b'{"step": 1, "loss": [0]}\n',
+    "nesting without end": lambda text: b"[" * 100_000 + b"\n" + text,
+    "nothing": lambda text: b"",
+}
+
+
+@pytest.mark.fault("a damaged metrics.jsonl", "a warning; the checkpoint is resumed from, to the same bits")
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_log_stops_no_run(kind: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):
+    folder = tmp_path / "run"
+    assert zygote(folder, "total_samples=64") == [0]
+    log = folder / "metrics.jsonl"
+    log.write_bytes(DAMAGES[kind](log.read_bytes()))
+    History(str(folder), "run_dir")
+    assert zygote(folder) == [0], said(folder)
+    assert outcome(folder).state == outcome(whole()).state
+    assert read_metrics(log).damaged == 0
+    assert (folder / "metrics.jsonl.damaged").exists() == (kind not in ("a line without its end", "nothing"))
+
+
+def test_a_log_that_is_a_folder_stops_no_run(run: Callable[..., dict], tmp_path: Path):
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="1 lines cannot be read"):
+        assert run()["steps"] == 2
+
+
+@pytest.mark.fault("a loss that is not finite", "every line of metrics.jsonl is strict JSON, and counts it")
+def test_every_line_is_strict_json(tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
+    append_metrics(file, {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
+    append_metrics(file, {"step": 2, "loss": 1.5})
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"step": 1, "loss": None, "grad_norm": None, "mfu": None, "not_finite": 2},
+        {"step": 2, "loss": 1.5},
+    ]
+
+
+@pytest.mark.fault("the command of a finished run again", "it says so and touches nothing; more samples continue it")
+def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
+    folder = tmp_path / "run"
+    assert zygote(folder) == [0]
+    before = touched(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["train_seconds"] > 0
+    Path(f"{folder}.log").unlink()
+    assert zygote(folder, "optim.lr=0.5") == [0]
+    told = said(folder)
+    assert f"run_dir={folder} holds a finished run, of 96 samples; nothing is done" in told
+    assert "optim.lr was" in told
+    assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", told)
+    assert before == {
+        file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()
+    }
+    assert zygote(folder, "total_samples=112") == [0]
+    assert complete(folder / "checkpoints")[-1].name == "step-14"
+    assert "resumed from" in said(folder)
+
+
+def touched(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_wandb_receives_the_sample_grid(run: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The picture is read back from the offline files; the record that names it has the key of its own."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run("logger=wandb", "logger.mode=offline", "sample_every=2")
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (picture,) = (folder / "files" / "media" / "images").glob("sample_grid_*.png")
+    (grid,) = (tmp_path / "run" / "samples").glob("step-*.png")
+    assert np.array_equal(np.asarray(Image.open(picture)), np.asarray(Image.open(grid)))
+    recorded = next(folder.glob("*.wandb")).read_bytes()
+    digest = hashlib.sha256(picture.read_bytes()).hexdigest().encode()
+    assert re.search(rb'sample_grid.{1,300}"image-file".{1,400}' + digest, recorded, re.DOTALL)
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.5, "10 s left"), (0.1, "1 min left"), (0.001, "2 h 46 min left")])
+def test_the_time_left_is_said_in_plain_lines(
+    share: float, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    bar = Progress(1000, "samples")
+    now[0] += 10
+    bar.advance(int(1000 * share))
+    assert words in capsys.readouterr().out
+
+
+def test_evaluation_shows_how_far_it_is(run: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    run("eval_every=2", "sample_every=2", "save_every=2")
+    told = capsys.readouterr().out
+    for unit in ("batches of evaluation", "batches of the sample grid"):
+        assert f" {unit}, " in told
+    assert list(counted("abc", 3, "letters", silent=True)) == ["a", "b", "c"]
