@@ -73,13 +73,13 @@ def description_in(file: Path) -> Description | None:
         raise ValueError(f"{file} cannot be read as safetensors ({first_line(error)}).") from error
     if text is None:
         return None
-    refusal = f"{file}: what its header says of its model"
+    refusal = f"{file}: the description in its header"
     if len(text) > LONGEST:
         raise ValueError(f"{refusal} has {len(text)} characters; more than {LONGEST} are not read.")
     try:
         told = schema().validate_json(text, strict=True)
     except ValidationError as error:
-        raise ValueError(f"{refusal} {first_fault(error, 'description')}; use another copy.") from error
+        raise ValueError(f"{refusal} {first_fault(error, 'description of a model')}; use another copy.") from error
     faults, classes = wrong_lengths(told.spec), len(told.spec.class_names)
     if classes not in (0, told.spec.num_classes):
         faults.append(f"there are names of {classes} classes, and there are {told.spec.num_classes}")
@@ -173,7 +173,7 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
             named = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
             said = (
                 f"; kept {len(kept)} of {len(then)} rows of the label table by the names of their classes{named}, "
-                f"and the null row; {len(now) - len(kept)} are new"
+                f"and the null row; new rows: {len(now) - len(kept)}"
             )
     if difference := misfit(tensors, own):
         nameless = "" if told else ", and the file names no classes"

@@ -67,7 +67,7 @@ def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
             whole = isinstance(label, Integral) and not isinstance(label, bool)
             fits = [int(label)] if whole and label in spec.labels else []
         if len(fits) != 1:
-            raise ValueError(f"labels: {repr(label)[:80]} is {unclear(label, fits, list(known))}")
+            raise ValueError(f"labels: {repr(label)[:80]} is {unclear(label, fits, spec.names)}")
         found += fits
     return found
 
@@ -78,10 +78,10 @@ def unclear(label: object, fits: list[int], names: list[str]) -> str:
         return f"the name of {len(fits)} classes, {fits[:5]}; give their numbers."
     if not names:
         return "no class of this run, whose data has none; leave labels out."
-    if isinstance(label, str) and (close := difflib.get_close_matches(label[:80], names)):
+    if isinstance(label, str) and (close := difflib.get_close_matches(label[:80], set(names))):
         return f"no class of this run; did you mean {' or '.join(close)}?"
     more = ", …" if names[10:] else ""
-    return f"no class of this run; it has {len(names)}, from 0 on: {', '.join(names[:10])}{more}."
+    return f"no class of this run; its {len(names)} classes are, from 0 on, {', '.join(names[:10])}{more}."
 
 
 def draw_latents(
