@@ -112,7 +112,7 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
         with at_most(SLACK * len(tensors), SLACK * sum(tensor.numel() for tensor in tensors.values())):
             model = build_on_meta(told.model, told.spec)
         own = model.state_dict()
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+    except Exception as error:  # whatever a class makes of values that nobody has checked
         raise ValueError(f"{file} describes a model that cannot be built: {first_line(error)[:600]}") from error
     if difference := misfit(tensors, own):
         raise ValueError(f"{file} does not fit the model that it describes: {difference}.")
@@ -165,11 +165,16 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     processes call it together: the model may be sharded.
     """
     told, tensors, own, said = description_in(file), read_tensors(file), model.state_dict(), ""
-    then, now = spec.names if told is None else told.spec.names, spec.names
     tables = [f"{name}.table.weight" for name, part in model.named_modules() if isinstance(part, LabelEmbedding)]
-    for table in tables if then != now else ():
-        if table in tensors and tensors[table].shape == (len(then) + 1, own[table].shape[1]):
-            tensors[table], kept = relabelled(whole(own[table]).detach(), tensors[table], then, now)
+    for name in tables:
+        if (
+            told is None
+            or name not in tensors
+            or tensors[name].shape != (told.spec.num_classes + 1, own[name].shape[1])
+        ):
+            continue
+        if (then := told.spec.names) != (now := spec.names):
+            tensors[name], kept = relabelled(whole(own[name]).detach(), tensors[name], then, now)
             named = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
             said = (
                 f"; kept {len(kept)} of {len(then)} rows of the label table by the names of their classes{named}, "
@@ -184,10 +189,9 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
 def relabelled(own: Tensor, found: Tensor, then: Sequence[str], now: Sequence[str]) -> tuple[Tensor, list[str]]:
     """A label table with the rows of `found` for classes of equal names and for the null label, the last one, and with
     its `own` for the others; and those names."""
+    if len(set(then)) < len(then) or len(set(now)) < len(now):
+        raise ValueError("two classes have one name, so rows of the label table cannot go by names; rename one.")
     rows, places = ({name: row for row, name in enumerate(names)} for names in (then, now))
-    for names, distinct in ((then, rows), (now, places)):
-        if len(distinct) < len(names):
-            raise ValueError("two classes have one name, so rows of the label table cannot go by names; rename one.")
     kept = [name for name in now if name in rows]
     table = own.clone()
     table[[*(places[name] for name in kept), -1]] = found[[*(rows[name] for name in kept), -1]].to(table)

@@ -32,7 +32,7 @@ from training.checkpoint.save import load
 from training.config.build import build
 from training.config.compose import CONF, ROOT, compose, one_sentence
 from training.config.secrets import redact_words, redacted, scrubbed
-from training.pretrained import KEY, build_autoencoder, load_pretrained
+from training.pretrained import KEY, build_autoencoder, build_model, load_pretrained, weights_for
 from training.run import default_folder
 
 
@@ -179,6 +179,18 @@ def test_hostile_weights(change: str, tmp_path: Path):
     ending = tried(subject, 0, tmp_path)
     assert ending.ending == "sentence", ending
     assert re.search(rf"error: {tmp_path}/ema.safetensors.*{said}", ending.text), ending.text
+
+
+def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(tmp_path: Path):
+    def subject(rng: Random, folder: Path, say: Callable[[str], None]) -> None:
+        payload = good_file("models.mixers.convolution.Convolution", "pixels")
+        told = description_of(payload)
+        model = build_model(told["model"], LatentSpec(**told["spec"]), torch.device("cpu"))
+        told["spec"].update(num_classes=10**12, class_names=[])
+        (folder / "x.safetensors").write_bytes(described_otherwise(payload, as_json(told)))
+        weights_for(model, LatentSpec(**told["spec"] | {"num_classes": 3}), folder / "x.safetensors")
+
+    assert tried(subject, 0, tmp_path).ending == "success"  # by the rows that are there
 
 
 @pytest.mark.fault("a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled")
