@@ -166,14 +166,10 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     """
     told, tensors, own, said = description_in(file), read_tensors(file), model.state_dict(), ""
     tables = [f"{name}.table.weight" for name, part in model.named_modules() if isinstance(part, LabelEmbedding)]
+    old = spec if told is None else told.spec
     for name in tables:
-        if (
-            told is None
-            or name not in tensors
-            or tensors[name].shape != (told.spec.num_classes + 1, own[name].shape[1])
-        ):
-            continue
-        if (then := told.spec.names) != (now := spec.names):
+        shape = tensors[name].shape if name in tensors else None
+        if shape == (old.num_classes + 1, own[name].shape[1]) and (then := old.names) != (now := spec.names):
             tensors[name], kept = relabelled(whole(own[name]).detach(), tensors[name], then, now)
             named = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
             said = (
