@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int, Int8
+from pydantic import Field
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
 
 GOLDEN = 0x9E3779B97F4A7C15
+
+Size = Annotated[int, Field(ge=1, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Finite = Annotated[float, Field(gt=-1e12, lt=1e12, allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
+"""Both far inside fp32, so that normalised latents are finite."""
 
 
 class Batch(NamedTuple):
@@ -33,17 +40,17 @@ class Batch(NamedTuple):
 class LatentSpec:
     """The facts about a latent set that a model, a sampler and a checkpoint need."""
 
-    channels: int
-    height: int
-    width: int
-    num_classes: int
+    channels: Size
+    height: Size
+    width: Size
+    num_classes: Count
     """0: the set has no classes, and every label is 0."""
-    count: int
+    count: Count
     """Training samples, without the held-out ones."""
     class_names: list[str]
-    mean: list[float]
+    mean: list[Finite]
     """Per channel; a loader subtracts it from raw latents."""
-    std: list[float]
+    std: list[Above0]
     """Per channel; a loader then divides by it."""
     encoder: dict[str, Any] = field(default_factory=dict)
     """`_target_` and arguments of the autoencoder that decodes the latents."""
@@ -58,6 +65,11 @@ class LatentSpec:
     def labels(self) -> range:
         """The labels to draw samples of: all classes, or without classes 0, which is then the null label."""
         return range(max(1, self.num_classes))
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each class; its number where the set names none."""
+        return self.class_names or [str(number) for number in range(self.num_classes)]
 
     def ordered(self, suffix: str) -> LatentSpec:
         """The spec of the same set in an order, or with an error, that no other run may resume on."""

@@ -14,23 +14,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from data.loader import LatentSpec
+from data.loader import Above0, Count, Finite, LatentSpec, Size
 from data.source import Source, open_source, unreadable
 
 FORMAT = 2
 NAME = "manifest.json"
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
 """No folder, and no letter that means something in a URL."""
-
-Size = Annotated[int, Field(ge=1, lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Finite = Annotated[float, Field(gt=-1e12, lt=1e12, allow_inf_nan=False)]
-Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
-"""Both far inside fp32, so that normalised latents are finite."""
 
 
 class Block(NamedTuple):
@@ -119,11 +113,7 @@ class Manifest:
     def faults(self) -> list[str]:
         """Sentences about fields that contradict each other; empty for a good manifest."""
         shards = self.shards
-        found = [
-            f"{name} has {len(values)} values, and there are {self.channels} channels"
-            for name, values in (("mean", self.mean), ("std", self.std))
-            if len(values) != self.channels
-        ]
+        found = wrong_lengths(self)
         for what, names in (("shard", [shard.file for shard in shards]), ("class", map(repr, self.class_names))):
             found += [f"the {what} {name} is there {n} times" for name, n in Counter(names).items() if n > 1]
         for shard in shards:
@@ -174,8 +164,17 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     return manifest
 
 
-def first_fault(error: ValidationError) -> str:
-    """What is wrong with a manifest, as the end of a sentence."""
+def wrong_lengths(facts: Manifest | LatentSpec) -> list[str]:
+    """Sentences about statistics that are not one a channel."""
+    return [
+        f"{name} has {len(values)} values, and there are {facts.channels} channels"
+        for name, values in (("mean", facts.mean), ("std", facts.std))
+        if len(values) != facts.channels
+    ]
+
+
+def first_fault(error: ValidationError, kind: str = "manifest") -> str:
+    """What is wrong with JSON that should be a `kind`, as the end of a sentence."""
     found = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
     if "format" in found:
         return f"has format {str(found['format']['input'])[:40]}, and this version reads {FORMAT}"
@@ -185,7 +184,7 @@ def first_fault(error: ValidationError) -> str:
     if fault["type"] == "json_invalid":
         return f"is not valid JSON ({fault['msg'].removeprefix('Invalid JSON: ')})"
     problem = fault["msg"].removeprefix("Input ")
-    return f"is no manifest: {field or 'it'} {problem}, and is {json.dumps(fault['input'])[:60]}"
+    return f"is no {kind}: {field or 'it'} {problem}, and is {json.dumps(fault['input'])[:60]}"
 
 
 def open_set(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -70,11 +71,11 @@ class DiffusersAutoencoder(Autoencoder):
         super().__init__()
         repository = local_folder(path, subfolder, revision)
         folder = repository / subfolder if subfolder else repository
-        self.revision = None if Path(path).expanduser().is_dir() else repository.name  # the hub's cache names commits
+        self.revision = None if is_folder(path) else repository.name  # the hub's cache names commits
         weights = folder / WEIGHTS
         config_file = folder / "config.json"
         for file in (config_file, weights):
-            if not file.is_file():
+            if not os.path.isfile(file):
                 raise ValueError(f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder has it.")
         try:
             config = json.loads(config_file.read_text())
@@ -109,11 +110,16 @@ class DiffusersAutoencoder(Autoencoder):
         return self.vae.decode(latents).sample.float()  # pyright: ignore[reportCallIssue]
 
 
+def is_folder(path: str) -> bool:
+    """Whether `path` is a folder here; False also for what can be no path at all."""
+    return os.path.isdir(os.path.expanduser(path))
+
+
 def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path:
     """The folder itself, or the cache folder of a hub commit with its config and safetensors (nothing else)."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        if path.count("/") != 1 or path.startswith((".", "/", "~")):
+    folder = Path(os.path.expanduser(path))
+    if not is_folder(path):
+        if path.count("/") != 1 or path.startswith((".", "/", "~")) or os.path.exists(path):
             raise ValueError(
                 f"encoder.path={path} is neither an existing folder nor a hub id such as 'owner/name'; "
                 f"if it was moved, correct the path in the latents' manifest.json, or sample with encoder=<path>."

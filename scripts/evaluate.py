@@ -8,9 +8,10 @@
 Features: `encoder` (the latent set's autoencoder) and `random` (a fixed random network) download nothing; `inception`
 and `dinov2` need `pip install 'fastlatent[evaluation]'` and weights; `<package>.<module>.<Class>` is one of your own
 (extensions=[package]). The reference is a folder of images, or the decoded training latents ("reconstructions").
-<out>.json has the figures and the protocol: all that they depend on. Compare figures of one protocol only. Stopped
-anywhere, the same command goes on from the pieces in <out>.parts and comes to the same figures. Features of the
-reference are kept below $XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folder and `out`.
+`labels=[apple,3]` draws those classes only, by name or number. <out>.json has the figures, the protocol (all that they
+depend on), and the names of the classes by number. Compare figures of one protocol only. Stopped anywhere, the same
+command goes on from the pieces in <out>.parts and comes to the same figures. Features of the reference are kept below
+$XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folder and `out`.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             "features": figures(sides, judge.reference),
             "protocol": protocol,
             "environment": describe_environment(trained.device),
+            "classes": drawing.classes(),
         }
         file = out.with_name(out.name + ".json")
         write_atomically(file, json.dumps(result, indent=1) + "\n")

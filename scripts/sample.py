@@ -1,14 +1,16 @@
 """Draws samples from a trained run.
 
     python -m scripts.sample run_dir=runs/mine out=samples/mine
-    python -m scripts.sample run_dir=runs/mine labels=[0,3] count=16 guidance=2 steps=50 seed=1 grid=16 out=samples/two
+    python -m scripts.sample run_dir=runs/mine labels=[apple,3] count=16 guidance=2 steps=50 grid=16 out=samples/two
     python -m scripts.sample weights=copied/ema.safetensors format=png
     torchrun --nproc-per-node 8 -m scripts.sample run_dir=runs/mine count=50000 batch_size=256 out=samples/many
 
 `format=npz` writes <out>.npz with `arr_0` uint8 (N, H, W, 3), which ADM's evaluator reads, and `labels` (N,); `png`
 writes <out>/<label>/<number>.png; `latents` writes <out>.npz with `latents` fp32 (N, C, H, W), as the autoencoder
-decodes them, and `labels`. <out>.json says how they were drawn. Sample i depends on seed and i alone, bit for bit at
-equal batch_size. Stopped anywhere, the same command goes on from the pieces in <out>.parts.
+decodes them, and `labels`. <out>.json says how they were drawn, and the names of the classes by number. `labels` takes
+numbers and names; a whole number is a number, a name that looks like one stands in quotes: "labels=['3']". Sample i
+depends on seed and i alone, bit for bit at equal batch_size. Stopped anywhere, the same command goes on from the pieces
+in <out>.parts.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def sample_run(cfg: SampleConfig) -> Path:
     if ranks.first:
         if cfg.grid:
             write_sorted_grid(out.with_name(out.name + ".png"), pieces, min(cfg.grid, cfg.count))
-        write_atomically(out.with_name(out.name + ".json"), json.dumps(drawing.protocol(), indent=1) + "\n")
+        told = drawing.protocol() | {"classes": drawing.classes()}
+        write_atomically(out.with_name(out.name + ".json"), json.dumps(told, indent=1) + "\n")
     pieces.remove()
     ranks.say(str(file))
     return file

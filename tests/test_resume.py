@@ -17,7 +17,7 @@ import torch
 from tests.conftest import TINY_RUN
 from tests.helpers import random_samples, save_latent_set
 from train import train
-from training.checkpoint.find import complete, damage, description
+from training.checkpoint.find import complete, damage, description, newest
 from training.checkpoint.parts import assembled, flat
 from training.config.compose import ROOT, compose
 from training.state import PIECES
@@ -189,6 +189,17 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
     train(compose([*WORDS, f"run_dir={folder}", f"resume={checkpoint}"]))
     (_, expected), (_, tensors) = outcome(uninterrupted), outcome(folder)
     assert all(torch.equal(expected[key], tensors[key]) for key in expected)
+
+
+def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_path, capsys):
+    words = [*WORDS, f"run_dir={tmp_path / 'branch'}", f"resume={uninterrupted}"]
+    train(compose(words))
+    last = complete(uninterrupted / "checkpoints")[-1]
+    assert f"resumed from {last} at step {STEPS}" in capsys.readouterr().out
+    assert {newest(str(path)) for path in (uninterrupted, uninterrupted / "checkpoints", last)} == {last.resolve()}
+    shutil.copytree(last, tmp_path / "branch" / "checkpoints" / last.name)
+    with pytest.raises(ValueError, match=r"resume=/nope is or has no usable checkpoint; name a run folder"):
+        train(compose([*words[:-1], "resume=/nope"]))  # though the run has checkpoints of its own
 
 
 def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ from PIL import Image
 
 from accel.compilation import Compile
 from data.chunked import ChunkedLatents
+from data.loader import LatentSpec
 from models.sampler import sample
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.helpers import CPU, random_samples, save_latent_set
@@ -23,7 +25,7 @@ from training.config.compose import compose, from_words
 from training.drawing import DrawConfig, Drawing
 from training.pieces import Pieces
 from training.process.ranks import SINGLE, Ranks
-from training.sampling import draw_latents, labels_of_data, load_run
+from training.sampling import draw_latents, labels_of_data, load_run, numbers_of
 
 RUN = ["model.dim=32", "model.depth=2", "model.head_dim=16", "total_samples=256", "batch_size=32", "optim.lr=2e-2"]
 RUN += ["schedule.warmup_samples=0", "eval_every=0", "sample_every=0", "save_every=8", "ema.half_life_samples=1"]
@@ -117,15 +119,49 @@ def test_labels_are_dealt_or_as_in_the_data(trained, tmp_path):
     assert torch.equal(found[:100], data.stream.batch(3)[0])
     assert set(Counter(found.tolist())) == set(range(10))
     for words, said in (
-        (["labels=[11]"], "11 is no class"),
+        (["labels=[11]"], r"labels: 11 is no class of this run; its 10 classes are, from 0 on, 0, 1, "),
+        (["labels=[-1]"], "-1 is no class"),
+        (["labels=[true]"], "True is no class"),
+        (["labels=[1.5]"], r"1\.5 is no class"),
         (["labels=some"], "labels=some must be balanced"),
-        (["labels=[]"], "must be balanced"),
+        (["labels=[]"], r"labels=\[\] must be balanced"),
     ):
         with pytest.raises(ValueError, match=said):
             drawing(trained, *words)
     weights = shutil.copy(next((trained / "checkpoints").glob("*/ema.safetensors")), tmp_path)
     with pytest.raises(ValueError, match="labels=data needs the run's data"):
         Drawing(DrawConfig(weights=str(weights), labels="data", device="cpu"), SINGLE)
+
+
+NAMED = LatentSpec(1, 2, 2, 4, 9, ["apple", "7", "pear", "pear"], [0.0], [1.0])
+
+
+def test_classes_go_by_number_and_by_name():
+    assert numbers_of([3, "apple", "7", np.int64(1)], NAMED) == [3, 0, 1, 1]
+    assert numbers_of(["2", 0], dataclasses.replace(NAMED, class_names=[])) == [2, 0]  # names nobody gave
+    for label, said in (
+        ("aple", "'aple' is no class of this run; did you mean apple?"),
+        ("quince", "'quince' is no class of this run; its 4 classes are, from 0 on, apple, 7, pear, pear."),
+        (7, "7 is no class"),
+        ("pear", r"'pear' is the name of 2 classes, \[2, 3\]; give their numbers"),
+        (None, "None is no class"),
+        ("x" * 5000, "x is no class|x{70} is no class"),
+    ):
+        with pytest.raises(ValueError, match=f"labels: .*{said.replace('?', '[?]')}") as caught:
+            numbers_of([label], NAMED)
+        assert len(str(caught.value)) < 300
+
+
+def test_names_are_drawn_and_told(trained, tmp_path):
+    """The digits' names look like numbers: in quotes they are names."""
+    given = drawing(trained, "labels=['7',3]", "batch_size=4")
+    assert given.stream.batch(0)[0].tolist() == [7, 3, 7, 3]
+    assert given.protocol()["labels"] == [7, 3]  # whichever way they were given
+    assert drawing(trained).classes() == {str(digit): str(digit) for digit in range(10)}
+    npz = sample_run(settings(trained, tmp_path / "named", labels=["7", 3], count=4))
+    assert np.load(npz)["labels"].tolist() == [7, 3, 7, 3]
+    assert json.loads((tmp_path / "named.json").read_text())["classes"] == {"3": "3", "7": "7"}
+    assert load_run(trained, device="cpu").sample(["7"], steps=1).shape == (1, 8, 8, 3)
 
 
 def test_labels_of_a_set_in_chunks(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from tests.harness import assemble, tiny_training
 from tests.helpers import random_samples, save_latent_set
 from tests.test_models import tiny, woken
 from train import train
+from training.assemble import Training, restore
+from training.checkpoint.save import Checkpoints
 from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.ema import EMA
@@ -30,6 +34,7 @@ from training.evaluate import evaluate, sample_grid
 from training.metrics import Meter, peak_flops
 from training.objective import FlowMatching
 from training.optim import Schedule
+from training.pretrained import header
 from training.process.loggers import NoLogger, SafeLogger, WandbLogger
 from training.process.ranks import Ranks
 from training.sampling import draw_latents, load_run
@@ -329,6 +334,70 @@ def test_weights_of_another_run_start_a_new_one(run, tmp_path):
         run(f"init_from={bad}", folder="third")
 
 
+def weights_file(training: Training, file: Path, described: bool = True) -> Path:
+    """The model of a run, as its checkpoint would hold it; or without a description, as another tool would."""
+    told = {"model": training.cfg.model, "spec": training.loader.spec.as_dict(), "step": 1}
+    save_file(training.model.state_dict(), file, header(told, "model") if described else None)
+    return file
+
+
+def started_from(file: Path, training: Training) -> str:
+    cfg = dataclasses.replace(training.cfg, init_from=str(file))
+    return restore(cfg, training.state, Checkpoints(file.parent / "none"), {})
+
+
+CLASSES = ["apple", "pear", "plum"]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "rows", "said"),
+    [
+        (CLASSES, ["kiwi", "plum"], [None, 2, 3], "kept 1 of 3 rows of the label table by the names .*plum.* rows: 1"),
+        (CLASSES, ["pear", "plum", "apple"], [1, 2, 0, 3], "kept 3 of 3 .* new rows: 0"),
+        (CLASSES, ["a", "b", "c"], [None, None, None, 3], "kept 0 of 3 .* classes, and the null row; new rows: 3"),
+        ([], CLASSES, [None, None, None, 0], "kept 0 of 0 .* new rows: 3"),
+        (CLASSES, [], [3], "kept 0 of 3 .* new rows: 0"),
+        (CLASSES, CLASSES, [0, 1, 2, 3], "safetensors$"),
+    ],
+)
+def test_fine_tuning_keeps_the_label_rows_of_equal_names(then, now, rows, said, tmp_path):
+    """By name, not by place; and everything else of the model, for its averages too."""
+    old = tiny_training("dit", *set_with(tmp_path / "then", then), "sampling.guidance=1")
+    new = tiny_training("dit", *set_with(tmp_path / "now", now), "sampling.guidance=1")
+    with torch.no_grad():
+        for parameter in old.model.parameters():
+            parameter.add_(1.0)
+    fresh = new.model.label_embed.table.weight.detach().clone()
+    sentence = started_from(weights_file(old, tmp_path / "old.safetensors"), new)
+    assert re.search(said, sentence), sentence
+    for state in (new.model.state_dict(), new.state.ema.state_dict()):
+        table, trained = state.pop("label_embed.table.weight"), old.model.label_embed.table.weight
+        expected = [fresh[i] if row is None else trained[row] for i, row in enumerate(rows)]
+        assert torch.equal(table, torch.stack(expected))
+        assert all(torch.equal(value, old.model.state_dict()[name]) for name, value in state.items())
+
+
+def test_weights_that_do_not_fit_are_named_by_the_first_tensor(tmp_path):
+    words = set_with(tmp_path / "set", CLASSES), "sampling.guidance=1"
+    new = tiny_training("dit", *words[0], words[1])
+    deeper, wider = (tiny_training("dit", *words[0], words[1], f"model.{key}") for key in ("depth=3", "dim=96"))
+    other = tiny_training("dit", *set_with(tmp_path / "other", ["a", "b"]), words[1])
+    file = tmp_path / "old.safetensors"
+    for old, described, said in (
+        (
+            deeper,
+            True,
+            r"modulation.weight has shape \(1280, 64\) in the file and has shape \(896, 64\) in the model\.$",
+        ),
+        (wider, True, r"pos_embed has shape \(1, 4, 96\) in the file and has shape \(1, 4, 64\) in the model\.$"),
+        (other, False, r"label_embed.table.weight has shape \(3, 64\) .* and the file names no classes\.$"),
+    ):
+        with pytest.raises(ValueError, match=rf"init_from=.*does not fit this model: {said}"):
+            started_from(weights_file(old, file, described), new)
+    like = tiny_training("dit", *words[0], words[1])
+    assert started_from(weights_file(like, file, described=False), new).endswith("old.safetensors")
+
+
 def test_a_logger_cannot_stop_a_run(capsys):
     class Broken(NoLogger):
         def log(self, metrics, samples):
@@ -423,15 +492,20 @@ def test_utilisation_is_of_a_known_peak_or_none(name, precision, peak, monkeypat
 # Data without classes
 
 
-@pytest.fixture
-def unconditional(tmp_path) -> list[str]:
-    samples = [random_samples(count, seed, (1, 4, 4)) for seed, count in enumerate((20, 4))]
+def set_with(folder: Path, names: list[str], side: int = 4) -> list[str]:
+    """Words of a run on random latents of classes with these names."""
+    samples = [random_samples(count, seed, (1, side, side)) for seed, count in enumerate((20, 4))]
     for split in samples:
-        split["labels"] = torch.zeros_like(split["labels"])
+        split["labels"] %= max(1, len(names))
     encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
     parts = list(zip(("train", "held_out"), samples, strict=True))
-    save_latent_set(tmp_path / "set", parts, class_names=[], encoder=encoder, encoder_sha256=None)
-    return ["data=resident", f"data.path={tmp_path / 'set'}", "model.patch_size=2"]
+    save_latent_set(folder, parts, class_names=names, encoder=encoder, encoder_sha256=None)
+    return ["data=resident", f"data.path={folder}", "model.patch_size=2"]
+
+
+@pytest.fixture
+def unconditional(tmp_path) -> list[str]:
+    return set_with(tmp_path / "set", [])
 
 
 def test_data_without_classes_is_trained_on_and_sampled(unconditional, run, tmp_path):
@@ -444,7 +518,7 @@ def test_data_without_classes_is_trained_on_and_sampled(unconditional, run, tmp_
     trained = load_run(tmp_path / "run", device="cpu")
     assert trained.model.label_embed.table.weight.shape[0] == 1
     assert trained.sample([0, 0], steps=2).shape == (2, 4, 4, 3)
-    with pytest.raises(ValueError, match=r"labels=\[1\]: 1 is no class of this run; it has 0 … 0"):
+    with pytest.raises(ValueError, match=r"labels: 1 is no class of this run, whose data has none"):
         trained.sample([1])
     with pytest.raises(ValueError, match=r"guidance=1.5: the data has no classes to guide to; set guidance=1\."):
         trained.sample([0], guidance=1.5)

@@ -18,7 +18,7 @@ from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU
 from train import train
 from training.checkpoint.find import description
-from training.checkpoint.save import same_set
+from training.checkpoint.load import same_set
 from training.components import build_loader
 from training.config.compose import ROOT, compose
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from accel.ledger import Ledger
 from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
-from training.checkpoint.find import complete, weights_file
+from training.checkpoint.find import complete, newest, weights_file
 from training.checkpoint.load import load, load_latest
 from training.checkpoint.save import Checkpoints
 from training.components import build_loader, prove_kernels, runtime_values, spine
@@ -27,7 +25,7 @@ from training.config.schema import TrainConfig
 from training.ema import EMA
 from training.metrics import Meter, peak_flops
 from training.optim import Schedule, parameter_groups
-from training.pretrained import build_model
+from training.pretrained import build_model, weights_for
 from training.process.ranks import SINGLE, Ranks
 from training.sampling import check_guidance
 from training.spikes import SpikeGuard
@@ -167,10 +165,11 @@ def plain(node: Any) -> Any:
 def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, described: dict[str, Any]) -> str:
     """Continues the run, or starts it from `resume` or `init_from`; returns a sentence on that.
 
-    A checkpoint that `resume` names is where a new run starts; the same command again continues that run from its own
-    newest checkpoint. An older checkpoint of the same run is a ValueError: later ones would be lost or win.
+    `resume` names a checkpoint, or a run for its newest one, where a new run starts; the same command again continues
+    that run from its own newest checkpoint. An older checkpoint of the same run is a ValueError: later ones would be
+    lost or win.
     """
-    branch = None if cfg.resume in ("auto", "never") else Path(cfg.resume).expanduser().resolve()
+    branch = None if cfg.resume in ("auto", "never") else checkpoints.ranks.agreed(lambda: newest(cfg.resume))
     found = complete(checkpoints.folder)
     if branch and found and branch.parent == checkpoints.folder.resolve() and branch != found[-1].resolve():
         raise ValueError(
@@ -185,9 +184,10 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, descr
     if cfg.init_from is not None:
         file = checkpoints.ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
         try:
-            load_weights(state.model, load_file(file))
-        except (RuntimeError, SafetensorError) as error:
-            raise ValueError(f"init_from={cfg.init_from}: {file} does not fit this model: {error}") from error
+            tensors, rows = weights_for(state.model, state.loader.spec, file)
+        except ValueError as error:
+            raise ValueError(f"init_from={cfg.init_from}: {error}") from error
+        load_weights(state.model, tensors)
         state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})
-        return f"starting with the weights of {file}"
+        return f"starting with the weights of {file}{rows}"
     return "starting from scratch"

@@ -37,7 +37,8 @@ class DrawConfig:
     encoder: str | None = None
     """Where the autoencoder lies now, if its folder was moved since the latents were made."""
     labels: Any = "balanced"
-    """`balanced`: all classes in turn; `data`: as often as the training set has them; or a list, dealt in turn."""
+    """`balanced`: all classes in turn; `data`: as often as the training set has them; or a list, dealt in turn, of
+    numbers and names: [3,apple]. A name that YAML reads as something else stands in quotes: ['3']."""
     count: int = 64
     guidance: float | None = None
     guidance_interval: list[float] | None = None
@@ -73,34 +74,44 @@ class Drawing:
         self.trained = load_run(str(getattr(cfg, key)), cfg.encoder, device, key, cfg.runtime, cfg.batch_size)
         given = {name: getattr(cfg, name) for name in SAMPLER}
         sampling = self.trained.settings(**{name: value for name, value in given.items() if value is not None})
+        self.labels, dealt = self.chosen_labels()
+        """`balanced`, `data`, or numbers of classes."""
         self.stream = SampleStream(
-            self.trained.forward, self.trained.spec, sampling, self.labels(), cfg.seed, cfg.batch_size, device
+            self.trained.forward, self.trained.spec, sampling, dealt, cfg.seed, cfg.batch_size, device
         )
         self.ledger: Ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
         self.weights = weights_of(self.trained.file)
         self.size = cfg.batch_size * max(1, PIECE // cfg.batch_size)
 
-    def labels(self) -> Labels:
-        """The labels that the configuration asks for; ValueError where they cannot be had."""
-        from training.sampling import labels_in_turn, labels_of_data
+    def chosen_labels(self) -> tuple[Any, Labels]:
+        """The labels that the configuration asks for, and how they are dealt; ValueError where they cannot be had."""
+        from training.sampling import labels_in_turn, labels_of_data, numbers_of
 
         cfg, trained = self.cfg, self.trained
         if cfg.labels == "balanced":
-            return labels_in_turn(trained.spec.labels, trained.device)
+            return cfg.labels, labels_in_turn(trained.spec.labels, trained.device)
         if cfg.labels == "data":
             if trained.data is None:
                 raise ValueError("labels=data needs the run's data, which weights= does not name; use run_dir=.")
-            return labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
-        if not isinstance(cfg.labels, list) or not cfg.labels or not all(isinstance(y, int) for y in cfg.labels):
-            raise ValueError(f"labels={cfg.labels} must be balanced, data or a list of classes such as [0,3].")
-        trained.check_labels(cfg.labels)
-        return labels_in_turn(cfg.labels, trained.device)
+            return cfg.labels, labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
+        if not isinstance(cfg.labels, list) or not cfg.labels:
+            raise ValueError(
+                f"labels={cfg.labels} must be balanced, data or a list of classes by number or name, such as [3,apple]."
+            )
+        numbers = numbers_of(cfg.labels, trained.spec)
+        return numbers, labels_in_turn(numbers, trained.device)
+
+    def classes(self) -> dict[str, str]:
+        """Number -> name of each class that is drawn."""
+        spec = self.trained.spec
+        drawn = sorted(set(self.labels)) if isinstance(self.labels, list) else spec.labels
+        return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}
 
     def protocol(self) -> dict[str, Any]:
         """All that a figure of these samples depends on: settings, weights, and how the model computes."""
         from training.sampling import protocol_of
 
-        told = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.cfg.labels)
+        told = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.labels)
         return told | {"weights": self.weights}
 
     def run(

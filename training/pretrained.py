@@ -6,23 +6,56 @@ The header of the file says what the model is and what its latents are, so sampl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from data.loader import LatentSpec
+from accel.parallel import whole
+from accel.technique import first_line
+from data.loader import Count, LatentSpec
+from data.manifest import first_fault, wrong_lengths
 from models.autoencoders import Autoencoder
+from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
 from training.config.build import build
 from training.config.extensions import is_admitted
 
 KEY = "fastlatent"
 """Of the header's metadata."""
+LONGEST = 2**24
+"""Characters of a description; more would take memory before anything of it can be checked."""
+SLACK = 4
+"""So many times the tensors and the values of a file its model may have while it is built; in the end, as many."""
+PINNED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""A commit, or a hash of weights."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the header of a weights file says."""
+
+    weights: Literal["model", "ema"]
+    model: dict[str, Any]
+    """The configuration node of the model."""
+    spec: LatentSpec
+    step: Count
+
+
+@cache
+def schema() -> TypeAdapter[Description]:
+    return TypeAdapter(Description)
 
 
 def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
@@ -31,36 +64,134 @@ def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
     return {KEY: json.dumps({"weights": kind, **told})}
 
 
-def told_by(file: Path) -> dict[str, Any]:
-    """What the header of a weights file of ours says: `weights` ("ema" or "model"), `model`, `spec` and `step`."""
-    with safe_open(file, "pt") as opened:
-        return json.loads((opened.metadata() or {})[KEY])
+def description_in(file: Path) -> Description | None:
+    """What the header of a weights file says, checked; None if the file is none of ours. ValueError for a false one."""
+    try:
+        with safe_open(file, "pt") as opened:
+            text = (opened.metadata() or {}).get(KEY)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({first_line(error)}).") from error
+    if text is None:
+        return None
+    refusal = f"{file}: the description in its header"
+    if len(text) > LONGEST:
+        raise ValueError(f"{refusal} has {len(text)} characters; more than {LONGEST} are not read.")
+    try:
+        told = schema().validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{refusal} {first_fault(error, 'description of a model')}; use another copy.") from error
+    faults, classes = wrong_lengths(told.spec), len(told.spec.class_names)
+    if classes not in (0, told.spec.num_classes):
+        faults.append(f"there are names of {classes} classes, and there are {told.spec.num_classes}")
+    if faults:
+        raise ValueError(f"{refusal} contradicts itself: {faults[0]}; use another copy.")
+    return told
+
+
+def told_by(file: Path) -> Description:
+    """The same for a file that must be one of ours."""
+    if (told := description_in(file)) is None:
+        raise ValueError(f"{file} does not say which model it holds; name a file of a checkpoint of ours.")
+    return told
 
 
 def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
     """The model in evaluation mode, and the latents it knows; ValueError if the file does not describe its model.
 
     A file comes from anywhere, so its `_target_`s may only name classes of the package `models`, and of packages that
-    this command has admitted itself.
+    this command has admitted itself; nothing is allocated before its shapes are those of the tensors that are there.
     """
+    told, tensors = told_by(file), read_tensors(file)
+    for name in targets(told.model):
+        if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
+            raise ValueError(
+                f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do not trust this file. "
+                f"If that code is your own, add extensions=[{str(name).partition('.')[0][:80]}] to the command."
+            )
     try:
-        told = told_by(file)
-        node, spec = told["model"], LatentSpec(**told["spec"])
+        with at_most(SLACK * len(tensors), SLACK * sum(tensor.numel() for tensor in tensors.values())):
+            model = build_on_meta(told.model, told.spec)
+        own = model.state_dict()
+    except Exception as error:  # whatever a class makes of values that nobody has checked
+        raise ValueError(f"{file} describes a model that cannot be built: {first_line(error)[:600]}") from error
+    if difference := misfit(tensors, own):
+        raise ValueError(f"{file} does not fit the model that it describes: {difference}.")
+    model = model.to_empty(device=device)
+    model.init_weights()
+    model.load_state_dict(tensors)
+    return model.eval(), told.spec
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a weights file, on the host and mapped rather than read; ValueError if it is damaged."""
+    try:
+        return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors ({error}).") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not say which model it holds; name a file of a checkpoint of ours.") from error
-    if outside := [name for name in targets(node) if not is_part_of_model(name)]:
-        raise ValueError(
-            f"{file} names {outside[0]} as part of its model, which is none of ours; do not trust this file. If "
-            f"that code is your own, add extensions=[{str(outside[0]).partition('.')[0]}] to the command."
-        )
-    model = build_model(node, spec, device)
+        raise ValueError(f"{file} cannot be read as safetensors ({first_line(error)}).") from error
+
+
+@contextmanager
+def at_most(tensors: int, values: int) -> Iterator[None]:
+    """ValueError as soon as modules built in the block have more parameters, or more values in them, than so many."""
+    left = [tensors, values]
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            left[:] = left[0] - 1, left[1] - parameter.numel()
+        if min(left) < 0:
+            raise ValueError("it would be larger by far than the tensors that are there.")
+
+    hook = register_module_parameter_registration_hook(count)
     try:
-        model.load_state_dict(load_file(file))
-    except RuntimeError as error:
-        raise ValueError(f"{file} does not fit the model that it describes: {error}") from error
-    return model.eval(), spec
+        yield
+    finally:
+        hook.remove()
+
+
+def misfit(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
+    """The first tensor by which `found` differs from a model's `own`, with both shapes; None if they fit."""
+    for name in [*own, *found]:
+        there, here = (f"has shape {tuple(of[name].shape)}" if name in of else "is missing" for of in (found, own))
+        if there != here:
+            return f"{name[:200]} {there} in the file and {here} in the model"
+    return None
+
+
+def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors of `file` for a `model` of the classes of `spec`, and the end of a sentence on what is not kept.
+
+    Rows of a label table follow the names of their classes. Classes that the file does not know keep the rows that the
+    model has. ValueError if another tensor does not fit, and for rows without names if their number differs. All
+    processes call it together: the model may be sharded.
+    """
+    told, tensors, own, said = description_in(file), read_tensors(file), model.state_dict(), ""
+    tables = [f"{name}.table.weight" for name, part in model.named_modules() if isinstance(part, LabelEmbedding)]
+    old = spec if told is None else told.spec
+    for name in tables:
+        shape = tensors[name].shape if name in tensors else None
+        if shape == (old.num_classes + 1, own[name].shape[1]) and (then := old.names) != (now := spec.names):
+            tensors[name], kept = relabelled(whole(own[name]).detach(), tensors[name], then, now)
+            named = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
+            said = (
+                f"; kept {len(kept)} of {len(then)} rows of the label table by the names of their classes{named}, "
+                f"and the null row; new rows: {len(now) - len(kept)}"
+            )
+    if difference := misfit(tensors, own):
+        nameless = "" if told else ", and the file names no classes"
+        raise ValueError(f"{file} does not fit this model: {difference}{nameless}.")
+    return tensors, said
+
+
+def relabelled(own: Tensor, found: Tensor, then: Sequence[str], now: Sequence[str]) -> tuple[Tensor, list[str]]:
+    """A label table with the rows of `found` for classes of equal names and for the null label, the last one, and with
+    its `own` for the others; and those names."""
+    if len(set(then)) < len(then) or len(set(now)) < len(now):
+        raise ValueError("two classes have one name, so rows of the label table cannot go by names; rename one.")
+    rows, places = ({name: row for row, name in enumerate(names)} for names in (then, now))
+    kept = [name for name in now if name in rows]
+    table = own.clone()
+    table[[*(places[name] for name in kept), -1]] = found[[*(rows[name] for name in kept), -1]].to(table)
+    return table, kept
 
 
 def is_part_of_model(target: Any) -> bool:
@@ -96,7 +227,17 @@ def build_autoencoder(spec: LatentSpec, device: torch.device, path: str | None =
     node = spec.encoder if path is None else spec.encoder | {"path": path}
     named = list(targets(node))  # by whoever made the latents or the weights
     if len(named) != 1 or not is_part_of_model(named[0]):
-        raise ValueError(f"the latents name {named} as their encoder, which is none; do not trust where they are from.")
+        raise ValueError(
+            f"the latents name {str(named)[:200]} as their encoder, which is none; do not trust where they are from."
+        )
+    place, pins = node.get("path"), (spec.encoder_sha256, node.get("revision"))
+    pinned = any(isinstance(pin, str) and PINNED.fullmatch(pin) for pin in pins)
+    if path is None and not pinned and isinstance(place, str) and not os.path.exists(os.path.expanduser(place)):
+        raise ValueError(
+            f"the latents name the encoder {place[:200]}, which is nothing on this disk, and no hash or commit says "
+            f"which weights were meant, so no hub is asked for them; use encoder=<folder> with the autoencoder, or "
+            f"correct encoder.path in the latents' manifest.json."
+        )
     autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
     if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):
         raise ValueError(

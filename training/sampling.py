@@ -5,8 +5,10 @@ Letters: N and B samples, C channels, H W height and width.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +49,39 @@ def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> 
     """ValueError if samples cannot be guided, because the data has no classes."""
     if not spec.num_classes and guidance != 1.0:
         raise ValueError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
+
+
+def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
+    """Classes as their numbers: a whole number is one, and text is a name, also where it reads "3".
+
+    ValueError for a class that the data does not have, and for a name that several of its classes have.
+    """
+    known: dict[str, list[int]] = {}
+    for number, name in enumerate(spec.names):
+        known.setdefault(name, []).append(number)
+    found: list[int] = []
+    for label in labels:
+        if isinstance(label, str):
+            fits = known.get(label, [])
+        else:
+            whole = isinstance(label, Integral) and not isinstance(label, bool)
+            fits = [int(label)] if whole and label in spec.labels else []
+        if len(fits) != 1:
+            raise ValueError(f"labels: {repr(label)[:80]} is {unclear(label, fits, spec.names)}")
+        found += fits
+    return found
+
+
+def unclear(label: object, fits: list[int], names: list[str]) -> str:
+    """Why a label is not one class, as the end of a sentence."""
+    if fits:
+        return f"the name of {len(fits)} classes, {fits[:5]}; give their numbers."
+    if not names:
+        return "no class of this run, whose data has none; leave labels out."
+    if isinstance(label, str) and (close := difflib.get_close_matches(label[:80], set(names))):
+        return f"no class of this run; did you mean {' or '.join(close)}?"
+    more = ", …" if names[10:] else ""
+    return f"no class of this run; its {len(names)} classes are, from 0 on, {', '.join(names[:10])}{more}."
 
 
 def draw_latents(
@@ -107,28 +142,21 @@ class TrainedModel:
         return found
 
     def sample(
-        self, labels: Sequence[int], seed: int = 0, batch_size: int = 64, **changes: Any
+        self, labels: Sequence[int | str], seed: int = 0, batch_size: int = 64, **changes: Any
     ) -> UInt8[np.ndarray, "N H W 3"]:
-        """Draws one image for each label. `changes` replace values of `sampling`, such as steps=50 or guidance=2.0.
+        """Draws one image for each label, the number or the name of a class. `changes` replace values of `sampling`,
+        such as steps=50 or guidance=2.0.
 
         Equal arguments give equal images. ValueError for a label or a value that there is not.
         """
-        self.check_labels(labels)
         if batch_size < 1 or not labels:
             raise ValueError(f"batch_size={batch_size} and the number of labels, {len(labels)}, must be at least 1.")
         sampling = self.settings(**changes)
-        wanted, images = torch.tensor(labels, device=self.device), []
+        wanted, images = torch.tensor(numbers_of(labels, self.spec), device=self.device), []
         for position in torch.arange(len(labels), device=self.device).split(batch_size):
             latents = draw_latents(self.forward, self.spec, wanted[position], position, seed, sampling)
             images.append(to_uint8(self.autoencoder.decode(latents)))
         return np.concatenate(images)
-
-    def check_labels(self, labels: Sequence[int]) -> None:
-        """ValueError for a label that there is not."""
-        if wrong := [label for label in labels if label not in self.spec.labels]:
-            raise ValueError(
-                f"labels={list(labels)}: {wrong[0]} is no class of this run; it has 0 … {self.spec.labels[-1]}."
-            )
 
     @torch.no_grad()
     def warm_up(self, batch_size: int, guidance: float) -> Ledger:
@@ -145,7 +173,7 @@ class TrainedModel:
 def weights_of(file: Path) -> dict[str, Any]:
     """Which weights a file holds: file, sha256, "ema" or "model", and the step they are of."""
     told = told_by(file)
-    return {"file": str(file), "sha256": file_sha256(file), "kind": told["weights"], "step": told["step"]}
+    return {"file": str(file), "sha256": file_sha256(file), "kind": told.weights, "step": told.step}
 
 
 def protocol_of(stack: AccelerationStack, stream: SampleStream, count: int, labels: Any) -> dict[str, Any]:

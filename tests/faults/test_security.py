@@ -11,6 +11,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,13 +24,15 @@ from data.loader import LatentSpec
 from encoding.sources import list_images
 from scripts.sample import SampleConfig, sample_run
 from tests.conftest import TINY_RUN
+from tests.faults.fuzz import DEEP, as_json, tried
+from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
 from train import train
 from training.checkpoint.find import complete, weights_file
-from training.checkpoint.save import load
+from training.checkpoint.load import load
 from training.config.build import build
 from training.config.compose import CONF, ROOT, compose, one_sentence
 from training.config.secrets import redact_words, redacted, scrubbed
-from training.pretrained import KEY, build_autoencoder, load_pretrained
+from training.pretrained import KEY, build_autoencoder, build_model, load_pretrained, weights_for
 from training.run import default_folder
 
 
@@ -112,6 +115,82 @@ def test_a_malicious_encoder(encoder: dict):
     spec = LatentSpec(1, 8, 8, 10, 1, ["a"], [0.0], [1.0], encoder)
     with pytest.raises(ValueError, match=r"do not trust|is no Autoencoder|is not allowed"):
         build_autoencoder(spec, torch.device("cpu"))
+
+
+@pytest.mark.fault("weights or latents whose encoder is a repository of a hub, unpinned", "refused; no hub is asked")
+def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[Any] = []
+
+    def ask(path: str, revision: str | None, **_: object) -> str:
+        asked.append((path, revision))
+        raise OSError("there is no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
+    pins = ((None, None), ("main", None), (None, "x"), ("a" * 39, "0" * 63), ("a" * 40, None), (None, "0" * 64))
+    for revision, sha256 in pins:
+        node = {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": "evil/vae", "revision": revision}
+        spec = LatentSpec(1, 8, 8, 1, 1, ["a"], [0.0], [1.0], node, sha256)
+        pinned = revision == "a" * 40 or sha256 == "0" * 64
+        said = "could not be downloaded" if pinned else r"encoder evil/vae, .* no hub is asked .* use encoder=<folder>"
+        with pytest.raises(ValueError, match=said):
+            build_autoencoder(spec, torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"config\.json does not exist"):  # the command itself may name any
+            build_autoencoder(spec, torch.device("cpu"), str(tmp_path))
+    assert asked == [("evil/vae", "a" * 40), ("evil/vae", None)]
+
+
+HOSTILE: dict[str, tuple[Callable[[dict], Any], str]] = {
+    "no end of layers": (lambda told: told["model"].update(depth=10**9), "larger by far"),
+    "no end of width": (lambda told: told["model"].update(dim=10**6, head_dim=10**6), "larger by far"),
+    "latents without end": (lambda told: told["spec"].update(height=2**20, width=2**20), "larger by far"),
+    "classes without end": (lambda told: told["spec"].update(num_classes=10**12, class_names=[]), "larger by far"),
+    "other sizes": (lambda told: told["model"].update(dim=24), r"pos_embed has shape \(1, 4, 16\) in the file and"),
+    "a size below zero": (lambda told: told["model"].update(mlp_ratio=-1e30), "mlp_ratio=-1e.30 must be at least 0"),
+    "a mean too many": (
+        lambda told: told["spec"].update(mean=[0.0] * 7),
+        "mean has 7 values, and there are 1 channels",
+    ),
+    "a std of zero": (lambda told: told["spec"].update(std=[0.0]), "spec.std.0 should be greater than 0.0"),
+    "a name too few": (lambda told: told["spec"].update(class_names=["a"]), "names of 1 classes, and there are 3"),
+    "brackets without end": (lambda told: told.update(step=DEEP), "is not valid JSON .recursion limit"),
+    "no end of words": (lambda told: told.update(more="x" * 2**24), "more than 16777216 are not read"),
+    "a word for a number": (lambda told: told["spec"].update(channels="1"), "spec.channels should be a valid integer"),
+    "a mixer on a hub": (
+        lambda told: told["model"].update(mixer=ON_A_HUB | {"revision": "a" * 40}),
+        "names models.autoencoders.DiffusersAutoencoder as part of its model, .* do not trust this file",
+    ),
+}
+
+
+@pytest.mark.fault(
+    "a weights file whose header describes what it does not hold", "refused in a sentence, in 1 GiB, 5 s"
+)
+@pytest.mark.parametrize("change", HOSTILE)
+def test_hostile_weights(change: str, tmp_path: Path):
+    alter, said = HOSTILE[change]
+
+    def subject(rng: Random, folder: Path, say: Callable[[str], None]) -> None:
+        payload = good_file("models.mixers.convolution.Convolution", "pixels")
+        told = description_of(payload)
+        alter(told)
+        (folder / "ema.safetensors").write_bytes(described_otherwise(payload, as_json(told)))
+        load_pretrained(folder / "ema.safetensors", torch.device("cpu"))
+
+    ending = tried(subject, 0, tmp_path)
+    assert ending.ending == "sentence", ending
+    assert re.search(rf"error: {tmp_path}/ema.safetensors.*{said}", ending.text), ending.text
+
+
+def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(tmp_path: Path):
+    def subject(rng: Random, folder: Path, say: Callable[[str], None]) -> None:
+        payload = good_file("models.mixers.convolution.Convolution", "pixels")
+        told = description_of(payload)
+        model = build_model(told["model"], LatentSpec(**told["spec"]), torch.device("cpu"))
+        told["spec"].update(num_classes=10**12, class_names=[])
+        (folder / "x.safetensors").write_bytes(described_otherwise(payload, as_json(told)))
+        weights_for(model, LatentSpec(**told["spec"] | {"num_classes": 3}), folder / "x.safetensors")
+
+    assert tried(subject, 0, tmp_path).ending == "success"  # by the rows that are there
 
 
 @pytest.mark.fault("a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled")

@@ -109,6 +109,21 @@ def description(folder: Path) -> dict[str, Any]:
     return read_object(folder / "state.json")
 
 
+def checkpoints_of(path: str) -> list[Path]:
+    """The checkpoints that a user means by a path, oldest first: the one that it is, or those of a run."""
+    given = Path(path).expanduser()
+    return (
+        complete(given / "checkpoints") or complete(given) or ([given] if (given / "manifest.json").is_file() else [])
+    )
+
+
+def newest(path: str) -> Path:
+    """The checkpoint that `resume=path` means: itself, or the newest one of a run; ValueError if there is none."""
+    if not (found := checkpoints_of(path)):
+        raise ValueError(f"resume={path} is or has no usable checkpoint; name a run folder, or a checkpoint in it.")
+    return found[-1].resolve()
+
+
 def weights_file(path: str, key: str) -> Path:
     """The safetensors file that `key=path` means: the file itself, or the averages of a checkpoint or a run's latest.
 
@@ -117,7 +132,6 @@ def weights_file(path: str, key: str) -> Path:
     given = Path(path).expanduser()
     if given.suffix == ".safetensors" and given.is_file():
         return verified(given.parent) / given.name if (given.parent / "manifest.json").is_file() else given
-    found = complete(given / "checkpoints") or ([given] if (given / "manifest.json").is_file() else [])
-    if not found:
+    if not (found := checkpoints_of(path)):
         raise ValueError(f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one.")
     return verified(found[-1]) / "ema.safetensors"
