@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.report import table
 from training.config.compose import from_yaml
+from training.config.paths import refuse_no_run
 
 FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
 PLACES = ("run_dir", "checkpoint", "sample_grid")
@@ -26,13 +26,14 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def read_run(folder: str) -> dict[str, dict[str, Any]]:
     """Section -> flat facts of a finished run; ValueError if `folder` is none."""
+    refuse_no_run(folder)
     path = Path(folder).expanduser()
     try:
         config = from_yaml((path / "config.yaml").read_text())
         environment, summary = (json.loads((path / f"{name}.json").read_text()) for name in ("environment", "summary"))
-    except FileNotFoundError as error:
-        name = Path(str(error.filename)).name
-        raise ValueError(f"{folder} is no finished run: it has no {name}; name two run folders.") from None
+    except (OSError, ValueError) as error:
+        name = Path(str(getattr(error, "filename", None) or "its JSON")).name
+        raise ValueError(f"{folder} is no finished run: {name} cannot be read; name two run folders.") from None
     ledger = summary["ledger"].items()
     return {
         "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
@@ -55,6 +56,8 @@ def ratio(a: Any, b: Any) -> str | None:
 def comparison(a: str, b: str) -> str:
     """The whole answer as text."""
     first, second = read_run(a), read_run(b)
+    from scripts.bench.report import table  # brings torch
+
     parts = []
     for section in first:
         one, other, result = first[section], second[section], section == "result"

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -240,6 +241,7 @@ def nearest_of(key: str, schema: type) -> str:
     return nearest(key, known_keys("precompute_latents" if schema is PrecomputeConfig else "train"))
 
 
+@cache
 def known_keys(config_name: str) -> list[str]:
     """All keys of the default configuration, dotted."""
 

@@ -33,17 +33,8 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
         refuse_missing("fd.reference", cfg.fd.reference, "name a folder of images")
         refuse_missing("fd.inception", cfg.fd.inception, "name the file of its weights")
     data = cfg.data if isinstance(cfg.data, dict) else {}
-    path = data.get("path")
-    if (
-        data.get("_target_") in OF_SETS
-        and isinstance(path, str)
-        and is_local(path)
-        and not holds(path, "manifest.json")
-    ):
-        raise ValueError(
-            f"data.path={path} has no manifest.json; it must name a folder that precompute_latents.py has finished. "
-            f"Run `python precompute_latents.py source=<images> out={path}` (the same command again continues)."
-        )
+    if data.get("_target_") in OF_SETS:
+        refuse_no_set("data.path", data.get("path"))
 
 
 def refuse_drawing(cfg: Any) -> None:
@@ -63,6 +54,21 @@ def refuse_no_weights(key: str, path: str | None) -> None:
             f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one; name the folder "
             f"in which `checkpoints` lies."
         )
+
+
+def refuse_no_set(key: str, path: Any) -> None:
+    """ValueError for a local path at which there is no latent set."""
+    if isinstance(path, str) and is_local(path) and not holds(path, "manifest.json"):
+        raise ValueError(
+            f"{key}={path} has no manifest.json; name a folder that `python precompute_latents.py source=<images> "
+            f"out={path}` has finished (the same command again continues)."
+        )
+
+
+def refuse_no_run(path: str, key: str = "") -> None:
+    """ValueError for a path at which there is no run."""
+    if not holds(path, "config.yaml"):
+        raise ValueError(f"{key}{path} is no run folder: it has no config.yaml; name the run_dir of a run.")
 
 
 def refuse_missing(key: str, path: str | None, remedy: str) -> None:

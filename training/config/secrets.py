@@ -76,11 +76,15 @@ def redacted(node: Any) -> Any:
 def scrubbed(text: str) -> str:
     """The same text with the value of every one of `SHAPES` redacted."""
     for pattern, named in READY:
-        if named:
-            text = pattern.sub(lambda m: f"{m[1]}{HIDDEN}" if is_secret(m[2], m[3]) else m[0], text)
-        else:
-            text = pattern.sub(rf"\g<1>{HIDDEN}", text)
+        text = hidden(pattern, named, text)
     return text
+
+
+def hidden(pattern: re.Pattern[str], named: bool, text: str) -> str:
+    """The same text with the values that a pattern finds redacted; one under another name may hold such a value."""
+    return pattern.sub(
+        lambda m: m[1] + (HIDDEN if not named or is_secret(m[2], m[3]) else hidden(pattern, named, m[3])), text
+    )
 
 
 def redact_words(words: list[str]) -> list[str]:

@@ -97,7 +97,7 @@ def refuse_words(words: list[str]) -> None:
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
     """ValueError for a word that is not `key=value`, with what it should be."""
-    for word, behind in zip(words, [*words[1:], ""], strict=True):
+    for word, behind in zip(words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise ValueError("one word of the command is empty; give key=value.")
         refuse_deep(word)
@@ -109,7 +109,8 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
             word, value = f"{word} {behind}", behind
         fault = ": keys are given as key=value, without dashes" if key[:1] == "-" else " is not of the form key=value"
         ours = spelled(foreign[name], value or "true") if name in foreign else f"{name}={value.strip() or '<value>'}"
-        raise ValueError(f"{word}{fault}; {f'write {ours}' if len(name) > 1 else '`--help` lists the keys'}.")
+        remedy = f"write {ours}" if re.fullmatch(r"[a-z_][\w.]+", name) else "`--help` lists the keys"
+        raise ValueError(f"{word}{fault}; {remedy}.")
 
 
 def refuse_deep(word: str) -> None:
@@ -155,7 +156,11 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
     public = [key for key in known if not re.search(r"(^|\.)_", key)]
     group, _, inner = name.partition(".")
     nested = [key for key in public if key.endswith(f".{name}")]
-    nested += [f"{file.parent.name}.{name}" for file in sorted(CONF.glob("*/*.yaml")) if has_key(file, name)]
+    nested += [
+        f"{file.parent.name}.{name}"
+        for file in sorted(CONF.glob("*/*.yaml"))
+        if has_key(file, name) and file.parent.name != "experiment"
+    ]
     having = [choice for choice in choices_of(group) if has_key(CONF / group / f"{choice}.yaml", inner)]
     if having and not prefix:
         return f"{group}={having[0]} has it; add {' or '.join(f'{group}={choice}' for choice in having[:2])}."
@@ -199,5 +204,7 @@ def kind_of(hint: Any) -> str:
     """A type as people call it."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(choice.value for choice in hint)}"
+    if get_origin(hint) is list:
+        return f"a list, each entry {kind_of(get_args(hint)[0])}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
-    return words.get(hint) or {list: "a list", dict: "a mapping such as {NAME: value}"}.get(get_origin(hint), "a value")
+    return words.get(hint) or ("a mapping such as {NAME: value}" if get_origin(hint) is dict else "a value")
