@@ -71,8 +71,8 @@ MISTAKES: dict[str, str] = {
     "train.py batch_size=-4": "batch_size=-4 must be at least 1.",
     "train.py total_samples=100k": "total_samples=100k must be a whole number, such as 102400.",
     "train.py optim.lr=0,001": (
-        "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write optim.lr=0.001 for "
-        "a number, optim.lr=[0,001] for a list."
+        "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write optim.lr=[0,001] "
+        "for a list, optim.lr=\"'0,001'\" for text, optim.lr=0.001 for a number."
     ),
     "train.py runtime.precision=float16": "runtime.precision=float16 must be one of fp32, bf16, fp16.",
     "train.py batch_size=10 accumulation_steps=4": (
@@ -101,15 +101,15 @@ MISTAKES: dict[str, str] = {
         "it, or put the folder that holds it on PYTHONPATH."
     ),
     "train.py data=resident data.path=/nowhere": (
-        "data.path=/nowhere has no manifest.json; name a folder that `python precompute_latents.py "
-        "source=<images> out=/nowhere` has finished (the same command again continues)."
+        "data.path=/nowhere is not there; name a folder that `python precompute_latents.py source=<images> "
+        "out=/nowhere` has finished (the same command continues)."
     ),
     "train.py resume=/nowhere": (
-        "resume=/nowhere is no checkpoint; name one, such as runs/<name>/checkpoints/step-400, or use auto or never."
+        "resume=/nowhere is not there; name a checkpoint, such as runs/<name>/checkpoints/step-400, or use "
+        "auto or never."
     ),
     "train.py init_from=/nowhere": (
-        "init_from=/nowhere is neither a .safetensors file, a checkpoint, nor a run that has one; name the "
-        "folder in which `checkpoints` lies."
+        "init_from=/nowhere is not there; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
     ),
     "train.py run_dir=/dev/null/läufe": (
         "run_dir=/dev/null/läufe cannot be a folder, for /dev/null is a file; choose another."
@@ -120,34 +120,30 @@ MISTAKES: dict[str, str] = {
     ),
     "scripts.sample": "run_dir is not set; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors.",
     "scripts.sample run_dir=/nowhere": (
-        "run_dir=/nowhere is neither a .safetensors file, a checkpoint, nor a run that has one; name the "
-        "folder in which `checkpoints` lies."
+        "run_dir=/nowhere is not there; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
     ),
     "scripts.sample weights=/nowhere.safetensors": (
-        "weights=/nowhere.safetensors is neither a .safetensors file, a checkpoint, nor a run that has one; "
-        "name the folder in which `checkpoints` lies."
+        "weights=/nowhere.safetensors is not there; name a run that has a checkpoint, a checkpoint, or a "
+        ".safetensors file."
     ),
     "scripts.sample run_dir=läufe/ä": (
-        "run_dir=läufe/ä is neither a .safetensors file, a checkpoint, nor a run that has one; name the "
-        "folder in which `checkpoints` lies."
+        "run_dir=läufe/ä is not there; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
     ),
     "scripts.sample run_dir=/nowhere steps=0": "steps=0 must be at least 1.",
     "scripts.sample run_dir=/nowhere guidance_interval=[1.0]": (
         "guidance_interval=[1.0] must be two increasing times, such as [0.1,0.9]."
     ),
     "scripts.evaluate run_dir=/nowhere count=2": "count=2 must be at least 4.",
-    "scripts.report run_dir=/nowhere": (
-        "run_dir=/nowhere is no run folder: it has no config.yaml; name the run_dir of a run."
-    ),
+    "scripts.report run_dir=/nowhere": "run_dir=/nowhere is not there; name the run_dir of a run.",
     "scripts.verify_latents path=/nowhere": (
-        "path=/nowhere has no manifest.json; name a folder that `python precompute_latents.py source=<images> "
-        "out=/nowhere` has finished (the same command again continues)."
+        "path=/nowhere is not there; name a folder that `python precompute_latents.py source=<images> "
+        "out=/nowhere` has finished (the same command continues)."
     ),
     "scripts.import_latents source=/nowhere out=x encoder=sd scale=1": (
         "source=/nowhere is not there; name a file or folder of latents."
     ),
     "scripts.bench compare /nowhere /nowhere": (
-        "/nowhere is no run folder: it has no config.yaml; name the run_dir of a run."
+        "/nowhere is no finished run: config.yaml cannot be read; name two run folders."
     ),
     "scripts.bench compair a b": (
         "bench compair: there is no such command; choose one of ladder, kernels, data, step, saves, hotspots, "

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from training.config.compose import from_yaml
-from training.config.paths import refuse_no_run
 
 FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
 PLACES = ("run_dir", "checkpoint", "sample_grid")
@@ -26,7 +25,6 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def read_run(folder: str) -> dict[str, dict[str, Any]]:
     """Section -> flat facts of a finished run; ValueError if `folder` is none."""
-    refuse_no_run(folder)
     path = Path(folder).expanduser()
     try:
         config = from_yaml((path / "config.yaml").read_text())

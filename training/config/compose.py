@@ -204,11 +204,9 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         return not_read(str(override))
     if found := re.match(r"Ambiguous value for argument '(([^=]*)=(.*))'", text):
         word, name, value = found.groups()
-        remedy = f"write {name}=[{value}] for a list, {name}=\"'{value}'\" for text"
-        if re.fullmatch(r"\d+,\d+", value):
-            remedy = f"write {name}={value.replace(',', '.')} for a number, {name}=[{value}] for a list"
-        if choices_of(name):
-            remedy = "choose one"
+        number = f", {name}={value.replace(',', '.')} for a number" if value.replace(",", "").isdigit() else ""
+        remedy = f"write {name}=[{value}] for a list, {name}=\"'{value}'\" for text{number}"
+        remedy = "choose one" if choices_of(name) else remedy
         return f"{word}: commas stand between the values of a sweep, which needs -m; {remedy}."
     if found := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         group, name = found.groups()
@@ -224,6 +222,8 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
         name = key or found[1]
         return f"{as_given(name, words)}: there is no such key; {nearest_of(name, schema)}{where}"
+    if found := re.match(r"(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)", text):
+        return f"{found[3]}: {found[2]}; it must be {must_be(schema, found[3])} ({found[1]})."
     if isinstance(cause, OmegaConfBaseException | OverflowError):
         wanted = "" if isinstance(cause, InterpolationResolutionError) else must_be(schema, key)
         if wanted and word != key:

@@ -5,6 +5,7 @@ Only what is plain without reading: whoever opens a file says what is wrong in i
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,9 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
         refuse_file("out", cfg.out)
         return
     refuse_file("run_dir", cfg.run_dir)
-    if cfg.resume not in ("auto", "never") and not holds(cfg.resume, "manifest.json", "checkpoints"):
-        raise ValueError(
-            f"resume={cfg.resume} is no checkpoint; name one, such as runs/<name>/checkpoints/step-400, or use auto or "
-            f"never."
-        )
+    if cfg.resume not in ("auto", "never"):
+        remedy = "name a checkpoint, such as runs/<name>/checkpoints/step-400, or use auto or never"
+        refuse_missing("resume", cfg.resume, remedy, "manifest.json", "checkpoints")
     refuse_no_weights("init_from", cfg.init_from)
     if cfg.fd_every:
         refuse_missing("fd.reference", cfg.fd.reference, "name a folder of images")
@@ -47,48 +46,34 @@ def refuse_drawing(cfg: Any) -> None:
 
 def refuse_no_weights(key: str, path: str | None) -> None:
     """ValueError for a path at which there can be no weights."""
-    if path is None or holds(path, "checkpoints", "manifest.json"):
-        return
-    if not path.endswith(".safetensors") or not Path(path).expanduser().is_file():
-        raise ValueError(
-            f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one; name the folder "
-            f"in which `checkpoints` lies."
-        )
+    names = () if str(path).endswith(".safetensors") else ("checkpoints", "manifest.json")
+    refuse_missing(key, path, "name a run that has a checkpoint, a checkpoint, or a .safetensors file", *names)
 
 
 def refuse_no_set(key: str, path: Any) -> None:
     """ValueError for a local path at which there is no latent set."""
-    if isinstance(path, str) and is_local(path) and not holds(path, "manifest.json"):
-        raise ValueError(
-            f"{key}={path} has no manifest.json; name a folder that `python precompute_latents.py source=<images> "
-            f"out={path}` has finished (the same command again continues)."
-        )
+    job = f"python precompute_latents.py source=<images> out={path}"
+    refuse_missing(key, path, f"name a folder that `{job}` has finished (the same command continues)", "manifest.json")
 
 
-def refuse_no_run(path: str, key: str = "") -> None:
-    """ValueError for a path at which there is no run."""
-    if not holds(path, "config.yaml"):
-        raise ValueError(f"{key}{path} is no run folder: it has no config.yaml; name the run_dir of a run.")
-
-
-def refuse_missing(key: str, path: str | None, remedy: str) -> None:
-    """ValueError for a local path at which there is nothing."""
-    if path is not None and is_local(path) and not Path(path).expanduser().exists():
+def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
+    """ValueError for a local path at which there is nothing, or a folder without any entry of these names."""
+    if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
+        return
+    place = os.path.expanduser(path)
+    if not os.path.exists(
+        place
+    ):  # unlike Path's, it knows no error: of a name that is too long, or of another's folder
         raise ValueError(f"{key}={path} is not there; {remedy}.")
+    if names and not any(os.path.exists(os.path.join(place, name)) for name in names):
+        raise ValueError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")
 
 
 def refuse_file(key: str, path: str | None) -> None:
     """ValueError for a folder to write to that is a file, or lies below one."""
-    folder = Path(path or ".").expanduser()
+    folder = Path(os.path.expanduser(path or "."))
+    if str(folder).startswith("~"):
+        raise ValueError(f"{key}={path}: there is no such user; write the whole path.")
     for place in (folder, *folder.parents):
-        if place.exists() and not place.is_dir():
+        if os.path.exists(place) and not os.path.isdir(place):
             raise ValueError(f"{key}={path} cannot be a folder, for {place} is a file; choose another.")
-
-
-def is_local(path: str) -> bool:
-    return "://" not in path and not path.startswith("pipe:")
-
-
-def holds(path: str, *names: str) -> bool:
-    """Whether `path` is a folder that has an entry of one of these names."""
-    return any((Path(path).expanduser() / name).exists() for name in names)

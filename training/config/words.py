@@ -66,11 +66,9 @@ FOREIGN_DRAWING = {theirs: ours for ours, keys in DRAWING.items() for theirs in 
 NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE)
 """What Hydra takes for a value of another type where it expects the name of a file."""
 MOST_BRACKETS = 100
-HYDRA_FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion")
-HYDRA_FLAGS += ("-h", "-r", "-m", "-sc")
-HYDRA_SETTINGS = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun")
-HYDRA_SETTINGS += ("--info", "-c", "-p", "-cp", "-cn", "-cd", "-i")
-"""Hydra's own words: alone, and with a value behind."""
+HYDRA_FLAG = re.compile("-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)")
+HYDRA_SETTING = re.compile("-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)")
+"""Hydra's own words: alone, and with a value in or behind them."""
 CALL = re.compile(r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)", re.S)
 UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """What Hydra reads in quotes only."""
@@ -121,15 +119,9 @@ def refuse_deep(word: str) -> None:
 
 def overrides_of(words: list[str]) -> list[str]:
     """The words of a command without Hydra's own flags and their values."""
-    flags = [known_flag(word.partition("=")[0]) for word in words]
-    valued = [False, *(word in HYDRA_SETTINGS for word in words)]
+    valued = [False, *map(HYDRA_SETTING.fullmatch, words)]
+    flags = [HYDRA_FLAG.fullmatch(word) or HYDRA_SETTING.fullmatch(word.partition("=")[0]) for word in words]
     return [word for word, flag, value in zip(words, flags, valued, strict=False) if not (flag or value)]
-
-
-def known_flag(flag: str) -> bool:
-    """Whether a word is one of Hydra's flags, which may be shortened."""
-    known = (*HYDRA_FLAGS, *HYDRA_SETTINGS)
-    return flag in known or (len(flag) > 3 and any(name.startswith(flag) for name in known))
 
 
 def quoted(word: str) -> str:
@@ -156,11 +148,8 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
     public = [key for key in known if not re.search(r"(^|\.)_", key)]
     group, _, inner = name.partition(".")
     nested = [key for key in public if key.endswith(f".{name}")]
-    nested += [
-        f"{file.parent.name}.{name}"
-        for file in sorted(CONF.glob("*/*.yaml"))
-        if has_key(file, name) and file.parent.name != "experiment"
-    ]
+    files = [file for file in sorted(CONF.glob("*/*.yaml")) if file.parent.name != "experiment"]
+    nested += [f"{file.parent.name}.{name}" for file in files if has_key(file, name)]
     having = [choice for choice in choices_of(group) if has_key(CONF / group / f"{choice}.yaml", inner)]
     if having and not prefix:
         return f"{group}={having[0]} has it; add {' or '.join(f'{group}={choice}' for choice in having[:2])}."
