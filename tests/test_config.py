@@ -281,7 +281,7 @@ def test_sample_says_what_is_wrong():
     for words, said in (
         (["cuont=3"], "did you mean count?"),
         ([], "run_dir is not set"),
-        (["run_dir=/nowhere"], "is not there"),
+        (["run_dir=/nowhere"], "does not exist"),
     ):
         result = command(*words, program="scripts.sample")
         assert result.returncode == 1
@@ -456,7 +456,7 @@ def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, t
     if entry:
         (tmp_path / folder / entry).mkdir(parents=True)
     cfg = compose([f"run_dir={tmp_path / 'mine'}", f"resume={tmp_path / (folder or 'nowhere')}"]).cfg
-    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.* is not there; name a checkpoint"):
+    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.* does not exist; name a checkpoint"):
         refuse_paths(cfg)
 
 

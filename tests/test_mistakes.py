@@ -101,46 +101,46 @@ MISTAKES: dict[str, str] = {
         "it, or put the folder that holds it on PYTHONPATH."
     ),
     "train.py data=resident data.path=/nowhere": (
-        "data.path=/nowhere is not there; name a folder that `python precompute_latents.py source=<images> "
+        "data.path=/nowhere does not exist; name a folder that `python precompute_latents.py source=<images> "
         "out=/nowhere` has finished (the same command continues)."
     ),
     "train.py resume=/nowhere": (
-        "resume=/nowhere is not there; name a checkpoint, such as runs/<name>/checkpoints/step-400, or use "
+        "resume=/nowhere does not exist; name a checkpoint, such as runs/<name>/checkpoints/step-400, or use "
         "auto or never."
     ),
     "train.py init_from=/nowhere": (
-        "init_from=/nowhere is not there; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
+        "init_from=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
     ),
     "train.py run_dir=/dev/null/läufe": (
         "run_dir=/dev/null/läufe cannot be a folder, for /dev/null is a file; choose another."
     ),
     "precompute_latents.py out=latents/photos": ("source is not set; say which: source=<a folder of images or tars>."),
     "precompute_latents.py source=/nowhere out=latents": (
-        "source=/nowhere is not there; name a folder of images, or tars."
+        "source=/nowhere does not exist; name a folder of images, or tars."
     ),
     "scripts.sample": "run_dir is not set; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors.",
     "scripts.sample run_dir=/nowhere": (
-        "run_dir=/nowhere is not there; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
+        "run_dir=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
     ),
     "scripts.sample weights=/nowhere.safetensors": (
-        "weights=/nowhere.safetensors is not there; name a run that has a checkpoint, a checkpoint, or a "
+        "weights=/nowhere.safetensors does not exist; name a run that has a checkpoint, a checkpoint, or a "
         ".safetensors file."
     ),
     "scripts.sample run_dir=läufe/ä": (
-        "run_dir=läufe/ä is not there; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
+        "run_dir=läufe/ä does not exist; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
     ),
     "scripts.sample run_dir=/nowhere steps=0": "steps=0 must be at least 1.",
     "scripts.sample run_dir=/nowhere guidance_interval=[1.0]": (
         "guidance_interval=[1.0] must be two increasing times, such as [0.1,0.9]."
     ),
     "scripts.evaluate run_dir=/nowhere count=2": "count=2 must be at least 4.",
-    "scripts.report run_dir=/nowhere": "run_dir=/nowhere is not there; name the run_dir of a run.",
+    "scripts.report run_dir=/nowhere": "run_dir=/nowhere does not exist; name the run_dir of a run.",
     "scripts.verify_latents path=/nowhere": (
-        "path=/nowhere is not there; name a folder that `python precompute_latents.py source=<images> "
+        "path=/nowhere does not exist; name a folder that `python precompute_latents.py source=<images> "
         "out=/nowhere` has finished (the same command continues)."
     ),
     "scripts.import_latents source=/nowhere out=x encoder=sd scale=1": (
-        "source=/nowhere is not there; name a file or folder of latents."
+        "source=/nowhere does not exist; name a file or folder of latents."
     ),
     "scripts.bench compare /nowhere /nowhere": (
         "/nowhere is no finished run: config.yaml cannot be read; name two run folders."

@@ -212,7 +212,7 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         group, name = found.groups()
         more = "; latents of your own are data=resident data.path=<folder>" if group == "data" else ""
         options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]
-        options = choices_of(group) or options
+        options = options or choices_of(group)
         return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}{more}."
     if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"{as_given(found[1], words)}: the key is there already; leave out the +."

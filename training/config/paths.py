@@ -64,7 +64,7 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
     if not os.path.exists(
         place
     ):  # unlike Path's, it knows no error: of a name that is too long, or of another's folder
-        raise ValueError(f"{key}={path} is not there; {remedy}.")
+        raise ValueError(f"{key}={path} does not exist; {remedy}.")
     if names and not any(os.path.exists(os.path.join(place, name)) for name in names):
         raise ValueError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")
 
