@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/phot
 python precompute_latents.py source=photos out=latents/photos encoder=local encoder.path=models/my-vae
 """
 
+import training.python  # isort: skip  # noqa: F401
 import contextlib
 import os
 import time

@@ -5,6 +5,7 @@ python train.py experiment=fastrun ...       minutes: does everything work, how 
 python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the same command again resumes
 """
 
+import training.python  # isort: skip  # noqa: F401
 import os
 import time
 from contextlib import nullcontext

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from training.config.compose import from_words
+from training.config.paths import refuse_drawing, refuse_missing
 from training.config.schema import at_least
 from training.drawing import DrawConfig, Drawing
 from training.process.exit import resumable_command
@@ -60,13 +61,15 @@ class EvaluateConfig(DrawConfig):
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     """Draws, compares and writes <out>.json; returns its content, in the first process."""
+    refuse_drawing(cfg)
+    refuse_missing("reference", cfg.reference, "name a folder of images")
+    refuse_missing("inception", cfg.inception, "name the file of its weights")
     from data.manifest import write_atomically
     from evaluation.judge import Judge, JudgeConfig
     from evaluation.sides import figures
     from training.environment import describe_environment
     from training.process.ranks import Ranks
 
-    cfg.check()
     ranks = Ranks.from_environment()
     ranks.wait_for_all()  # connects them
     drawing = Drawing(cfg, ranks)

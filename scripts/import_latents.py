@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from training.config.compose import CONF, from_words, from_yaml, one_sentence
+from training.config.paths import refuse_missing
 from training.config.schema import at_least
 
 if TYPE_CHECKING:
@@ -89,10 +90,10 @@ def checked(cfg: ImportConfig) -> ImportConfig:
 
 def class_count(cfg: ImportConfig) -> int | None:
     """The number of classes: 0 for classes=none, None if it is not stated."""
-    from encoding.foreign_samples import MOST_CLASSES
-
     if cfg.classes is None or cfg.classes == "none":
         return None if cfg.classes is None else 0
+    from encoding.foreign_samples import MOST_CLASSES
+
     if not isinstance(cfg.classes, int) or not 1 <= cfg.classes <= MOST_CLASSES:
         raise ValueError(f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, or none.")
     return cfg.classes
@@ -100,6 +101,7 @@ def class_count(cfg: ImportConfig) -> int | None:
 
 def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the manifest's path."""
+    refuse_missing("source", cfg.source, "name a file or folder of latents")
     from encoding.foreign import open_foreign
     from encoding.foreign_samples import Asked
     from models.autoencoders import Autoencoder

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.config.compose import from_words
+from training.config.paths import refuse_drawing
 from training.drawing import DrawConfig, Drawing
 from training.process.exit import resumable_command
 
@@ -63,13 +64,13 @@ class SampleConfig(DrawConfig):
 
 def sample_run(cfg: SampleConfig) -> Path:
     """Draws samples as `cfg` says and returns the file or folder that has them. Equal settings give equal bytes."""
+    refuse_drawing(cfg)
     import torch
 
     from data.manifest import write_atomically
     from models.images import to_uint8
     from training.process.ranks import Ranks
 
-    cfg.check()
     ranks = Ranks.from_environment()
     ranks.wait_for_all()  # connects them
     drawing = Drawing(cfg, ranks)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.config.compose import from_words, one_sentence, typed
+from training.config.paths import refuse_no_set
 
 if TYPE_CHECKING:
     from data.blocks import BlockReader
@@ -42,11 +43,12 @@ class VerifyConfig:
 
 def verify(cfg: VerifyConfig) -> list[str]:
     """Checks the set, prints a summary and returns the problems."""
+    if cfg.path is None:
+        raise ValueError("path is not set; say which latent set: path=<folder with manifest.json>.")
+    refuse_no_set("path", cfg.path)
     from data.manifest import read_manifest
     from data.source import open_source
 
-    if cfg.path is None:
-        raise ValueError("path is not set; say which latent set: path=<folder with manifest.json>.")
     source = open_source(cfg.path)
     manifest = read_manifest(source)
     problems = [problem for split in ("train", "held_out") for problem in check_split(source, manifest, split)]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +18,14 @@ from omegaconf import OmegaConf
 
 from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
-from training.config.compose import CONF, FOREIGN, ROOT, compose, from_words, one_sentence
+from training.config.compose import CONF, ROOT, compose, from_words, one_sentence
+from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
+from training.config.words import FOREIGN
+from training.process.exit import run_app
+from training.python import refuse_python
 
 
 def command(*words: str, program: str = "train.py", **environment: str) -> subprocess.CompletedProcess:
@@ -109,8 +117,8 @@ def test_the_configuration_prints_without_holes():
 MISTAKES = {
     "batch_size=-4": ("batch_size=-4", "at least 1"),
     "batch_size=10 accumulation_steps=4": ("batch_size=10", "accumulation_steps=4"),
-    "total_samples=abc": ("total_samples=abc", "Integer"),
-    "deterministic=perhaps": ("deterministic=perhaps", "bool"),
+    "total_samples=abc": ("total_samples=abc", "a whole number"),
+    "deterministic=perhaps": ("deterministic=perhaps", "true or false"),
     "runtime.precision=bf17": ("runtime.precision=bf17", "fp32, bf16"),
     "model.dpeth=3": ("model.dpeth=3", "did you mean model.depth?"),
     "optmi.lr=3": ("optmi.lr=3", "did you mean optim.lr?"),
@@ -188,7 +196,7 @@ def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
     [
         ("modle:\n  depth: 2\n", "did you mean model?"),
         ("optim:\n  lrr: 2\n", "did you mean optim.lr?"),
-        ("total_samples: x\n", "Integer"),
+        ("total_samples: x\n", "could not be converted to Integer; it must be a whole number, such as"),
     ],
 )
 def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monkeypatch):
@@ -273,7 +281,7 @@ def test_sample_says_what_is_wrong():
     for words, said in (
         (["cuont=3"], "did you mean count?"),
         ([], "run_dir is not set"),
-        (["run_dir=/nowhere"], "neither"),
+        (["run_dir=/nowhere"], "does not exist"),
     ):
         result = command(*words, program="scripts.sample")
         assert result.returncode == 1
@@ -400,3 +408,79 @@ def test_numbers_that_are_not_finite_are_refused(word: str):
 def test_sizes_below_their_least_are_refused(words: tuple[str, str]):
     with pytest.raises(ValueError, match=rf"{words[1]}(\.0)? must be"):
         build(compose([*words]).cfg.model, "model", channels=1, height=8, width=8, num_classes=2)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("run_dir=läufe/ä", "läufe/ä"),
+        ("run_dir=漢 字/🙂", "漢 字/🙂"),
+        ("run_dir=runs/naïve-${seed}", "runs/naïve-0"),
+        ("run_dir='läufe/ä'", "läufe/ä"),
+        ("run_dir=runs (1)/a=b", "runs (1)/a=b"),
+        ("run_dir=~/runs", "~/runs"),
+        ("run_dir=my runs", "my runs"),
+        ("run_dir=runs/${seed}", "runs/0"),
+        ("run_dir=null", None),
+        ("fd.features=[encoder, größe,random]", ["encoder", "größe", "random"]),
+        ("+runtime.parallel.nccl={NCCL_DEBUG: größe}", {"NCCL_DEBUG": "größe"}),
+    ],
+)
+def test_a_value_may_have_any_letter(word: str, value: object):
+    found: Any = compose([word]).cfg
+    for name in word.lstrip("+").partition("=")[0].split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch: pytest.MonkeyPatch):
+    """In a command too, where Hydra reads the words."""
+    summary = run(folder="läufe 漢/(1) ä")
+    assert Path(summary["run_dir"]).is_dir()
+    found = []
+    monkeypatch.setattr("train.train", lambda composed: found.append(composed.cfg.run_dir))
+    monkeypatch.setattr(sys, "argv", ["train.py", f"run_dir={summary['run_dir']}", "seed=1"])
+    monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    run_app(importlib.import_module("train").main)
+    assert found == [summary["run_dir"]]
+    assert from_words(ImportConfig, [f"out={summary['run_dir']}"], "").out == summary["run_dir"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "entry"), [("step-4", "manifest.json"), ("run", "checkpoints"), ("run", None), (None, None)]
+)
+def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, tmp_path: Path):
+    """Even where run_dir holds checkpoints, which would be taken instead."""
+    (tmp_path / "mine" / "checkpoints" / "step-8").mkdir(parents=True)
+    if entry:
+        (tmp_path / folder / entry).mkdir(parents=True)
+    cfg = compose([f"run_dir={tmp_path / 'mine'}", f"resume={tmp_path / (folder or 'nowhere')}"]).cfg
+    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.* does not exist; name a checkpoint"):
+        refuse_paths(cfg)
+
+
+def test_a_python_that_is_too_old_or_too_new_is_named():
+    for version in ((3, 6, 15), (3, 10, 13), (3, 14, 0)):
+        with pytest.raises(SystemExit) as stopped:
+            refuse_python(version, "/usr/bin/python")
+        this = ".".join(map(str, version))
+        said = f"error: fastlatent needs Python 3.11 to 3.13; this is {this} (/usr/bin/python); `make setup PYTHON="
+        assert str(stopped.value).startswith(said)
+    for version in ((3, 11, 0), (3, 12, 1), (3, 13, 9)):
+        refuse_python(version)
+
+
+@pytest.mark.parametrize(
+    "start", [["train.py"], ["precompute_latents.py"], ["-m", "scripts.sample"], ["-m", "scripts.bench"], ["make"]]
+)
+def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], tmp_path: Path):
+    places = [shutil.which("python3.10"), *map(str, Path.home().glob(".pyenv/versions/3.10*/bin/python"))]
+    working = (place for place in places if place and not subprocess.run([place, "-c", ""], check=False).returncode)
+    if (older := next(working, None)) is None:
+        pytest.skip("no Python 3.10 at hand")
+    words = ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"] if start == ["make"] else [older, *start]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode
+    assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")
+    assert not (tmp_path / "venv").exists()

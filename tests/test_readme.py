@@ -151,7 +151,7 @@ def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
         load_run("runs/notebook").sample([11])
     for change, said in (
         ({"guidence": 2.0}, "did you mean guidance?"),
-        ({"steps": "many"}, "steps=many: Value 'many'"),
+        ({"steps": "many"}, "steps=many must be a whole number"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             load_run("runs/notebook").sample([3], **change)

@@ -8,11 +8,13 @@ import signal
 import sys
 import threading
 from math import inf
+from typing import TYPE_CHECKING
 
 import scripts.bench
-from scripts.bench.rows import Benchmark, measure_rows
-from scripts.bench.settings import device_of, parse
 from training.config.compose import one_sentence
+
+if TYPE_CHECKING:
+    from scripts.bench.rows import Benchmark
 
 BENCHMARKS = {
     **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims", "tests")},
@@ -32,6 +34,9 @@ def benchmark_of(command: str) -> Benchmark:
 
 def measure(command: str, words: list[str]) -> None:
     """Measures what a command plans, and prints its tables; exits with status 1 if a row failed."""
+    from scripts.bench.rows import measure_rows
+    from scripts.bench.settings import device_of, parse
+
     benchmark = benchmark_of(command)
     cfg, overrides = parse(benchmark.config, command, words, benchmark.help)
     if cfg.until < inf:

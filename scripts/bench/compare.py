@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.report import table
 from training.config.compose import from_yaml
 
 FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
@@ -30,9 +29,9 @@ def read_run(folder: str) -> dict[str, dict[str, Any]]:
     try:
         config = from_yaml((path / "config.yaml").read_text())
         environment, summary = (json.loads((path / f"{name}.json").read_text()) for name in ("environment", "summary"))
-    except FileNotFoundError as error:
-        name = Path(str(error.filename)).name
-        raise ValueError(f"{folder} is no finished run: it has no {name}; name two run folders.") from None
+    except (OSError, ValueError) as error:
+        name = Path(str(getattr(error, "filename", None) or "its JSON")).name
+        raise ValueError(f"{folder} is no finished run: {name} cannot be read; name two run folders.") from None
     ledger = summary["ledger"].items()
     return {
         "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
@@ -55,6 +54,8 @@ def ratio(a: Any, b: Any) -> str | None:
 def comparison(a: str, b: str) -> str:
     """The whole answer as text."""
     first, second = read_run(a), read_run(b)
+    from scripts.bench.report import table  # brings torch
+
     parts = []
     for section in first:
         one, other, result = first[section], second[section], section == "result"

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from training.config.compose import from_words, one_sentence
+from training.config.paths import refuse_missing
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
     """Writes page and card, and returns their paths; ValueError for a folder that is no run folder."""
     if cfg.run_dir is None:
         raise ValueError("run_dir is not set; say which run: run_dir=runs/<name>.")
+    for key, path in (("run_dir", cfg.run_dir), ("other", cfg.other)):
+        refuse_missing(key, path, "name the run_dir of a run", "config.yaml")
     if find_spec("matplotlib") is None:
         raise ValueError("the report draws with matplotlib, which is missing: pip install 'fastlatent[report]'.")
     from data.manifest import write_atomically

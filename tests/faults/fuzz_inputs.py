@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import sys
 import tarfile
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -31,6 +35,7 @@ from tests.test_import_latents import COUNT, FORMATS, add, everything
 from training.assemble import assemble
 from training.config.compose import CONF, compose, from_words, from_yaml, known_keys
 from training.config.precompute import PrecomputeConfig
+from training.process.exit import run_app
 
 WORDS = [
     *("", " ", "null", "true", "false", "0", "1", "-1", "3", "0.5", "-0.5", "nan", "inf", "-inf", "1e-320", "-1e308"),
@@ -105,6 +110,63 @@ def config(rng: Random, folder: Path, say: Say) -> None:
     cfg = compose([*base, *words], command).cfg
     if command == "train":
         assemble(cfg, CPU)
+
+
+def lines(rng: Random, folder: Path, say: Say) -> None:
+    """Whole command lines: words that are split, joined, repeated, lost, quoted, or begin with dashes."""
+    good_set(folder)
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    command, words = rng.choice(
+        (
+            ("train", ["model=dit_xs", "data=resident", f"data.path={folder}", "batch_size=8", "run_dir=läufe/ä"]),
+            ("train", ["experiment=fastrun", "runtime=fast", "optim.betas=[0.9,0.95]", "resume=auto"]),
+            ("precompute_latents", [f"source={folder}", f"out={folder}/out", "encoder=sd", "background=white"]),
+            ("scripts.sample", [f"run_dir={folder}/run", "labels=[0,1]", "guidance_interval=[0,1]", "out=über/x"]),
+            ("scripts.evaluate", [f"run_dir={folder}/run", "features=[encoder,random]", "count=8"]),
+            ("scripts.verify_latents", [f"path={folder}", "count=0"]),
+            ("scripts.import_latents", [f"source={folder}", f"out={folder}/out", "encoder=x", "scale=1"]),
+        )
+    )
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        words = mutate_line(rng, words)
+    say(f"{command} {words}")
+    environment = {"HYDRA_MAIN_MODULE": "__main__", "WORLD_SIZE": "1"}
+    with patch.object(sys, "argv", [f"{command}.py", *words]), patch.dict(os.environ, environment):
+        module = import_module(command)
+        if command.startswith("scripts."):
+            module.main(words) if signature(module.main).parameters else module.main()
+        else:
+            with patch.object(module, command.partition("_")[0], lambda composed: None):
+                run_app(module.main)
+
+
+def mutate_line(rng: Random, words: list[str]) -> list[str]:
+    """Changes one word, or their number; a word with an odd sign is as likely as all else."""
+    place, new = rng.randrange(len(words) + 1), rng.choice(WORDS)
+    before, old, after = words[:place], words[place : place + 1], words[place + 1 :]
+    key, equals, value = (old or ["seed=1"])[0].partition("=")
+    sign = rng.choice("'\"\\[]{}(),:=#~@!$%&*;<>|`? \t\nñ漢🙂\u202e\udc80-+.")
+    cut = rng.randrange(len(value) + 1)
+    kinds: dict[str, list[str]] = {
+        "lost": [],
+        "twice": 2 * old,
+        "split": [key, value],
+        "three": [key, "=", value],
+        "spaced": [f"{key} = {value}"],
+        "flag": [f"--{key.replace('_', '-')}", value],
+        "flag=": [f"--{key}={value}"],
+        "letter": [f"-{key[:1]}", value],
+        "joined": [" ".join([*old, *after[:1]])],
+        "other": [f"{key}={new}"],
+        "odd": [new],
+        "quoted": [f"{key}='{value}'"],
+        "half quoted": [f"{key}='{value}"],
+        "deep": [f"{key}={'[' * rng.choice((3, 99, 5000))}{value}"],
+        "sign": [f"{key}{equals}{value[:cut]}{sign}{value[cut:]}"],
+        "sign in the key": [f"{key}{sign}{equals}{value}"],
+    }
+    kind = rng.choice((*kinds, *["sign"] * 6, "other", "other"))
+    return [*before, *kinds[kind], *after]
 
 
 @cache

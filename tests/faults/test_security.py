@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import io
 import json
 import pickle
@@ -22,16 +24,20 @@ from safetensors.torch import load_file, save_file
 
 from data.loader import LatentSpec
 from encoding.sources import list_images
+from scripts.import_latents import ImportConfig
 from scripts.sample import SampleConfig, sample_run
 from tests.conftest import TINY_RUN
 from tests.faults.fuzz import DEEP, as_json, tried
 from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
+from tests.test_house import PACKAGES
 from train import train
 from training.checkpoint.find import complete, weights_file
 from training.checkpoint.load import load
+from training.config import secrets
 from training.config.build import build
-from training.config.compose import CONF, ROOT, compose, one_sentence
-from training.config.secrets import redact_words, redacted, scrubbed
+from training.config.compose import CONF, ROOT, compose, known_keys, one_sentence
+from training.config.schema import NCCL
+from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
 from training.pretrained import KEY, build_autoencoder, build_model, load_pretrained, weights_for
 from training.run import default_folder
 
@@ -264,9 +270,9 @@ def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv("MY_TOKEN", "hunter2-env")
     folder = tmp_path / "run"
     words = ["logger=wandb", "logger.mode=offline", f"run_dir={folder}"]
-    words += ["+runtime.parallel.nccl.NCCL_X=${oc.env:MY_TOKEN}"]
-    words += ["+runtime.parallel.nccl.NCCL_API_KEY=hunter2-key", "save_every=1"]
-    words += ["+runtime.parallel.nccl.NCCL_URL='https://me:hunter2-pass@host/x?X-Amz-Signature=hunter2-sig&a=1'"]
+    words += ["+runtime.parallel.nccl.NCCL_DEBUG=${oc.env:MY_TOKEN}", "save_every=1"]
+    words += ["+runtime.parallel.nccl.NCCL_SOCKET_IFNAME='password=hunter2-key'"]
+    words += ["+runtime.parallel.nccl.NCCL_IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     train(compose([*TINY_RUN, *words]))
     written = [file for file in folder.rglob("*") if file.is_file() and "wandb/offline" not in str(file)]
@@ -280,8 +286,8 @@ def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     shown = capsys.readouterr()
     assert "hunter2" not in shown.out + shown.err
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["runtime"]["parallel"]["nccl"]["NCCL_X"] == "${oc.env:MY_TOKEN}"
-    assert config["runtime"]["parallel"]["nccl"]["NCCL_API_KEY"] == "<redacted>"
+    assert config["runtime"]["parallel"]["nccl"]["NCCL_DEBUG"] == "${oc.env:MY_TOKEN}"
+    assert config["runtime"]["parallel"]["nccl"]["NCCL_SOCKET_IFNAME"] == "password=<redacted>"
 
 
 def test_messages_are_scrubbed(capsys):
@@ -301,6 +307,105 @@ def test_messages_are_scrubbed(capsys):
         "token=<redacted>",
         "b=[{my_key: <redacted>}]",
     ]
+
+
+TOLD = {
+    "https://user:pass@word@host/": [
+        "get https://user:HUN@TER2@h/x",
+        "s3://key:HUNTER2@b/x",
+        "https://HUNTER2@h:80",
+        "http://u:HUN/TER2@h",
+    ],
+    "user:pass@word@host": ["user:HUN@TER2@h", "path=user:HUNTER2@h:/x"],
+    "https://host/path?query": ["http://h/x?part=HUNTER2&b=HUNTER2", "'https://h?HUNTER2'"],
+    "Authorization: scheme value": ["Authorization: Digest HUNTER2", "{'authorization': 'AWS4 HUNTER2'}"],
+    "Bearer value": ["sent Bearer HUNTER2", "-H 'x: bearer HUNTER2'"],
+    "Basic value": ["sent Basic SFVOVEVSMg==", "basic dXNlOkhVTlRFUjI"],
+    "name=value": [
+        *("api_key=HUNTER2", "apiKey=HUNTER2", "API-KEY=HUNTER2", "logger.api_key='HUN TER2'", "HF_TOKEN=HUNTER2"),
+        *("auth=HUNTER2", "pwd=HUNTER2", "jwt=HUNTER2", "accessToken=HUNTER2", "passphrase=HUNTER2", "x_pass=HUNTER2"),
+        *("privateKey=HUNTER2", "tokens=HUNTER2", "client_secret=HUNTER2", "credentials=HUNTER2", "sig=HUNTER2"),
+        *(
+            "a='password=HUNTER2'",
+            "AWS_SECRET_ACCESS_KEY=HUNTER2",
+            "password2=HUNTER2",
+            "use password = HUNTER2",
+            "db.passwd=1234567",
+        ),
+    ],
+    "--name value": ["--token HUNTER2", "--api-key 'HUNTER2'"],
+    "X-Name: value": ["X-Api-Key: HUNTER2", "x-auth-token: HUNTER2"],
+    "{name: value}": [
+        "{token: HUNTER2}",
+        "{'privateKey': 'HUN,TER2'}",
+        '{"a": 1, "apiKey":"HUNTER2"}',
+        "[my_key: HUNTER2]",
+    ],
+    "a provider's own form": ["got hf_HUNTER2abcdefghijkl", "ghp_HUNTER2abcdefghijkl", "sk-HUNTER2abcdefghijkl"],
+    "a private key": ["-----BEGIN RSA PRIVATE KEY-----\nHUNTER2\n-----END RSA PRIVATE KEY-----"],
+}
+"""Shape of a secret -> texts that have it."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_a_secret_is_redacted(shape: str):
+    for text in TOLD[shape]:
+        for written in (scrubbed(text), str(redacted({"a": [text]})), redact_words([text])[0]):
+            assert "<redacted>" in written, text
+            assert not re.search(r"HUN|TER2|SFVO|dXNl|1234567", written), text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.MonkeyPatch):
+    kept = [ready for name, ready in zip(SHAPES, secrets.READY, strict=True) if name != shape]
+    monkeypatch.setattr(secrets, "READY", kept)
+    assert any(re.search(r"HUN|TER2|SFVO|dXNl|1234567", scrubbed(text)) for text in TOLD[shape])
+
+
+def test_names_with_a_secret_lose_values_and_no_others():
+    names = "apiKey access-token PRIVATE_KEY tokens auth passphrase clientSecret X-Auth-Token authToken accesskey"
+    assert set(redacted(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
+    others = {
+        "tokens": 3,
+        "tokens_per_s": 3,
+        "author": "x",
+        "labels_key": "x",
+        "token_drop": 0.1,
+        "use_auth_token": True,
+    }
+    assert redacted(others) == others
+    keys = known_keys("train") + known_keys("precompute_latents") + [f.name for f in dataclasses.fields(ImportConfig)]
+    assert [key for key in keys if secrets.is_secret(key, "x")] == []
+
+
+def test_no_sentence_of_ours_is_redacted():
+    """Every text in the code, with a name where a value goes; advice such as latents_key=<name> stays."""
+    checked = 0
+    for file in [*ROOT.glob("*.py"), *(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))]:
+        for call in [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]:
+            for node in ast.walk(call):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "photos" for part in node.values]
+                    text = "".join(map(str, parts))
+                    assert scrubbed(text) == text
+                    checked += 1
+    assert checked > 200
+    for advice in ("x is not of the form key=value; set latents_key=<name>.", "labels_key=label, data.author=me"):
+        assert scrubbed(advice) == advice
+        with pytest.raises(ValueError, match="is not of the form key=value") as caught:
+            compose(["latents_key"])
+        assert scrubbed(str(caught.value)) == str(caught.value)
+
+
+@pytest.mark.fault("a variable of NCCL that loads a library or writes a file", "refused in a sentence; nothing is set")
+@pytest.mark.parametrize(
+    "name", ["NET_PLUGIN", "TUNER_PLUGIN", "PROFILER_PLUGIN", "DEBUG_FILE", "CONF_FILE", "TOPO_FILE"]
+)
+def test_nccl_loads_no_code_and_writes_no_file(name: str):
+    with pytest.raises(ValueError, match=rf"runtime\.parallel\.nccl\.NCCL_{name} is none of .* NCCL_{name}=<value>"):
+        compose([f"+runtime.parallel.nccl.NCCL_{name}=/tmp/x"])
+    assert not any(NCCL.fullmatch(f"NCCL_{name}") for name in ("", "X", "DEBUG_FILE", "IB_PLUGIN", "NET_PLUGIN"))
+    compose([f"+runtime.parallel.nccl.{name}=1" for name in ("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_ALGO")])
 
 
 def test_hub_models_are_pinned():

@@ -6,7 +6,6 @@ The spine is typed by `schema.py`. Components (model, data, objective, optim, lo
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -15,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -26,40 +26,28 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from accel.text import printable
 from training.config import extensions
+from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
-
-ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
-SPELLINGS = {
-    "data=resident (or digits, synthetic): the data group chooses the loader": "training.loader",
-    "data=resident data.path=<folder>: latents are made once by precompute_latents.py": "data.use_latent",
-    "accumulation_steps=<n>": "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps",
-    "runtime.precision=bf16": "use_amp amp mixed_precision precision training.mixed_precision",
-    "runtime.compile=true": "compile use_compile torch_compile",
-    "runtime.gradient_checkpointing=true": "gradient_checkpointing use_checkpoint",
-    "runtime.tf32=true": "allow_tf32 tf32",
-    "runtime.device=cuda": "device",
-    "total_samples=<epochs times samples in the set>": "epochs num_epochs",
-    "total_samples=<steps times batch_size>": "steps max_steps max_train_steps",
-    "optim.lr=<rate>": "lr learning_rate",
-    "optim.weight_decay=<rate>": "weight_decay",
-    "batch_size=<n> (it is the global one)": "global_batch_size train_batch_size",
-    "ema.half_life_samples=<n>": "ema_decay",
-    "save_every=<steps>": "ckpt_every",
-    "run_dir=<folder>": "output_dir results_dir",
-    "logger=wandb": "use_wandb report_to",
-}
-"""Our spelling -> keys that people know for it from guides and other trainers."""
-NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)", re.IGNORECASE)
-"""What Hydra takes for a value of another type where it expects the name of a file."""
-MOST_BRACKETS = 100
-FOREIGN = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
+from training.config.words import (
+    CONF,
+    FOREIGN_DRAWING,
+    ROOT,
+    as_given,
+    choices_of,
+    must_be,
+    nearest,
+    not_read,
+    quoted,
+    refuse_form,
+    refuse_words,
+    spelled,
+)
 
 
 def unlocked(kind: type) -> DictConfig:
@@ -74,6 +62,9 @@ def unlocked(kind: type) -> DictConfig:
     schema = OmegaConf.structured(kind)
     unlock(schema, kind)
     return schema
+
+
+SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
 
 
 def register() -> None:
@@ -107,13 +98,14 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     refuse_words(words)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            full = hydra_compose(config_name, overrides=[*words, *extensions.admit(words)], return_hydra_config=True)
+            read = [*map(quoted, words), *extensions.admit(words)]
+            full = hydra_compose(config_name, overrides=read, return_hydra_config=True)
         source = OmegaConf.masked_copy(full, [str(key) for key in full if key != "hydra"])
         return settle(source, full.hydra.runtime.choices, words)
     except Exception as error:
         if not of_library(error):
             raise
-        raise ValueError(explain(error, words, config_name)) from error
+        raise ValueError(explain(error, words, SCHEMAS[config_name])) from error
 
 
 def of_library(error: BaseException) -> bool:
@@ -124,8 +116,10 @@ def of_library(error: BaseException) -> bool:
 
 
 def composed_by_hydra(source: DictConfig) -> Composed:
-    """The same for a function that `hydra.main` called."""
-    return settle(source, HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task))
+    """The same for a function that `hydra.main` called; ValueError, too, for a path that it cannot start with."""
+    composed = settle(source, HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task))
+    refuse_paths(composed.cfg)
+    return composed
 
 
 def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> Composed:
@@ -150,32 +144,11 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
     for name in node:
         if name not in known:
             raise ValueError(
-                f"{prefix}{name}={node[name]}: there is no such key; {nearest(str(name), list(known), prefix)}."
+                f"{prefix}{name}={node[name]}: there is no such key; {nearest(str(name), list(known), prefix)}"
             )
         nested = known[str(name)].default_factory
         if isinstance(nested, type) and is_dataclass(nested):
             refuse_unknown(node[name], nested, f"{prefix}{name}.")
-
-
-def refuse_words(overrides: list[str]) -> None:
-    """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra breaks on."""
-    for override in overrides:
-        key, equals, value = override.lstrip("+~").partition("=")
-        if not override.strip():
-            raise ValueError("one word of the command is empty; give key=value.")
-        refuse_deep(override)
-        nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
-        if nameless and key and "." not in key and (CONF / key).is_dir():
-            options = sorted(file.stem for file in (CONF / key).glob("*.yaml"))
-            raise ValueError(f"{key}={value}: a run needs one; choose one of {', '.join(options)}.")
-        if equals and key in FOREIGN:
-            raise ValueError(f"{key}={value} is not spelled so here; use {FOREIGN[key]}.")
-
-
-def refuse_deep(word: str) -> None:
-    """ValueError for brackets inside brackets that no key has; Hydra and OmegaConf recurse into each."""
-    if word.count("[") + word.count("{") > MOST_BRACKETS:
-        raise ValueError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
 
 
 def refuse_not_finite(node: Any) -> None:
@@ -215,55 +188,60 @@ def one_sentence() -> Iterator[None]:
         library = of_library(error)
         if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
             raise
-        program = "precompute_latents" if "precompute" in Path(sys.argv[0]).name else "train"
-        message = scrubbed(explain(error, sys.argv[1:], program) if library else str(error))
+        schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
+        message = scrubbed(explain(error, sys.argv[1:], schema) if library else str(error))
         print(f"error: {printable(message)}", file=sys.stderr)
         sys.exit(1)
 
 
-def explain(error: Exception, words: list[str], config_name: str) -> str:
-    """Hydra's or OmegaConf's message on the overrides `words`, as key, value and fix."""
+def explain(error: Exception, words: list[str], schema: type) -> str:
+    """Hydra's or OmegaConf's message on the words for a `schema`, as key, value and fix."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text, detail = str(error).strip(), str(cause).strip().splitlines()[0]
-    key = getattr(cause, "full_key", None) or ""
-
-    def as_given(key: str) -> str:
-        """`key=value` as it was typed, or the key alone if it came from a file."""
-        return next((word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key), key)
-
+    key = re.sub(r"\[.*", "", getattr(cause, "full_key", None) or "")
+    word = as_given(key, words)
     if override := getattr(cause, "override", None):
         return not_read(str(override))
-    if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+    if found := re.match(r"Ambiguous value for argument '(([^=]*)=(.*))'", text):
+        word, name, value = found.groups()
+        number = f", {name}={value.replace(',', '.')} for a number" if value.replace(",", "").isdigit() else ""
+        remedy = f"write {name}=[{value}] for a list, {name}=\"'{value}'\" for text{number}"
+        remedy = "choose one" if choices_of(name) else remedy
+        return f"{word}: commas stand between the values of a sweep, which needs -m; {remedy}."
+    if found := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         group, name = found.groups()
+        more = "; latents of your own are data=resident data.path=<folder>" if group == "data" else ""
         options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]
-        return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}."
+        options = options or choices_of(group)
+        return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}{more}."
     if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
-        return f"{as_given(found[1])}: the key is there already; leave out the +."
+        return f"{as_given(found[1], words)}: the key is there already; leave out the +."
     if found := re.match(r"Could not override '([^']+)'", text):
-        return f"{as_given(found[1])}: there is no such key; {nearest(found[1], known_keys(config_name))}"
+        return f"{as_given(found[1], words)}: there is no such key; {nearest_of(found[1], schema)}"
     if found := re.search(r"Key '(\w+)' (?:is )?not in", f"{detail}\n{text}"):
         where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
         name = key or found[1]
-        return f"{as_given(name)}: there is no such key; {nearest(name, known_keys(config_name))}{where}."
+        return f"{as_given(name, words)}: there is no such key; {nearest_of(name, schema)}{where}"
+    if found := re.match(r"(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)", text):
+        return f"{found[3]}: {found[2]}; it must be {must_be(schema, found[3])} ({found[1]})."
     if isinstance(cause, OmegaConfBaseException | OverflowError):
-        return f"{as_given(key) or text.splitlines()[0]}: {detail.removesuffix('.')}."
+        wanted = "" if isinstance(cause, InterpolationResolutionError) else must_be(schema, key)
+        if wanted and word != key:
+            return f"{word} must be {wanted}."
+        return f"{word or text.splitlines()[0]}: {detail.removesuffix('.')}{wanted and f'; it must be {wanted}'}."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return " ".join(text.split())
     return f"{' '.join(words)}: these words cannot be read ({' '.join(text.split())}); `--help` lists all keys."
 
 
-def not_read(word: str) -> str:
-    """A sentence without the value, which may hold a secret between signs that no redaction expects."""
-    name = word.partition("=")[0]
-    return f"{name}: the word that begins so cannot be read; put the value into two kinds of quotes: {name}=\"'…'\"."
+def nearest_of(key: str, schema: type) -> str:
+    """The fix for a key that the configuration lacks."""
+    if key.startswith("runtime.parallel.nccl"):
+        return "put a + in front of it."
+    return nearest(key, known_keys("precompute_latents" if schema is PrecomputeConfig else "train"))
 
 
-def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """The fix for an unknown key: the one that was probably meant, or where to look."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {prefix}{close[0]}?" if close else "`--help` lists all keys"
-
-
+@cache
 def known_keys(config_name: str) -> list[str]:
     """All keys of the default configuration, dotted."""
 
@@ -289,14 +267,16 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     if any(word in ("-h", "--help") for word in words):
         print(help_text.strip() + "\n\nKeys:\n" + as_yaml(OmegaConf.structured(schema)) + "extensions: []")
         sys.exit(0)
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"{word} is not of the form key=value; `--help` lists the keys.")
-        refuse_deep(word)
+    own = {field.name for field in fields(cast(Any, schema))}
+    foreign = {theirs: ours for theirs, ours in FOREIGN_DRAWING.items() if ours.partition("=")[0] in own - {theirs}}
+    refuse_form(words, foreign)
     extensions.admit(words)
     given = OmegaConf.create({})
     for word in words:
-        if not word.startswith(f"{extensions.KEY}="):
+        key, _, value = word.partition("=")
+        if key in foreign:
+            raise ValueError(f"{word} is not spelled so here; use {spelled(foreign[key], value)}.")
+        if key != extensions.KEY:
             try:
                 given.merge_with_dotlist([word])
             except Exception as error:  # of YAML and OmegaConf; they name no word
@@ -313,6 +293,20 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     refuse_unknown(node, schema)
     try:
         refuse_not_finite(node)
-        return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
+        found = cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
     except (OmegaConfBaseException, OverflowError) as error:  # the latter: a whole number above all floats
-        raise ValueError(explain(error, words, "train")) from error
+        raise ValueError(explain(error, words, schema)) from error
+    refuse_nested(found, schema, words)
+    return found
+
+
+def refuse_nested(node: Any, schema: type, words: list[str], prefix: str = "") -> None:
+    """ValueError for a list or mapping inside one of plain values, which OmegaConf lets pass."""
+    for field in fields(node):
+        value, key = getattr(node, field.name), f"{prefix}{field.name}"
+        if is_dataclass(value):
+            refuse_nested(value, schema, words, f"{key}.")
+        elif str(field.type).startswith(("list[", "dict[str, str]")):
+            entries = value.values() if isinstance(value, dict) else value or ()
+            if any(isinstance(entry, list | dict) for entry in entries):
+                raise ValueError(f"{as_given(key, words)} must be {must_be(schema, key)}.")

@@ -6,6 +6,7 @@ differs from it. `check` refuses values that no run can have. No torch in here, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -59,6 +60,23 @@ class ReduceDtype(str, Enum):
     fp32, bf16 = "fp32", "bf16"
 
 
+NCCL = re.compile(
+    "NCCL_(ALGO|ALLOC_P2P_NET_LL_BUFFERS|BUFFSIZE|CGA_CLUSTER_SIZE|CHECKS_DISABLE|CHECK_POINTERS|COLLNET_ENABLE"
+    "|COLLNET_NODE_THRESHOLD|COMM_BLOCKING|CROSS_NIC|CTA_POLICY|CUMEM_ENABLE|CUMEM_HOST_ENABLE|DMABUF_ENABLE"
+    "|DEBUG(_SUBSYS|_TIMESTAMP_FORMAT|_TIMESTAMP_LEVELS)?|GRAPH_MIXING_SUPPORT|GRAPH_REGISTER|IGNORE_CPU_AFFINITY"
+    "|IB_(ADAPTIVE_ROUTING|ADDR_FAMILY|ADDR_RANGE|AR_THRESHOLD|CUDA_SUPPORT|DATA_DIRECT|DISABLE|ECE_ENABLE|FIFO_TC"
+    "|GID_INDEX|HCA|MERGE_NICS|PCI_RELAXED_ORDERING|QPS_PER_CONNECTION|RETRY_CNT|RETURN_ASYNC_EVENTS"
+    "|ROCE_VERSION_NUM|SL|SPLIT_DATA_ON_QPS|TC|TIMEOUT)|LAUNCH_MODE|LL_THRESHOLD|LOCAL_REGISTER|M(AX|IN)_CTAS"
+    "|M(AX|IN)_NCHANNELS|MEM_SYNC_DOMAIN|MNNVL_ENABLE|NET(_GDR_C2C|_GDR_LEVEL|_GDR_READ|_SHARED_BUFFERS|_SHARED_COMMS)?"
+    "|NSOCKS_PERTHREAD|NTHREADS|NVB_DISABLE|NVLS_ENABLE|OOB_NET_ENABLE|OOB_NET_IFNAME|P2P_(DIRECT_DISABLE|DISABLE"
+    "|LEVEL|LL_THRESHOLD|NET_CHUNKSIZE|PXN_LEVEL)|PROTO|PXN_DISABLE|RUNTIME_CONNECT|SET_THREAD_NAME|SHM_DISABLE"
+    "|SINGLE_RING_THRESHOLD|SOCKET_(FAMILY|IFNAME|NTHREADS|RETRY_CNT|RETRY_SLEEP_MSEC)|TREE_THRESHOLD"
+    "|UID_STAGGER_RATE|UID_STAGGER_THRESHOLD)"
+)
+"""NCCL's documented variables that tune or tell. Not those that name a library, a file to write, or a
+file of further variables: *_PLUGIN, *_FILE, CONF_FILE."""
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How several processes share the work (accel/parallel.py)."""
@@ -87,8 +105,12 @@ class ParallelConfig:
             raise ValueError(
                 f"runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with mode={self.mode.value}."
             )
-        if wrong := [name for name in self.nccl if not name.startswith("NCCL_")]:
-            raise ValueError(f"runtime.parallel.nccl.{wrong[0]} is no variable of NCCL; their names begin with NCCL_.")
+        for name in self.nccl:
+            if not NCCL.fullmatch(name):
+                raise ValueError(
+                    f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set here, for some load "
+                    f"code or write files; set it in the environment of the command: {name}=<value>."
+                )
 
 
 @dataclass(frozen=True)
@@ -194,12 +216,14 @@ class SamplingConfig:
     shift: float = 1.0
     per_class: int = 20  # columns of a grid made in training
 
-    def check(self) -> None:
+    def check(self, prefix: str = "sampling.") -> None:
         """ValueError for a value that nothing can be sampled with."""
-        at_least(1, self, "steps", "per_class", prefix="sampling.")
+        at_least(1, self, "steps", "per_class", prefix=prefix)
         interval = self.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
-            raise ValueError(f"sampling.guidance_interval={interval} must be two increasing times, such as [0.1,0.9].")
+            raise ValueError(f"{prefix}guidance_interval={interval} must be two increasing times, such as [0.1,0.9].")
+        if self.shift <= 0.0:
+            raise ValueError(f"{prefix}shift={self.shift} must be above 0; 1 shifts nothing.")
 
 
 @dataclass(frozen=True)

@@ -1,45 +1,96 @@
-"""Removes secrets from everything that is written down: configurations, command lines, messages."""
+"""Removes secrets from everything that is written down: configurations, command lines, messages.
+
+Values go, and names stay. What our messages advise, such as `latents_key=<name>`, holds no value and stays too.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
+HIDDEN = "<redacted>"
+PARTS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Between the parts of a name: accessToken, access-token and ACCESS_TOKEN have two."""
 SECRET = re.compile(
-    r"(^|[._-])(api_?key|key|token|secret|password|passwd|credentials?|authorization|signature|sig)($|[._-])",
-    re.IGNORECASE,
+    r"(.*_)?(password|passwd|passphrase|passcode|secret|credential|authorization|bearer|jwt|cookie"
+    r"|(api|auth|access|private|client)_?(key|token))s?\d*(_.*)?"
+    r"|(.*_)?(key|token|tokens|auth|pwd|pass|pw|sig|signature)(_?\d+)?"
 )
-"""Names of secrets, in keys and in the queries of addresses: we never write their values down."""
-IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-QUERY = re.compile(r"(://[^\s?\"']*\?)[^\s\"']+")
-"""The whole of it: who signs a URL names the parameters, and their order."""
-WORD = re.compile(r"((?:^|[?&\s])([\w.-]+)=)[^&\s]+")
-ENTRY = re.compile(r"([{,\[]\s*([\w.-]+):\s?)[^,{}\[\]]+")
+"""Names of secrets, their parts joined by _: the first wherever they stand, the others at the end (`token_drop`)."""
+OURS = ("latents_key", "labels_key")
+"""Settings that name something in a file."""
+NO_SECRET = re.compile(r"(<[^<>]*>|…|value|null|none|true|false)?[.,;:)`'\"]*", re.IGNORECASE)
+"""What stands where a value would, and holds none."""
+VALUE = r"('[^']*'|\"[^\"]*\"|[^\s&]+)"
+
+
+class Shape(NamedTuple):
+    """One way in which text holds a secret: what stays before the value, its name where that decides, and the value."""
+
+    before: str
+    value: str = VALUE
+    named: bool = True
+
+
+SHAPES = {
+    "https://user:pass@word@host/": Shape(r"(://)", r"([^\s/:@]+:(?!\d+/)\S*|[^\s/]*)(?=@)", named=False),
+    "user:pass@word@host": Shape(r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@[\w.-])", named=False),
+    "https://host/path?query": Shape(r"(://[^\s?\"']*\?)", r"([^\s\"']+)", named=False),
+    "Authorization: scheme value": Shape(r"(\b[Aa]uthorization['\"]?\s*[:=]\s*)", r"([^\r\n,}\]]+)", named=False),
+    "Bearer value": Shape(r"(\b[Bb]earer\s+)", r"([^\s,;'\"<]+)", named=False),
+    "Basic value": Shape(r"(\b[Bb]asic\s+)", r"((?=\S*(?:\d|=|[a-z][A-Z]))[\w+/-]{6,}=*)", named=False),
+    "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s?=\s?)"),
+    "--name value": Shape(r"((?<!\S)--?([\w-]+)\s+)(?!-)"),
+    "X-Name: value": Shape(r"(\b([A-Za-z]+-[\w-]+):\s*)"),
+    "{name: value}": Shape(r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)", r"('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)"),
+    "a provider's own form": Shape(
+        r"(?<![\w-])()",
+        r"(hf_\w{16,}|gh[a-z]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
+        r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]+\.[\w-]+\.[\w-]*)",
+        named=False,
+    ),
+    "a private key": Shape(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)", r"([^-]+)", named=False),
+}
+"""All shapes that are redacted, one after the other."""
+READY = [(re.compile(shape.before + shape.value), shape.named) for shape in SHAPES.values()]
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether `value` must not be written down, for it stands under `name`. A number of tokens may be."""
+    joined = "_".join(filter(None, PARTS.split(name))).lower()
+    if name.rpartition(".")[2] in OURS or NO_SECRET.fullmatch(str(value).strip()):
+        return False
+    number = joined.endswith("tokens") and re.fullmatch(r"\d[\d_.,;]*", str(value))
+    return not number and SECRET.fullmatch(joined) is not None
 
 
 def redacted(node: Any) -> Any:
     """The same tree with the values of keys that look like secrets removed."""
     if isinstance(node, dict):
-        return {k: "<redacted>" if SECRET.search(str(k)) and v is not None else redacted(v) for k, v in node.items()}
+        return {k: HIDDEN if is_secret(str(k), v) else redacted(v) for k, v in node.items()}
     if isinstance(node, list):
         return [redacted(v) for v in node]
     return scrubbed(node) if type(node) is str else node
 
 
 def scrubbed(text: str) -> str:
-    """The same text, its values under names of secrets redacted: in addresses, in mappings, in words."""
+    """The same text with the value of every one of `SHAPES` redacted."""
+    for pattern, named in READY:
+        text = hidden(pattern, named, text)
+    return text
 
-    def named(found: re.Match[str]) -> str:
-        return f"{found[1]}<redacted>" if SECRET.search(found[2]) else found[0]
 
-    text = QUERY.sub(r"\1<redacted>", IN_ADDRESS.sub("<redacted>", text))
-    return ENTRY.sub(named, WORD.sub(named, text))
+def hidden(pattern: re.Pattern[str], named: bool, text: str) -> str:
+    """The same text with the values that a pattern finds redacted; one under another name may hold such a value."""
+    return pattern.sub(
+        lambda m: m[1] + (HIDDEN if not named or is_secret(m[2], m[3]) else hidden(pattern, named, m[3])), text
+    )
 
 
 def redact_words(words: list[str]) -> list[str]:
-    """`key=value` words with the values of such keys removed, and without the folders that Hydra searches."""
+    """`key=value` words with secrets redacted, and without the folders that Hydra searches."""
     parts = [word.partition("=") for word in words if not word.startswith("hydra.searchpath=")]
     return [
-        f"{key}=<redacted>" if equals and SECRET.search(key) else scrubbed(f"{key}{equals}{value}")
+        f"{key}={HIDDEN}" if is_secret(key, value) else scrubbed(f"{key}{equals}{value}")
         for key, equals, value in parts
     ]

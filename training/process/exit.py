@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from training.config.compose import one_sentence, refuse_words
+from training.config.compose import one_sentence
 from training.config.extensions import admit
+from training.config.words import overrides_of, quoted, refuse_words
 from training.process import loggers
 
 group_joined = False
@@ -72,7 +73,8 @@ def run_app(app: Callable[[], None]) -> None:
     """Runs a `hydra.main` function as a command: mistakes become one sentence and exit code 1."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
     with exiting(), one_sentence():
-        refuse_words(sys.argv[1:])
+        refuse_words(overrides_of(sys.argv[1:]))
+        sys.argv[1:] = map(quoted, sys.argv[1:])
         overrides = (i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-"))
         place = next(overrides, len(sys.argv))  # Hydra takes overrides in one stretch only
         sys.argv[place:place] = admit(sys.argv[1:])

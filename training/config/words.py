@@ -1,0 +1,199 @@
+"""The words of a command line: their form, the spellings of other trainers, and what Hydra cannot read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+SPELLINGS = {
+    "data={}": "training.loader loader",
+    "data=resident data.path=<folder>: latents are made once by precompute_latents.py": "data.use_latent",
+    "data=resident data.path={}": "data_path data_dir train_data_dir feature_path",
+    "accumulation_steps={}": "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps",
+    "runtime.precision={}": "use_amp amp mixed_precision precision training.mixed_precision",
+    "runtime.compile={}": "compile use_compile torch_compile",
+    "runtime.gradient_checkpointing={}": "gradient_checkpointing use_checkpoint",
+    "runtime.tf32={}": "allow_tf32 tf32",
+    "runtime.device={}": "device",
+    "total_samples=<epochs times samples in the set>": "epochs num_epochs num_train_epochs",
+    "total_samples=<steps times batch_size>": "steps max_steps max_train_steps",
+    "optim.lr={}": "lr learning_rate",
+    "optim.weight_decay={}": "weight_decay adam_weight_decay",
+    "batch_size={} (it is the global one)": "global_batch_size train_batch_size",
+    "seed={}": "global_seed",
+    "ema.half_life_samples=<n>": "ema_decay ema.decay",
+    "save_every={}": "ckpt_every checkpointing_steps",
+    "resume={}": "resume_from_checkpoint",
+    "run_dir={}": "output_dir results_dir",
+    "sampling.guidance={}": "cfg_scale guidance_scale",
+    "logger={}": "use_wandb report_to",
+}
+"""Our spelling, with {} where the value goes -> keys that people know for it from guides and other trainers."""
+DRAWING = {
+    "guidance={}": "cfg_scale guidance_scale",
+    "steps={}": "num_sampling_steps num_inference_steps",
+    "count={}": "num_fid_samples num_samples",
+    "batch_size={}": "per_proc_batch_size",
+    "weights={}": "ckpt",
+    "seed={}": "global_seed",
+    "out={}": "sample_dir output_dir",
+}
+"""The same for the commands that draw samples."""
+FLAG = {"false": "false 0 no off none null", "true": "*"}
+VALUES = {
+    "data": {"webdataset": "webdataset wds streaming", "digits": "digits", "synthetic": "synthetic", "resident": "*"},
+    "runtime.precision": {
+        "fp16": "fp16 float16 half 16 16-mixed",
+        "fp32": "fp32 float32 full 32 no none false",
+        "bf16": "*",
+    },
+    "runtime.device": {"cuda": "cuda cuda:0 gpu", "cpu": "cpu", "auto": "*"},
+    "logger": {"none": "none null false no", "tensorboard": "tensorboard", "wandb": "*"},
+    "resume": {"auto": "latest true"},
+    **dict.fromkeys(("runtime.compile", "runtime.gradient_checkpointing", "runtime.tf32"), FLAG),
+}
+"""Of our keys with few values: each -> others' words for it; * is all the rest."""
+FOREIGN = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
+FOREIGN_DRAWING = {theirs: ours for ours, keys in DRAWING.items() for theirs in keys.split()}
+NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE)
+"""What Hydra takes for a value of another type where it expects the name of a file."""
+MOST_BRACKETS = 100
+HYDRA_FLAG = re.compile("-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)")
+HYDRA_SETTING = re.compile("-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)")
+"""Hydra's own words: alone, and with a value in or behind them."""
+CALL = re.compile(r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)", re.S)
+UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
+"""What Hydra reads in quotes only."""
+
+
+def spelled(ours: str, value: str) -> str:
+    """Our words `ours` with their value, as we spell it where there are few."""
+    choices = VALUES.get(ours.partition("=")[0], {})
+    known = (name for name, others in choices.items() if others == "*" or value.lower() in others.split())
+    return ours.replace("{}", next(known, value) or "<value>")
+
+
+def refuse_words(words: list[str]) -> None:
+    """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra breaks on."""
+    refuse_form(words, FOREIGN)
+    for word in words:
+        key, equals, value = word.lstrip("+~").partition("=")
+        nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
+        if nameless and key and "." not in key and (CONF / key).is_dir():
+            raise ValueError(f"{key}={value}: a run needs one; choose one of {', '.join(choices_of(key))}.")
+        if equals and key in FOREIGN:
+            raise ValueError(f"{key}={value} is not spelled so here; use {spelled(FOREIGN[key], value)}.")
+
+
+def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
+    """ValueError for a word that is not `key=value`, with what it should be."""
+    for word, behind in zip(words, [*words[1:], ""], strict=False):
+        if not word.strip():
+            raise ValueError("one word of the command is empty; give key=value.")
+        refuse_deep(word)
+        key, equals, value = word.partition("=")
+        name = key.strip(" -").replace("-", "_")
+        if key.startswith("~") or (equals and name and key[0] not in " -" and key[-1] != " "):
+            continue
+        if not equals and behind and "=" not in behind and not behind.startswith("--"):
+            word, value = f"{word} {behind}", behind
+        fault = ": keys are given as key=value, without dashes" if key[:1] == "-" else " is not of the form key=value"
+        ours = spelled(foreign[name], value or "true") if name in foreign else f"{name}={value.strip() or '<value>'}"
+        remedy = f"write {ours}" if re.fullmatch(r"[a-z_][\w.]+", name) else "`--help` lists the keys"
+        raise ValueError(f"{word}{fault}; {remedy}.")
+
+
+def refuse_deep(word: str) -> None:
+    """ValueError for brackets inside brackets that no key has; Hydra and OmegaConf recurse into each."""
+    if word.count("[") + word.count("{") > MOST_BRACKETS:
+        raise ValueError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
+
+
+def overrides_of(words: list[str]) -> list[str]:
+    """The words of a command without Hydra's own flags and their values."""
+    valued = [False, *map(HYDRA_SETTING.fullmatch, words)]
+    flags = [HYDRA_FLAG.fullmatch(word) or HYDRA_SETTING.fullmatch(word.partition("=")[0]) for word in words]
+    return [word for word, flag, value in zip(words, flags, valued, strict=False) if not (flag or value)]
+
+
+def quoted(word: str) -> str:
+    """An override as Hydra can read it: signs that it does not know go into quotes, as in `run_dir=läufe/ä`."""
+    key, _, value = word.partition("=")
+    if word.startswith("-") or not value.isprintable() or re.search(r"['\"\\]", value):
+        return word
+    if value[:1] in ("[", "{"):
+        entry = r"[^\[\]{},:\s][^\[\]{},:]*" if value[0] == "{" else r"[^\[\]{},\s][^\[\]{},]*"
+        return f"{key}=" + re.sub(entry, lambda m: m[0] if m[0].isascii() else f"'{m[0]}'", value)
+    if "," in value or not UNREAD.search(value) or CALL.fullmatch(value):
+        return word
+    return f"{key}='{value.strip()}'"
+
+
+def not_read(word: str) -> str:
+    """A sentence without the value, which may hold a secret between signs that no redaction expects."""
+    name = word.partition("=")[0]
+    return f"{name}: the word that begins so cannot be read; put the value into two kinds of quotes: {name}=\"'…'\"."
+
+
+def nearest(name: str, known: list[str], prefix: str = "") -> str:
+    """The fix for an unknown key: the one that was probably meant, or where to look."""
+    public = [key for key in known if not re.search(r"(^|\.)_", key)]
+    group, _, inner = name.partition(".")
+    nested = [key for key in public if key.endswith(f".{name}")]
+    files = [file for file in sorted(CONF.glob("*/*.yaml")) if file.parent.name != "experiment"]
+    nested += [f"{file.parent.name}.{name}" for file in files if has_key(file, name)]
+    having = [choice for choice in choices_of(group) if has_key(CONF / group / f"{choice}.yaml", inner)]
+    if having and not prefix:
+        return f"{group}={having[0]} has it; add {' or '.join(f'{group}={choice}' for choice in having[:2])}."
+    if choices_of(name):
+        return "that group belongs to the other of train.py and precompute_latents.py."
+    close = nested or difflib.get_close_matches(name, public, n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else "`--help` lists all keys."
+
+
+def choices_of(group: str) -> list[str]:
+    """The files of a group of our own."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
+
+
+def has_key(file: Path, key: str) -> bool:
+    return re.search(rf"^{re.escape(key)}:", file.read_text(), re.MULTILINE) is not None
+
+
+def as_given(key: str, words: list[str]) -> str:
+    """`key=value` as it was typed, or the key alone if it came from a file."""
+    return next((word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key), key)
+
+
+def must_be(schema: type, key: str) -> str:
+    """What the value of a key of `schema` must be, with the default as the example; empty for a key of a component."""
+    node: Any = schema()
+    *above, last = key.split(".")
+    for name in above:
+        node = getattr(node, name, None)
+    if not is_dataclass(node) or not hasattr(node, last):
+        return ""
+    hint, default = get_type_hints(type(node))[last], getattr(node, last)
+    if is_dataclass(default):
+        return f"set key by key, such as {key}.{fields(default)[0].name}=<value>"
+    kinds = " or ".join(kind_of(hint) for hint in (get_args(hint) if isinstance(hint, UnionType) else (hint,)))
+    plain = default is None or isinstance(default, bool | Enum) or default == {}
+    return kinds if plain else f"{kinds}, such as {str(default).translate({39: None, 32: None})}"
+
+
+def kind_of(hint: Any) -> str:
+    """A type as people call it."""
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(choice.value for choice in hint)}"
+    if get_origin(hint) is list:
+        return f"a list, each entry {kind_of(get_args(hint)[0])}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+    return words.get(hint) or ("a mapping such as {NAME: value}" if get_origin(hint) is dict else "a value")
