@@ -18,7 +18,7 @@ from scripts import doctor
 from tests.conftest import TINY_RUN
 from tests.harness import CPU, EAGER, tiny_training
 from tests.planted import PlantedModel
-from tests.test_parallel import finished, launch, logged
+from tests.test_parallel import WORDS, logged
 from training.config.compose import compose
 
 GOOD = {
@@ -352,10 +352,10 @@ def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_has_no_kernels_train_alike(tmp_path):
-    words = ["runtime.fused_conv=auto", "runtime.fused_scan=false"]
-    process = launch(tmp_path / "run", *words, KERNELS_ON_RANK="0", XDG_CACHE_HOME=str(tmp_path / "cache"))
-    finished(process)
+def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path):
+    words = [*WORDS, "runtime.fused_conv=auto", "runtime.fused_scan=false"]
+    environment = {"KERNELS_ON_RANK": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert zygote(tmp_path / "run", *words, ranks=2, environment=environment) == [0, 0]
     row = json.loads((tmp_path / "run" / "ledger.json").read_text())["fused_conv"]
     assert row["active"] is False
     assert "its parity test failed" in row["evidence"]

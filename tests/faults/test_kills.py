@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -136,3 +137,12 @@ def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
     assert zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM") == [75, 75], said(folder)
     (saved,) = complete(folder / "checkpoints")
     assert f"asked to stop at step {saved.name.removeprefix('step-')}" in said(folder)
+
+
+@pytest.mark.fault("a run that hangs until the limit of its test", "killed; the next run gets its own answer")
+def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote: Start, tmp_path: Path):
+    assert zygote(tmp_path / "first", "total_samples=8") == [0]
+    signal.setitimer(signal.ITIMER_REAL, 3)  # the alarm of pytest-timeout, sooner
+    with pytest.raises(pytest.fail.Exception, match="Timeout"):
+        zygote(tmp_path / "run", ranks=2, environment={"FAULT": "hang:1:4"})
+    assert zygote(tmp_path / "run") == [0], said(tmp_path / "run")  # nobody holds the folder any more
