@@ -139,10 +139,9 @@ def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
     assert f"asked to stop at step {saved.name.removeprefix('step-')}" in said(folder)
 
 
-@pytest.mark.fault("a run that hangs until the limit of its test", "killed; the next run gets its own answer")
 def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote: Start, tmp_path: Path):
     assert zygote(tmp_path / "first", "total_samples=8") == [0]
     signal.setitimer(signal.ITIMER_REAL, 3)  # the alarm of pytest-timeout, sooner
     with pytest.raises(pytest.fail.Exception, match="Timeout"):
-        zygote(tmp_path / "run", ranks=2, environment={"FAULT": "hang:1:4"})
+        zygote(tmp_path / "run", "runtime.parallel.timeout_minutes=0.1", ranks=2, environment={"FAULT": "hang:1:4"})
     assert zygote(tmp_path / "run") == [0], said(tmp_path / "run")  # nobody holds the folder any more
