@@ -13,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from scripts.import_latents import ImportConfig
+from tests.pace import limit
 from training.config.build import build, resolve_target
 from training.config.compose import CONF, FOREIGN, ROOT, compose, from_words, one_sentence
 from training.config.precompute import PrecomputeConfig
@@ -30,7 +31,7 @@ def command(*words: str, program: str = "train.py", **environment: str) -> subpr
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=limit(300),
     )
 
 

@@ -58,7 +58,7 @@ def assert_same(one: Path, two: Path) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resume") / "uninterrupted"
-    train(compose([*WORDS, f"run_dir={folder}"]))
+    train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
     return folder
 
 
@@ -73,10 +73,8 @@ def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted,
     for logged in (2, 4):  # kill -9 once so many lines are in metrics.jsonl, wherever the run then is
         process = start(folder)
         metrics = folder / "metrics.jsonl"
-        deadline = time.time() + 120
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= logged):
             assert process.poll() is None, "the run ended before it could be killed"
-            assert time.time() < deadline
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -88,7 +86,7 @@ def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted,
 def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, stop):
     """As if killed at `stop`: only what a kill there would have left is kept."""
     folder = tmp_path / "resumed"
-    train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
+    shutil.copytree(uninterrupted, folder)
     for checkpoint in complete(folder / "checkpoints"):
         if int(checkpoint.name.removeprefix("step-")) > stop:
             shutil.rmtree(checkpoint)
@@ -109,11 +107,11 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     if "data=webdataset" in words or "data=resident" in words:
         save_latent_set(tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))])
         words = [*words, f"data.path={tmp_path / 'set'}"]
-    common = [*WORDS, *words, "model.dim=64", "model.depth=2", "eval_every=0", "keep_checkpoints=9"]
+    common = [*WORDS, *words, "eval_every=0", "total_samples=96", "keep_checkpoints=9"]
     common = [word for word in common if not (word == "runtime=eager" and "runtime=fast" in words)]
     train(compose([*common, f"run_dir={tmp_path / 'one'}"]))
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    for step in (15, 20, 24):
+    for step in (10, 12):
         shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{step}")
     train(compose([*common, f"run_dir={tmp_path / 'two'}"]))
     assert_same(tmp_path / "one", tmp_path / "two")
@@ -192,7 +190,7 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
 
 
 def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):
-    checkpoint = complete(uninterrupted / "checkpoints")[0]
+    checkpoint = complete(uninterrupted / "checkpoints")[-2]
     folder = tmp_path / "branch"
     words = [*WORDS, f"run_dir={folder}", f"resume={checkpoint}", "total_samples=184"]
     train(compose(words))
@@ -219,8 +217,3 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(uninterrupt
     with pytest.raises(ValueError, match="no checkpoint that verifies"):  # nor the second time
         train(compose([*WORDS, f"run_dir={folder}"]))
     assert (folder / "metrics.jsonl").read_text() == metrics
-
-
-def test_old_checkpoints_go_and_as_many_as_asked_for_stay(uninterrupted):
-    names = [p.name for p in complete(uninterrupted / "checkpoints")]
-    assert names[-2:] == ["step-20", "step-24"]

@@ -14,6 +14,8 @@ from tests.faults.conftest import Start, nothing_unverified, outcome, said, tidy
 from tests.helpers import random_samples, save_latent_set
 from training.checkpoint.find import complete
 
+pytestmark = pytest.mark.timeout(3600)  # many runs, each with a limit of its own
+
 MODES = {1: [], 2: ["runtime.parallel.mode=fsdp", "runtime.fused_adamw=true", "runtime.parallel.timeout_minutes=1"]}
 LONGER = ["total_samples=240"]
 """Thirty steps, about a second."""
@@ -79,7 +81,6 @@ def test_kills_within_a_save(
         pytest.param(2, 20, ["runtime.parallel.mode=ddp"], id="ddp", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.timeout(3600)
 def test_kills_at_random(
     ranks: int, kills: int, words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
 ):

@@ -19,6 +19,7 @@ from data.manifest import write_atomically
 from data.shards import file_sha256
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import WORDS, Start, outcome, said
+from tests.pace import limit
 from train import train
 from training.checkpoint.find import complete, damage
 from training.checkpoint.save import Checkpoints
@@ -289,7 +290,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     write = Checkpoints.write_files
 
     def slowly(self: Checkpoints, *arguments):
-        go_on.wait(timeout=60)
+        go_on.wait(timeout=limit(60))
         ended.append(threading.current_thread().name)
         return write(self, *arguments)
 
