@@ -8,9 +8,18 @@ OLDEST_TRITON := .triton
 
 setup: $(VENV)/.installed
 
+# `make test PYTHON=python3.13`: a .venv of another Python is made anew.
+ifneq ($(origin PYTHON),file)
+ifeq (,$(shell grep -s "^version = $$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')\." $(VENV)/pyvenv.cfg))
+ANEW := rm -rf $(VENV)
+.PHONY: $(VENV)/.installed
+endif
+endif
+
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) training/python.py
-	$(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python -a -z "$(ANEW)" || $(PYTHON) training/python.py
+	$(ANEW)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from precompute_latents import precompute
+from tests.faults.zygote import Zygote
 from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
 from training.config.compose import ROOT, compose
@@ -60,6 +61,13 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return train(compose([*TINY_RUN, f"run_dir={tmp_path / folder}", *overrides]))
 
     return start
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    started = Zygote()
+    yield started
+    started.stop()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What torchrun starts in the tests: `train.py`, with a quick compiler and, where it is asked for, a fault.
+"""A training process of the tests: `train.py`, with a quick compiler and, where it is asked for, a fault.
 
 FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
 With KERNELS_ON_RANK fused kernels may be asked for, and can run in that process alone, in Triton's interpreter.
@@ -28,7 +28,6 @@ Compile.backend = "aot_eager"
 def faulty(kind: str, step: int) -> None:
     """Makes the step fail; warm-up has three of its own, which do not count."""
     losses, calls = TrainStep.losses, iter(range(10**6))
-    marker = Path(os.environ["FAULT_MARKER"])
 
     def failing(self: TrainStep, batch, held_out=False):
         loss, t = losses(self, batch, held_out)
@@ -37,7 +36,7 @@ def faulty(kind: str, step: int) -> None:
                 loss = loss * float("nan")
             elif kind == "hang":
                 time.sleep(600)
-            elif not marker.exists():
+            elif not (marker := Path(os.environ["FAULT_MARKER"])).exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         return loss, t
@@ -45,7 +44,7 @@ def faulty(kind: str, step: int) -> None:
     TrainStep.losses = failing  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     if rank := os.environ.get("KERNELS_ON_RANK"):
         FusedKernel.unavailable = lambda self: None
@@ -56,8 +55,8 @@ def main() -> None:
         if os.environ.get("RANK") == rank:
             faulty(kind, int(step))
     with exiting(), one_sentence():
-        train(compose([*TINY_RUN, *sys.argv[1:]]))
+        train(compose([*TINY_RUN, *words]))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -17,6 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from scripts.import_latents import ImportConfig
+from tests.pace import limit
 from training.config.build import build, resolve_target
 from training.config.compose import CONF, ROOT, compose, from_words, one_sentence
 from training.config.paths import refuse_paths
@@ -38,7 +39,7 @@ def command(*words: str, program: str = "train.py", **environment: str) -> subpr
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=limit(300),
     )
 
 

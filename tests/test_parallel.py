@@ -1,14 +1,14 @@
-"""Several processes do what one does: real ones, started by torchrun, on gloo."""
+"""Several processes do what one does: real ones on gloo, forked, and where a launcher has a part, torchrun's."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.faults.zygote import Zygote, said
 from tests.helpers import pairwise
+from tests.pace import limit
 from training.config.compose import ROOT, compose
 from training.evaluate import dealt
 from training.process.ranks import Ranks
@@ -33,28 +35,33 @@ EXTRAS = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", 
 EXTRAS += ["fd_every=4", "fd.count=150", "fd.features=[encoder]"]
 
 
-def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 0, **environment: str) -> subprocess.Popen[bytes]:
-    settings = [*WORDS, *words, f"run_dir={folder}"]
-    program = ["-m", "tests.parallel_worker"]
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # as in scripts/slurm/train.sbatch
-        program = [*launcher, f"--max-restarts={restarts}", *program]
+Finished = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def finished(zygote: Zygote) -> Finished:
+    """`finished(folder, *words)`: what the processes of a run printed; all must end well."""
+
+    def run(folder: Path, *words: str, ranks: int = 2, **environment: str) -> str:
+        codes = zygote(folder, *WORDS, *words, ranks=ranks, environment=environment)
+        assert codes == [0] * ranks, said(folder)
+        return said(folder)
+
+    return run
+
+
+def launch(folder: Path, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+    """torchrun, with two processes."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # as in scripts/slurm/train.sbatch
     return subprocess.Popen(
-        [sys.executable, *program, *settings],
+        [sys.executable, "-m", *launcher, "-m", "tests.parallel_worker", *WORDS, *words, f"run_dir={folder}"],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "FAULT_MARKER": str(folder) + ".died"} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-
-
-def finished(process: subprocess.Popen[bytes], code: int = 0) -> str:
-    """What it printed; it must end with `code`."""
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == code, errors.decode()[-3000:]
-    return output.decode()
 
 
 def logged(folder: Path, *names: str) -> list[list[Any]]:
@@ -73,10 +80,10 @@ def weights(folder: Path, step: int, which: str = "ema") -> dict[str, torch.Tens
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, with everything that a run can do along the way."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    finished(launch(folder, *EXTRAS, ranks=1))
+    finished(folder, *EXTRAS, ranks=1)
     return folder
 
 
@@ -89,13 +96,15 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("hsdp", 4, marks=pytest.mark.slow),
     ],
 )
-def test_the_same_run_at_any_number_of_processes(mode: str, ranks: int, single: Path, tmp_path: Path):
+def test_the_same_run_at_any_number_of_processes(
+    mode: str, ranks: int, finished: Finished, single: Path, tmp_path: Path
+):
     """Losses, held-out losses, distances, samples, and the averages in the checkpoint; one folder, one voice."""
     extras = EXTRAS + (["runtime.parallel.shard_degree=2"] if mode == "hsdp" else [])  # two copies of two parts each
-    said = finished(launch(tmp_path / "run", *extras, f"runtime.parallel.mode={mode}", ranks=ranks))
+    printed = finished(tmp_path / "run", *extras, f"runtime.parallel.mode={mode}", ranks=ranks)
     close(tmp_path / "run", single, "loss", "grad_norm", "lr", "step", "samples")
-    assert said.count("summary") == 1
-    assert f"in one step of {ranks} processes" in said
+    assert printed.count("summary") == 1
+    assert f"in one step of {ranks} processes" in printed
     evaluated = [row for row in logged(tmp_path / "run", "eval_loss") if row[0] is not None]
     torch.testing.assert_close(
         torch.tensor(evaluated), torch.tensor([r for r in logged(single, "eval_loss") if r[0] is not None])
@@ -140,7 +149,7 @@ for _ in range(8):
 @pytest.mark.fault("threads of a process group at the end of a process", "exit code 0")
 def test_a_process_ends_well_while_threads_of_its_group_still_want_the_interpreter():
     """Of such pairs, two in five had a process aborted at its end before there was `exiting`."""
-    done = subprocess.run([sys.executable, "-c", PAIRS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PAIRS], cwd=ROOT, capture_output=True, text=True, timeout=limit(120))
     assert done.stdout.split() == ["0"] * 16, done.stderr[-3000:]
 
 
@@ -156,10 +165,12 @@ ROWS = pairwise(["ddp", "fsdp", "hsdp"], *([0, 1] for _ in TECHNIQUES))
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=pytest.mark.slow) if i % 3 != 1 else row for i, row in enumerate(ROWS)], ids=str
 )
-def test_techniques_and_processes_do_not_disturb_each_other(row: tuple, single: Path, tmp_path: Path):
+def test_techniques_and_processes_do_not_disturb_each_other(
+    row: tuple, finished: Finished, single: Path, tmp_path: Path
+):
     mode, *chosen = row
     words = [w for options, i in zip(TECHNIQUES.values(), chosen, strict=True) for w in options[i]]
-    finished(launch(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error"))
+    finished(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error")
     close(tmp_path / "run", single, "loss", "grad_norm")
 
 
@@ -178,17 +189,17 @@ def test_techniques_and_processes_do_not_disturb_each_other(row: tuple, single: 
     ],
     ids=lambda words: words[-1].rpartition(".")[2],
 )
-def test_every_option_trains(words: list[str], single: Path, tmp_path: Path):
-    finished(launch(tmp_path / "run", *words))
+def test_every_option_trains(words: list[str], finished: Finished, single: Path, tmp_path: Path):
+    finished(tmp_path / "run", *words)
     found, wanted = (torch.tensor(logged(f, "loss")) for f in (tmp_path / "run", single))
     torch.testing.assert_close(found, wanted, rtol=1e-2 if "bf16" in str(words) else 2e-5, atol=0.0)
 
 
 @pytest.mark.slow
-def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(tmp_path: Path):
+def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(finished: Finished, tmp_path: Path):
     words = ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false", "save_every=4"]
     for every in (0, 1):
-        finished(launch(tmp_path / str(every), *words, f"eval_every={every}"))
+        finished(tmp_path / str(every), *words, f"eval_every={every}")
     one, other = (weights(tmp_path / str(every), 4, "model") for every in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -204,12 +215,10 @@ def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(tmp_path: 
         ),
     ],
 )
-def test_processes_never_train_apart(words: list[str], sentence: str, tmp_path: Path):
+def test_processes_never_train_apart(words: list[str], sentence: str, zygote: Zygote, tmp_path: Path):
     """Even where what cannot be had is left out otherwise."""
-    process = launch(tmp_path / "run", *words)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert sentence in errors.decode()
+    assert 0 not in zygote(tmp_path / "run", *WORDS, *words, ranks=2)
+    assert sentence in said(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -217,8 +226,9 @@ def test_processes_never_train_apart(words: list[str], sentence: str, tmp_path: 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_one_gpu_on_the_path_of_many(mode: str, tmp_path: Path):
     """NCCL with one process: the same losses as without it."""
-    for name, words in (("plain", ["runtime.parallel.mode=none"]), ("many", [f"runtime.parallel.mode={mode}"])):
-        finished(launch(tmp_path / name, "runtime.device=cuda", *words, ranks=1))
+    for name, chosen in (("plain", "none"), ("many", mode)):  # not forked, for CUDA's sake
+        words = [*WORDS, f"run_dir={tmp_path / name}", "runtime.device=cuda", f"runtime.parallel.mode={chosen}"]
+        subprocess.run([sys.executable, "-m", "tests.parallel_worker", *words], cwd=ROOT, check=True)
     close(tmp_path / "many", tmp_path / "plain", "loss", "grad_norm")
 
 
@@ -227,28 +237,28 @@ def test_one_gpu_on_the_path_of_many(mode: str, tmp_path: Path):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("bits", range(16))
-def test_the_whole_matrix(mode: str, ranks: int, bits: int, single: Path, tmp_path: Path):
+def test_the_whole_matrix(mode: str, ranks: int, bits: int, finished: Finished, single: Path, tmp_path: Path):
     words = [w for i, options in enumerate(TECHNIQUES.values()) for w in options[bits >> i & 1]]
-    finished(launch(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", ranks=ranks))
+    finished(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", ranks=ranks)
     close(tmp_path / "run", single, "loss", "grad_norm")
 
 
 @pytest.mark.fault("another number of processes: 2, 3, 1", "the same samples; the same losses within rounding")
-def test_a_checkpoint_fits_any_number_of_processes(single: Path, tmp_path: Path):
+def test_a_checkpoint_fits_any_number_of_processes(finished: Finished, single: Path, tmp_path: Path):
     """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run."""
     folder = tmp_path / "run"
     stages = [(24, 2, "fsdp"), (36, 3, "ddp"), (48, 1, "none")]
     for samples, ranks, mode in stages:
         words = [f"total_samples={samples}", "save_every=1", f"runtime.parallel.mode={mode}"]
-        finished(launch(folder, *words, ranks=ranks))
+        finished(folder, *words, ranks=ranks)
     close(folder, single, "loss", "grad_norm")
 
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.fault("a NaN in one of two processes", "a step skipped by both; weights bit-identical")
-def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, tmp_path: Path):
+def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, finished: Finished, tmp_path: Path):
     words = ["save_every=1", "keep_checkpoints=9", f"runtime.parallel.mode={mode}", "runtime.fused_adamw=true"]
-    finished(launch(tmp_path / "run", *words, FAULT="nan:1:4"))
+    finished(tmp_path / "run", *words, FAULT="nan:1:4")
     skipped = [row[0] for row in logged(tmp_path / "run", "skipped")]
     assert sum(skipped) == 1
     bad = skipped.index(1)
@@ -259,45 +269,36 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, tmp_p
 
 @pytest.mark.fault("kill -9 of one process under torchrun --max-restarts", "all start again; the same losses")
 def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Path, tmp_path: Path):
-    finished(launch(tmp_path / "run", "save_every=1", restarts=2, FAULT="die:1:3"))
-    assert (tmp_path / "run.died").exists()
+    process = launch(tmp_path / "run", "save_every=1", FAULT="die:1:3", FAULT_MARKER=str(tmp_path / "died"))
+    _, errors = process.communicate(timeout=limit(300))
+    assert process.returncode == 0, errors.decode()[-3000:]
+    assert (tmp_path / "died").exists()
     close(tmp_path / "run", single, "loss", "grad_norm")
 
 
 @pytest.mark.fault("a process that hangs", "the run ends within runtime.parallel.timeout_minutes")
-def test_a_process_that_hangs_ends_the_run_within_the_timeout(tmp_path: Path):
-    began = time.monotonic()
-    process = launch(tmp_path / "run", "runtime.parallel.timeout_minutes=0.1", FAULT="hang:1:4")
-    assert process.stderr
-    said, hung = "", None
-    while hung is None:  # torchrun saw the other process end, and tells the one that hangs
-        line = process.stderr.readline().decode()
-        assert line, said
-        said, hung = said + line, re.search(r"Sending process (\d+) closing signal", line)
-    os.kill(int(hung[1]), signal.SIGKILL)  # instead of 30 s for a process that does not listen
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert time.monotonic() - began < 120
-    assert "imed out" in said or "imeout" in said
+def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote: Zygote, tmp_path: Path):
+    began, words = time.monotonic(), [*WORDS, "runtime.parallel.timeout_minutes=0.1"]
+    assert zygote(tmp_path / "run", *words, ranks=2, environment={"FAULT": "hang:1:4"}) == [1, -9]  # it never ends
+    assert time.monotonic() - began < limit(120)
+    assert "imed out" in said(tmp_path / "run") or "imeout" in said(tmp_path / "run")
 
 
 @pytest.mark.fault("SIGTERM or SIGUSR1 to torchrun", "saved at the next step; the same command goes on")
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
-def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name: str, tmp_path: Path):
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name: str, finished: Finished, tmp_path: Path):
     words = ["total_samples=12000", "save_every=100000", "log_every=5"]
     process = launch(tmp_path / "run", *words)
-    deadline = time.time() + 120
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()[1].decode()[-2000:]
-        assert time.time() < deadline
         time.sleep(0.02)
     os.kill(process.pid, getattr(signal, name))
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=limit(120))
     assert "asked to stop at step" in output.decode()
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
-    said = finished(launch(tmp_path / "run", f"total_samples={12 * (step + 2)}", "save_every=100000"))
-    assert f"resumed from {saved} at step {step}" in said
+    printed = finished(tmp_path / "run", f"total_samples={12 * (step + 2)}", "save_every=100000")
+    assert f"resumed from {saved} at step {step}" in printed
 
 
 @pytest.mark.parametrize(
@@ -313,13 +314,13 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name: str, 
         ),
     ],
 )
-def test_a_wrong_launch_is_one_sentence(words: list[str], environment: dict, sentence: str, tmp_path: Path):
+def test_a_wrong_launch_is_one_sentence(
+    words: list[str], environment: dict, sentence: str, zygote: Zygote, tmp_path: Path
+):
     several = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"} | environment
-    process = launch(tmp_path / "run", *words, ranks=1, **several)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert sentence in errors.decode()
-    assert "Traceback" not in errors.decode()
+    assert zygote(tmp_path / "run", *WORDS, *words, environment=several) == [1]
+    assert sentence in said(tmp_path / "run")
+    assert "Traceback" not in said(tmp_path / "run")
 
 
 def contradiction(monkeypatch: pytest.MonkeyPatch, *words: str, **environment: str) -> str:
@@ -367,8 +368,8 @@ def test_items_are_dealt_evenly(count: int, world: int):
     assert sorted(item for hand in hands for item, mine in hand if mine) == list(range(count))
 
 
-def test_one_process_may_take_the_path_of_many(single: Path, tmp_path: Path):
+def test_one_process_may_take_the_path_of_many(finished: Finished, single: Path, tmp_path: Path):
     """For measuring what it costs."""
-    said = finished(launch(tmp_path / "run", "runtime.parallel.mode=fsdp", ranks=1))
-    assert "in one step of 1 processes" in said
+    printed = finished(tmp_path / "run", "runtime.parallel.mode=fsdp", ranks=1)
+    assert "in one step of 1 processes" in printed
     close(tmp_path / "run", single, "loss", "grad_norm")

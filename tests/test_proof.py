@@ -18,7 +18,7 @@ from scripts import doctor
 from tests.conftest import TINY_RUN
 from tests.harness import CPU, EAGER, tiny_training
 from tests.planted import PlantedModel
-from tests.test_parallel import finished, launch, logged
+from tests.test_parallel import WORDS, logged
 from training.config.compose import compose
 
 GOOD = {
@@ -105,14 +105,16 @@ def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch
     [
         ("wrong", False, "has an error of 1e-02"),
         ("crash", False, "the process that tried it ended with signal SIGSEGV"),
-        ("hang", False, "the process that tried it did not answer for 15 s in its parity test"),
+        ("hang", False, "the process that tried it did not answer for 7 s in its parity test"),
         ("slow", False, "ms a block against"),
         ("memory", True, "memory ran out without it"),
     ],
 )
 def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
     monkeypatch.setenv("PLANT", fault)
-    monkeypatch.setattr(proof, "PATIENCE", 15.0)
+    if fault == "hang":
+        read = proof.read
+        monkeypatch.setattr(proof, "read", lambda file: read(file) | {"patience": 7.0})  # from its first news on
     chosen, why, _ = proved()
     assert chosen is on
     assert word in why
@@ -352,10 +354,10 @@ def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_has_no_kernels_train_alike(tmp_path):
-    words = ["runtime.fused_conv=auto", "runtime.fused_scan=false"]
-    process = launch(tmp_path / "run", *words, KERNELS_ON_RANK="0", XDG_CACHE_HOME=str(tmp_path / "cache"))
-    finished(process)
+def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path):
+    words = [*WORDS, "runtime.fused_conv=auto", "runtime.fused_scan=false"]
+    environment = {"KERNELS_ON_RANK": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert zygote(tmp_path / "run", *words, ranks=2, environment=environment) == [0, 0]
     row = json.loads((tmp_path / "run" / "ledger.json").read_text())["fused_conv"]
     assert row["active"] is False
     assert "its parity test failed" in row["evidence"]

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from tests.conftest import TINY_RUN
+from tests.faults.conftest import outcome
 from tests.helpers import random_samples, save_latent_set
 from train import train
-from training.checkpoint.find import complete, damage, description, newest
-from training.checkpoint.parts import assembled, flat
+from training.checkpoint.find import complete, damage, newest
 from training.config.compose import ROOT, compose
-from training.state import PIECES
 
 STEPS = 24
 WORDS = [
@@ -35,30 +34,11 @@ WORDS = [
     "accumulation_steps=2",
 ]
 
-KEPT = {piece.name: piece.kept for piece in PIECES}
-
-
-def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Logged losses and all final tensors of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = complete(folder / "checkpoints")[-1]
-    state = assembled(last, description(last), KEPT)
-    tensors = {name: leaf for name, leaf in flat(state) if isinstance(leaf, torch.Tensor)}
-    timing = ("train_seconds", "samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
-    return [{k: v for k, v in line.items() if k not in timing} for line in lines], tensors
-
-
-def assert_same(one: Path, two: Path) -> None:
-    (lines, tensors), (other_lines, other) = outcome(one), outcome(two)
-    assert lines == other_lines
-    assert tensors.keys() == other.keys()
-    assert all(torch.equal(tensors[k], other[k]) for k in tensors)
-
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resume") / "uninterrupted"
-    train(compose([*WORDS, f"run_dir={folder}"]))
+    train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
     return folder
 
 
@@ -73,27 +53,25 @@ def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted,
     for logged in (2, 4):  # kill -9 once so many lines are in metrics.jsonl, wherever the run then is
         process = start(folder)
         metrics = folder / "metrics.jsonl"
-        deadline = time.time() + 120
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= logged):
             assert process.poll() is None, "the run ended before it could be killed"
-            assert time.time() < deadline
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert start(folder).wait() == 0
-    assert_same(uninterrupted, folder)
+    assert outcome(folder) == outcome(uninterrupted)
 
 
 @pytest.mark.parametrize("stop", [10, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (5, 15, 20))])
 def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, stop):
     """As if killed at `stop`: only what a kill there would have left is kept."""
     folder = tmp_path / "resumed"
-    train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
+    shutil.copytree(uninterrupted, folder)
     for checkpoint in complete(folder / "checkpoints"):
         if int(checkpoint.name.removeprefix("step-")) > stop:
             shutil.rmtree(checkpoint)
     train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
-    assert_same(uninterrupted, folder)
+    assert outcome(folder) == outcome(uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +87,14 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     if "data=webdataset" in words or "data=resident" in words:
         save_latent_set(tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))])
         words = [*words, f"data.path={tmp_path / 'set'}"]
-    common = [*WORDS, *words, "model.dim=64", "model.depth=2", "eval_every=0", "keep_checkpoints=9"]
+    common = [*WORDS, *words, "eval_every=0", "total_samples=96", "keep_checkpoints=9"]
     common = [word for word in common if not (word == "runtime=eager" and "runtime=fast" in words)]
     train(compose([*common, f"run_dir={tmp_path / 'one'}"]))
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    for step in (15, 20, 24):
+    for step in (10, 12):
         shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{step}")
     train(compose([*common, f"run_dir={tmp_path / 'two'}"]))
-    assert_same(tmp_path / "one", tmp_path / "two")
+    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
 
 
 def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
@@ -125,7 +103,7 @@ def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
     summary = train(compose([*WORDS, f"run_dir={folder}"]))
     assert summary["steps"] == STEPS
     assert summary["loss"] == json.loads((uninterrupted / "summary.json").read_text())["loss"]
-    assert_same(uninterrupted, folder)
+    assert outcome(folder) == outcome(uninterrupted)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrupted, tmp_path):
@@ -139,7 +117,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrup
     with pytest.warns(UserWarning, match="ema.safetensors does not match its sha256"):
         train(compose([*WORDS, f"run_dir={folder}"]))
     assert (folder / "checkpoints" / f"{newest.name}.corrupt").is_dir()
-    assert_same(uninterrupted, folder)
+    assert outcome(folder) == outcome(uninterrupted)
 
 
 def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
@@ -148,7 +126,7 @@ def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
     newest = complete(folder / "checkpoints")[-1]
     newest.rename(newest.with_name(newest.name + ".tmp"))
     train(compose([*WORDS, f"run_dir={folder}"]))
-    assert_same(uninterrupted, folder)
+    assert outcome(folder) == outcome(uninterrupted)
 
 
 @pytest.mark.fault("a model, data set or seed other than the checkpoints", "refused with the difference")
@@ -165,7 +143,7 @@ def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
         train(compose([*WORDS, f"run_dir={folder}", "optim._target_=torch.optim.SGD", "~optim.betas"]))
     with pytest.raises(ValueError, match="resume=never"):
         train(compose([*WORDS, f"run_dir={folder}", "resume=never"]))
-    assert_same(uninterrupted, folder)
+    assert outcome(folder) == outcome(uninterrupted)
 
 
 @pytest.mark.fault("other settings on resume, such as accumulation_steps", "allowed, and said; the same stream")
@@ -178,7 +156,7 @@ def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
     words = [word for word in WORDS if not word.startswith(("accumulation_steps", "log_every"))]
     train(compose([*words, f"run_dir={folder}", "log_every=2", "eval_every=12"]))
     assert "at step 20; since then accumulation_steps was 2, is 1\n" in capsys.readouterr().out
-    (expected, _), (found, _) = outcome(uninterrupted), outcome(folder)
+    expected, found = outcome(uninterrupted).metrics, outcome(folder).metrics
     assert expected[-1]["step"] == found[-1]["step"] == STEPS
     assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-4)
 
@@ -187,8 +165,7 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
     checkpoint = complete(uninterrupted / "checkpoints")[-2]
     folder = tmp_path / "branch"
     train(compose([*WORDS, f"run_dir={folder}", f"resume={checkpoint}"]))
-    (_, expected), (_, tensors) = outcome(uninterrupted), outcome(folder)
-    assert all(torch.equal(expected[key], tensors[key]) for key in expected)
+    assert outcome(folder).state == outcome(uninterrupted).state
 
 
 def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_path, capsys):
@@ -203,7 +180,7 @@ def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_pat
 
 
 def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):
-    checkpoint = complete(uninterrupted / "checkpoints")[0]
+    checkpoint = complete(uninterrupted / "checkpoints")[-2]
     folder = tmp_path / "branch"
     words = [*WORDS, f"run_dir={folder}", f"resume={checkpoint}", "total_samples=184"]
     train(compose(words))
@@ -230,8 +207,3 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(uninterrupt
     with pytest.raises(ValueError, match="no checkpoint that verifies"):  # nor the second time
         train(compose([*WORDS, f"run_dir={folder}"]))
     assert (folder / "metrics.jsonl").read_text() == metrics
-
-
-def test_old_checkpoints_go_and_as_many_as_asked_for_stay(uninterrupted):
-    names = [p.name for p in complete(uninterrupted / "checkpoints")]
-    assert names[-2:] == ["step-20", "step-24"]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.faults.zygote import Attempt
+from tests.faults.zygote import Zygote, said
 from training.checkpoint.find import complete, damage, description
 from training.checkpoint.parts import assembled, flat
-from training.config.compose import ROOT
 from training.process.ranks import Ranks
 from training.state import PIECES
 
@@ -58,26 +55,9 @@ Start = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Start]:
-    """`zygote(folder, *words, **how)`: a run in processes of its own; how each of them ended."""
-    program = [sys.executable, "-m", "tests.faults.zygote"]
-    with subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-
-        def start(folder: Path, *words: str, **how: object) -> list[int]:
-            attempt = Attempt([*WORDS, *words], str(folder), **how)  # pyright: ignore[reportArgumentType]
-            print(json.dumps(attempt._asdict()), file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())  # pyright: ignore[reportOptionalMemberAccess]
-
-        yield start
-        process.stdin.close()
-
-
-def said(folder: Path) -> str:
-    """What the processes of a run printed."""
-    return Path(f"{folder}.log").read_text()
+def zygote(zygote: Zygote) -> Start:
+    """With the words that all these runs share."""
+    return lambda folder, *words, **how: zygote(folder, *WORDS, *words, **how)
 
 
 @pytest.fixture(scope="session")
@@ -88,8 +68,9 @@ def whole(zygote: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     def find(*words: str, ranks: int = 1) -> Path:
         key = (*words, ranks)
         if key not in made:
-            made[key] = tmp_path_factory.mktemp("whole") / "run"
-            assert zygote(made[key], *words, ranks=ranks) == [0] * ranks, said(made[key])
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            assert zygote(folder, *words, ranks=ranks) == [0] * ranks, said(folder)
+            made[key] = folder
         return made[key]
 
     return find

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from tests.faults.conftest import Start, nothing_unverified, outcome, said, tidy
 from tests.helpers import random_samples, save_latent_set
 from training.checkpoint.find import complete
+
+pytestmark = pytest.mark.timeout(3600)  # many runs, each with a limit of its own
 
 MODES = {1: [], 2: ["runtime.parallel.mode=fsdp", "runtime.fused_adamw=true", "runtime.parallel.timeout_minutes=1"]}
 LONGER = ["total_samples=240"]
@@ -78,7 +81,6 @@ def test_kills_within_a_save(
         pytest.param(2, 20, ["runtime.parallel.mode=ddp"], id="ddp", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.timeout(3600)
 def test_kills_at_random(
     ranks: int, kills: int, words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
 ):
@@ -136,3 +138,11 @@ def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
     assert zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM") == [75, 75], said(folder)
     (saved,) = complete(folder / "checkpoints")
     assert f"asked to stop at step {saved.name.removeprefix('step-')}" in said(folder)
+
+
+def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote: Start, tmp_path: Path):
+    assert zygote(tmp_path / "first", "total_samples=8") == [0]
+    signal.setitimer(signal.ITIMER_REAL, 3)  # the alarm of pytest-timeout, sooner
+    with pytest.raises(pytest.fail.Exception, match="Timeout"):
+        zygote(tmp_path / "run", "runtime.parallel.timeout_minutes=0.1", ranks=2, environment={"FAULT": "hang:1:4"})
+    assert zygote(tmp_path / "run") == [0], said(tmp_path / "run")  # nobody holds the folder any more

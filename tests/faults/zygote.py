@@ -1,24 +1,36 @@
 """Starts training processes in milliseconds: imports everything once, then forks for every run that is asked for.
 
-Reads one JSON object a line, an `Attempt`, and answers each with a list: how every process of it ended, as
-`subprocess` counts (minus the signal that killed it).
+Reads one request a line, its number and an `Attempt` in JSON, and answers each with that number and how every process
+ended, as `subprocess` counts (minus the signal that killed it).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+from tests.pace import limit
+from training.config.compose import ROOT
+
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Of Python's audit events, those of a save."""
+IMPORTED_ONCE = [
+    *("tests.parallel_worker", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "functorch.compile"),
+    *("sklearn.datasets", "networkx", "evaluation.in_run", "models.mixers.bidirectional_ssd"),
+]
 
 
 class Attempt(NamedTuple):
@@ -27,6 +39,7 @@ class Attempt(NamedTuple):
     words: list[str]
     folder: str
     ranks: int = 1
+    environment: dict[str, str] = {}  # noqa: RUF012  # never changed
     kill_rank: int = 0
     at_event: int | None = None
     """SIGKILL just before this one of the things done to files in `checkpoints`, counted from 1."""
@@ -35,6 +48,52 @@ class Attempt(NamedTuple):
     after_lines: int | None = None
     """A signal once so many lines are logged."""
     signal: str = "SIGKILL"
+
+
+class Zygote:
+    """`zygote(folder, *words, **how)`: a run in processes of its own; how each of them ended.
+
+    A request that is given up, by its own limit or by the test's, takes all its processes along; the next one gets a
+    new zygote.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+        self.number = 0
+
+    def __call__(self, folder: Path, *words: str, **how: Any) -> list[int]:
+        self.number += 1
+        request = [self.number, Attempt([*words], str(folder), **how)._asdict()]
+        try:
+            self.process = self.process or self.begun()
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            number, codes = json.loads(self.line(self.process))
+            assert number == self.number
+        except BaseException:
+            self.stop()
+            raise
+        return codes
+
+    def begun(self) -> subprocess.Popen[str]:
+        program, pipe = [sys.executable, "-m", "tests.faults.zygote"], subprocess.PIPE
+        return subprocess.Popen(program, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+    def line(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        if not select.select([process.stdout], [], [], limit(300))[0]:
+            pytest.fail(f"a run has not ended after {limit(300):.0f} s")
+        return process.stdout.readline()
+
+    def stop(self) -> None:
+        if self.process:
+            with self.process:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process = None
+
+
+def said(folder: Path) -> str:
+    """What the processes of a run printed."""
+    return Path(f"{folder}.log").read_text()
 
 
 def die_at(event: int, folder: str) -> None:
@@ -60,9 +119,7 @@ def die_at(event: int, folder: str) -> None:
 
 def child(attempt: Attempt, rank: int, port: int) -> None:
     """A training process; never returns."""
-    from tests.conftest import TINY_RUN
-    from train import train
-    from training.config.compose import compose, one_sentence
+    from tests import parallel_worker
 
     log = os.open(f"{attempt.folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
@@ -70,12 +127,12 @@ def child(attempt: Attempt, rank: int, port: int) -> None:
     if attempt.ranks > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": attempt.ranks, "MASTER_PORT": port}
         os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(attempt.environment)
     if attempt.at_event is not None and rank == attempt.kill_rank:
         die_at(attempt.at_event, attempt.folder)
     code: Any = 0
     try:
-        with one_sentence():
-            train(compose([*TINY_RUN, *attempt.words, f"run_dir={attempt.folder}"]))
+        parallel_worker.main([*attempt.words, f"run_dir={attempt.folder}"])
     except SystemExit as ending:
         code = ending.code
     except BaseException:
@@ -120,17 +177,11 @@ def run(attempt: Attempt) -> list[int]:
 
 
 def main() -> None:
-    import torch
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.profiler
-
-    import train  # noqa: F401  # all of these so that no child has to
-
-    torch.set_num_threads(1)
-    print("ready", flush=True)
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
     for line in sys.stdin:
-        print(json.dumps(run(Attempt(**json.loads(line)))), flush=True)
+        number, attempt = json.loads(line)
+        print(json.dumps([number, run(Attempt(**attempt))]), flush=True)
 
 
 if __name__ == "__main__":
