@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from data.manifest import NAME, Manifest, Shard, write_atomically
+from data.manifest import NAME, Manifest, Shard, make_folder, write_atomically
 from data.shards import file_sha256
 from encoding.images import RESIZE, ImageEntry
 from encoding.listing import ImageList
@@ -102,7 +102,7 @@ def locked(out: Path) -> lock.Held:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; choose a folder.")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         found = {file.name for file in out.iterdir()}
     except OSError as error:
         raise ValueError(f"out={out} cannot be made or read ({error.strerror}); choose another folder.") from error

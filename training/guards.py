@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel.parallel import local, whole
 from data.loader import Batch
-from data.manifest import write_atomically
+from data.manifest import make_folder, write_atomically
 from training.assemble import Training
 from training.checkpoint.find import goes_on
 
@@ -70,7 +70,7 @@ def dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
         for i, at, label, t, loss in found[found[:, 1].argsort()]
     ]
     if ranks.first:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         content = {"step": state.step, "skipped_in_row": state.meter.skipped_in_row, "samples": samples}
         write_atomically(file, json.dumps(content | {"blocks": blocks}, indent=1) + "\n")
     return file

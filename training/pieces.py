@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from data.manifest import sync_folder, write_atomically
+from data.manifest import make_folder, read_object, sync_folder, write_atomically
 from data.shards import file_sha256
 from training.checkpoint.tensor_file import write_tensors
 from training.process import lock
@@ -47,7 +47,7 @@ class Pieces:
     def claim(self) -> bool:
         """Locks the folder; False if another process holds it and this one may wait."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self.lock = lock.held(self.folder, f"{self.folder}: another process works on it; wait, or stop it.")
         except OSError as error:
             raise ValueError(
@@ -61,7 +61,7 @@ class Pieces:
         file = self.folder / JOB
         if not file.is_file():
             write_atomically(file, json.dumps(self.job, indent=1) + "\n")
-        elif (earlier := json.loads(file.read_text())) != self.job:
+        elif (earlier := read_object(file)) != self.job:
             keys = sorted(key for key in earlier | self.job if earlier.get(key) != self.job.get(key))
             said = "; ".join(f"{key} was {earlier.get(key)}, is {self.job.get(key)}" for key in keys)
             raise ValueError(

@@ -117,9 +117,12 @@ def test_kills_with_other_loaders(
         assert outcome(folder) == expected
 
 
-@pytest.mark.fault("SIGTERM, SIGINT, SIGUSR1", "at most one step lost; exit code 75; goes on to the same bits")
+@pytest.mark.fault(
+    "SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1", "at most one step lost; exit code 75; goes on to the same bits"
+)
 @pytest.mark.parametrize(
-    "signal", ["SIGINT", *(pytest.param(s, marks=pytest.mark.slow) for s in ("SIGTERM", "SIGUSR1"))]
+    "signal",
+    ["SIGHUP", *(pytest.param(s, marks=pytest.mark.slow) for s in ("SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1"))],
 )
 def test_a_signal_saves_first(signal: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):
     folder, words = tmp_path / "run", ["save_every=1000"]

@@ -88,7 +88,7 @@ class ParallelConfig:
     bucket_cap_mb: int = 25  # ddp
     gradient_as_bucket_view: bool = True  # ddp
     cpu_offload: bool = False  # fsdp, hsdp: parameters and optimizer in host memory
-    timeout_minutes: float = 30.0  # a process that does not answer for so long ends the run
+    timeout_minutes: float = 30.0  # a process without progress for so long ends the run
     nccl: dict[str, str] = field(default_factory=dict)  # variables of NCCL, such as {NCCL_DEBUG: INFO}
 
     def check(self) -> None:
