@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from data.loader import Batch
 from data.manifest import make_folder, write_atomically
 from training.assemble import Training
 from training.checkpoint.find import goes_on
+from training.config.compose import DISK
 
 
 def stop_if_hopeless(training: Training, folder: Path, batches: Sequence[Batch]) -> None:
@@ -84,9 +84,6 @@ def number(value: Tensor) -> float | str:
     """JSON has no NaN and no infinity."""
     found = value.item()
     return found if math.isfinite(found) else str(found)
-
-
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from data.digits import DigitLatents
 from data.shards import file_sha256
 from tests.faults.conftest import Start, said
 from training.checkpoint.find import complete
+from training.config.compose import one_sentence
 from training.process.ranks import Ranks
 from training.process.stop import StopRequest
 from training.process.together import Together
@@ -165,6 +166,22 @@ def test_a_quota(run: Callable[..., dict]):
             run("runtime=eager", "log_every=1", "save_every=0", "total_samples=800000")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError(), "error: the memory of this machine is used up; use smaller batches"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "x.npz"), "error: x.npz cannot be written (Disk quota exceeded)"),
+    ],
+)
+def test_no_room_anywhere_is_one_sentence(error: Exception, sentence: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ending, one_sentence():
+        raise error
+    told = capsys.readouterr().err
+    assert ending.value.code == 1
+    assert told.startswith(sentence)
+    assert told.count("\n") == 1
 
 
 @pytest.mark.fault("host memory used up", "one sentence: where, the measured peak; what is saved loads")

@@ -6,6 +6,7 @@ The spine is typed by `schema.py`. Components (model, data, objective, optim, lo
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -48,6 +49,9 @@ from training.config.words import (
     refuse_words,
     spelled,
 )
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""A disk, or a quota, that takes no more."""
 
 
 def unlocked(kind: type) -> DictConfig:
@@ -176,22 +180,31 @@ def one_sentence() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.
 
     What we tell users is a ValueError from a `raise` of our own; any other exception is ours to mend and keeps its
-    traceback. FASTLATENT_TRACEBACK=1 keeps all of them. Inside are functions that `hydra.main` calls, too, so Hydra's
-    own exceptions are explained here as well.
+    traceback, but for those of a machine that has no room left. FASTLATENT_TRACEBACK=1 keeps all of them. Inside are
+    functions that `hydra.main` calls, too, so Hydra's own exceptions are explained here as well.
     """
     try:
         yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        origin = traceback.extract_tb(error.__traceback__)[-1]
-        ours = Path(origin.filename).is_relative_to(ROOT) and "site-packages" not in Path(origin.filename).parts
-        deliberate = ours and (origin.line or "").startswith("raise ")
-        library = of_library(error)
-        if os.environ.get("FASTLATENT_TRACEBACK") == "1" or not (library or deliberate):
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, MemoryError) as error:
+        if os.environ.get("FASTLATENT_TRACEBACK") == "1" or (message := sentence_of(error)) is None:
             raise
-        schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
-        message = scrubbed(explain(error, sys.argv[1:], schema) if library else str(error))
-        print(f"error: {printable(message)}", file=sys.stderr)
+        print(f"error: {printable(scrubbed(message))}", file=sys.stderr)
         sys.exit(1)
+
+
+def sentence_of(error: Exception) -> str | None:
+    """What a user is told of an exception; None for one that is ours to mend."""
+    if isinstance(error, MemoryError):
+        return "the memory of this machine is used up; use smaller batches, fewer workers, or less data at a time."
+    if isinstance(error, OSError) and error.errno in DISK:
+        return f"{error.filename or 'a file'} cannot be written ({error.strerror}); free space or mend the disk."
+    if of_library(error):
+        schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
+        return explain(error, sys.argv[1:], schema)
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(origin.filename).is_relative_to(ROOT) and "site-packages" not in Path(origin.filename).parts
+    deliberate = isinstance(error, ValueError) and ours and (origin.line or "").startswith("raise ")
+    return str(error) if deliberate else None
 
 
 def explain(error: Exception, words: list[str], schema: type) -> str:

@@ -27,7 +27,8 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
     if cfg.resume not in ("auto", "never"):
         remedy = "name a checkpoint, such as runs/<name>/checkpoints/step-400, or use auto or never"
         refuse_missing("resume", cfg.resume, remedy, "manifest.json", "checkpoints")
-    refuse_no_weights("init_from", cfg.init_from)
+    started = cfg.run_dir and any((Path(cfg.run_dir).expanduser() / "checkpoints").glob("step-*"))
+    refuse_no_weights("init_from", None if started else cfg.init_from)  # a run that goes on needs them no more
     if cfg.fd_every:
         refuse_missing("fd.reference", cfg.fd.reference, "name a folder of images")
         refuse_missing("fd.inception", cfg.fd.inception, "name the file of its weights")
@@ -61,9 +62,7 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
     if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
         return
     place = os.path.expanduser(path)
-    if not os.path.exists(
-        place
-    ):  # unlike Path's, it knows no error: of a name that is too long, or of another's folder
+    if not os.path.exists(place):  # unlike Path's it is False, too, for a name that is too long or a forbidden folder
         raise ValueError(f"{key}={path} does not exist; {remedy}.")
     if names and not any(os.path.exists(os.path.join(place, name)) for name in names):
         raise ValueError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")
