@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from precompute_latents import precompute
 from tests.faults.zygote import Zygote
 from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
+from training.config import extensions
 from training.config.compose import ROOT, compose
 
 TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
@@ -107,3 +109,12 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
         return precompute(compose(settings, "precompute_latents")).parent
 
     return start
+
+
+@pytest.fixture
+def own_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No package is admitted yet, and the next test may have another one of the name `myproj`."""
+    monkeypatch.setattr(extensions, "admitted", set())
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
+        del sys.modules[name]

@@ -55,7 +55,7 @@ SHORT = ["model=shuffle", "total_samples=16", "batch_size=8", "eval_every=0", "s
 
 
 @pytest.fixture
-def myproj(tmp_path, monkeypatch) -> Path:
+def myproj(tmp_path, monkeypatch, own_code) -> Path:
     """A package in a temporary folder, as README shows it."""
     folder = tmp_path / "code" / "myproj"
     (folder / "conf" / "model").mkdir(parents=True)
@@ -63,10 +63,7 @@ def myproj(tmp_path, monkeypatch) -> Path:
     (folder / "mixer.py").write_text(MIXER)
     (folder / "conf" / "model" / "shuffle.yaml").write_text(YAML)
     monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setattr(extensions, "admitted", set())
-    yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
-        del sys.modules[name]
+    return folder
 
 
 def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(myproj, tmp_path, monkeypatch):

@@ -50,6 +50,8 @@ MISTAKES: dict[str, str] = {
     "train.py ema.halflife_samples=10": (
         "ema.halflife_samples=10: there is no such key; did you mean ema.half_life_samples?"
     ),
+    "scripts.sample path=runs/mine": "path=runs/mine: there is no such key; `--help` lists all keys.",
+    "train.py num_workers=4": "num_workers=4: there is no such key; did you mean data.num_workers?",
     "scripts.sample cuont=3": "cuont=3: there is no such key; did you mean count?",
     "train.py model=DiT-XL/2": (
         "model=DiT-XL/2: there is no such file in conf/model; choose one of conv_b, conv_l, conv_s, conv_xl, "
@@ -64,9 +66,7 @@ MISTAKES: dict[str, str] = {
     "train.py model=dit_s,mamba_s": (
         "model=dit_s,mamba_s: commas stand between the values of a sweep, which needs -m; choose one."
     ),
-    "train.py encoder=sd": (
-        "encoder=sd: there is no such key; that group belongs to the other of train.py and precompute_latents.py."
-    ),
+    "train.py encoder=sd": ("encoder=sd: there is no such key; it is a group of precompute_latents.py."),
     "train.py batch_size=64.0": "batch_size=64.0 must be a whole number, such as 64.",
     "train.py batch_size=-4": "batch_size=-4 must be at least 1.",
     "train.py total_samples=100k": "total_samples=100k must be a whole number, such as 102400.",

@@ -23,7 +23,6 @@ from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
 from train import train
-from training.config import extensions
 from training.config.compose import ROOT, compose, from_words
 from training.sampling import load_run
 
@@ -133,7 +132,7 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
     assert "latest fastrun of this model and runtime" in capsys.readouterr().out
 
 
-def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch):
+def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_code):
     python, yaml = next(block for block in blocks("python") if "nn.Module" in block), blocks("yaml")[0]
     package = tmp_path / "code" / "myproj"
     (package / "conf" / "model").mkdir(parents=True)
@@ -142,7 +141,6 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setattr(extensions, "admitted", set())
     training, sampling = (shlex.split(line)[2:] for line in COMMANDS if line.startswith(EXTENSION))
     summary = train(compose([*training[1:], "total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]))
     assert summary["ledger"]["precision"]["requested"] == "bf16"

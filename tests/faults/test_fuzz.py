@@ -15,7 +15,7 @@ from tests.faults.fuzz_sets import block, manifest, shard
 from tests.faults.fuzz_weights import weights
 
 FEW = {manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12}
-"""Cases of each in `make test`: about twelve seconds in all."""
+"""Cases of each in `make test`."""
 MANY = 300
 BY_SUBJECT = pytest.mark.parametrize("subject", FEW, ids=lambda subject: subject.__name__)
 

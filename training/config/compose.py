@@ -41,6 +41,7 @@ from training.config.words import (
     ROOT,
     as_given,
     choices_of,
+    keys_of_choices,
     must_be,
     nearest,
     not_read,
@@ -249,9 +250,15 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
 
 def nearest_of(key: str, schema: type) -> str:
     """The fix for a key that the configuration lacks."""
+    group, _, inner = key.partition(".")
     if key.startswith("runtime.parallel.nccl"):
         return "put a + in front of it."
-    return nearest(key, known_keys("precompute_latents" if schema is PrecomputeConfig else "train"))
+    if having := [f"{group}={choice}" for _, choice in keys_of_choices(inner, group) if choices_of(group)]:
+        return f"{having[0]} has it; add {' or '.join(having[:2])}."
+    if choices_of(key):
+        return f"it is a group of {'train.py' if schema is PrecomputeConfig else 'precompute_latents.py'}."
+    known = known_keys("precompute_latents" if schema is PrecomputeConfig else "train")
+    return nearest(key, known + [f"{group}.{key}" for group, _ in keys_of_choices(key)])
 
 
 @cache

@@ -62,7 +62,7 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
     if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
         return
     place = os.path.expanduser(path)
-    if not os.path.exists(place):  # unlike Path's it is False, too, for a name that is too long or a forbidden folder
+    if not os.path.exists(place):  # Path.exists raises where a name is too long
         raise ValueError(f"{key}={path} does not exist; {remedy}.")
     if names and not any(os.path.exists(os.path.join(place, name)) for name in names):
         raise ValueError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")

@@ -146,26 +146,20 @@ def not_read(word: str) -> str:
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
     """The fix for an unknown key: the one that was probably meant, or where to look."""
     public = [key for key in known if not re.search(r"(^|\.)_", key)]
-    group, _, inner = name.partition(".")
     nested = [key for key in public if key.endswith(f".{name}")]
-    files = [file for file in sorted(CONF.glob("*/*.yaml")) if file.parent.name != "experiment"]
-    nested += [f"{file.parent.name}.{name}" for file in files if has_key(file, name)]
-    having = [choice for choice in choices_of(group) if has_key(CONF / group / f"{choice}.yaml", inner)]
-    if having and not prefix:
-        return f"{group}={having[0]} has it; add {' or '.join(f'{group}={choice}' for choice in having[:2])}."
-    if choices_of(name):
-        return "that group belongs to the other of train.py and precompute_latents.py."
     close = nested or difflib.get_close_matches(name, public, n=1)
     return f"did you mean {prefix}{close[0]}?" if close else "`--help` lists all keys."
+
+
+def keys_of_choices(name: str, group: str = "*") -> list[tuple[str, str]]:
+    """(group, file) of those that have a key of this name."""
+    files = [file for file in sorted(CONF.glob(f"{group}/*.yaml")) if file.parent.name != "experiment"]
+    return [(file.parent.name, file.stem) for file in files if re.search(rf"(?m)^{re.escape(name)}:", file.read_text())]
 
 
 def choices_of(group: str) -> list[str]:
     """The files of a group of our own."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
-
-
-def has_key(file: Path, key: str) -> bool:
-    return re.search(rf"^{re.escape(key)}:", file.read_text(), re.MULTILINE) is not None
 
 
 def as_given(key: str, words: list[str]) -> str:
