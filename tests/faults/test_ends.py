@@ -157,6 +157,17 @@ def test_nohup_stays_in_force():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_background_job_of_a_script_hears_an_interrupt():
+    """Shells start those with SIGINT and SIGQUIT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest(Ranks()) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.asked()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.fault("a quota on the size of files (EFBIG)", "one sentence; what is saved loads")
 def test_a_quota(run: Callable[..., dict]):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -35,7 +35,7 @@ class StopRequest:
     """Whether a signal has asked the run to stop. Inside `with` the signals no longer end the process.
 
     Of several processes one asked is enough. The question travels while the next step runs, so it costs no time; the
-    answer is one step old. A signal that is ignored (SIGHUP under nohup) stays so.
+    answer is one step old. SIGHUP stays ignored where it is, for that is what nohup does.
     """
 
     def __init__(self, ranks: Ranks, *also: Callable[[], bool]) -> None:
@@ -46,7 +46,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-            heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # scripts start background jobs without SIGINT
+            heard = [name for name in SIGNALS if not (nohup and name == "SIGHUP")]
             self.before = {name: signal.signal(getattr(signal, name), self.note) for name in heard}
         return self
 
