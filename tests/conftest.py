@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
 from training.config import extensions
 from training.config.compose import ROOT, compose
+from training.process.stop import SIGNALS
 
 TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
 """Any model family, shrunk."""
@@ -43,6 +45,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heard_signals():
+    """A suite started with nohup or in the background ignores signals; what the tests start must not inherit that."""
+    for name in SIGNALS:
+        if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
+            signal.signal(getattr(signal, name), lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
