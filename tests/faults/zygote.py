@@ -153,7 +153,7 @@ def run(attempt: Attempt) -> list[int]:
         if not (pid := os.fork()):
             child(attempt, rank, port)
         pids.append(pid)
-    began, codes = None, {}
+    began, codes, parent = None, {}, os.getppid()
     metrics, log = Path(attempt.folder) / "metrics.jsonl", Path(f"{attempt.folder}.log")
     pending = attempt.after_seconds is not None or attempt.after_lines is not None
     while len(codes) < len(pids):
@@ -172,6 +172,8 @@ def run(attempt: Attempt) -> list[int]:
         if pending and late and pids[attempt.kill_rank] not in codes:
             os.kill(pids[attempt.kill_rank], getattr(signal, attempt.signal))
             pending = False
+        if os.getppid() != parent:  # whoever asked is gone
+            os.killpg(0, signal.SIGKILL)
         time.sleep(0.002)
     return [codes[pid] for pid in pids]
 
