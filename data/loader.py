@@ -160,6 +160,9 @@ class BaseLoader:
         return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        for name, value in state.items():
+            if type(value) is not int or not 0 <= value < 2**53:
+                raise ValueError(f"the state of the loader says {name}={value}, which is no count.")
         self.samples_seen = state["samples_seen"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.text import as_json, finite
+from accel.text import as_json, finite, is_figure
 from data.manifest import write_atomically
 
 NAME = "metrics.jsonl"
@@ -43,7 +43,7 @@ def as_metrics(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     whole = isinstance(found, dict) and type(found.get("step")) is int
-    return found if whole and all(y is None or type(y) in (int, float) for y in found.values()) else None
+    return found if whole and all(y is None or is_figure(y) for y in found.values()) else None
 
 
 def append_metrics(file: Path, metrics: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from data.manifest import make_folder, read_object, write_atomically
 from training.checkpoint.find import complete, description, verified
 from training.checkpoint.load import difference
 from training.checkpoint.save import Checkpoints
-from training.config.compose import Composed, as_yaml, from_yaml
+from training.config.compose import Composed, as_yaml, read_config
 from training.config.schema import TrainConfig
 from training.environment import describe_environment, pick_device
 from training.metrics_file import NAME as METRICS_FILE
@@ -30,6 +30,9 @@ from training.process.ranks import Ranks
 from training.process.stop import EXIT_CODE
 from training.report import summary_table
 from training.state import TrainState
+
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+"""What reading an earlier run ends with where a file of it is not there, or has values of another type."""
 
 
 class Run:
@@ -143,19 +146,21 @@ class Run:
         """The summary of a run that has seen `total_samples`; None if there is something to do."""
         try:
             summary = read_object(self.folder / "summary.json")
-            samples = summary["samples"]
+            samples, damaged = summary["samples"], summary.get("skipped_data") or {}
+            if not all(type(count) is int for count in damaged.values()):
+                return None
             if self.cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
                 newest = verified(complete(self.folder / "checkpoints")[-1])
                 samples = min(samples, description(newest)["counters"]["samples"])
             return summary if samples >= self.cfg.total_samples else None
-        except (OSError, ValueError, LookupError, TypeError):
+        except UNREADABLE:
             return None
 
     def show_finished(self) -> dict[str, Any]:
         """Says that the run is finished, with its summary, and touches nothing."""
         assert self.finished is not None
         if self.ranks.first:
-            changed = difference(from_yaml((self.folder / "config.yaml").read_text()), self.config)
+            changed = difference(read_config(self.folder / "config.yaml"), self.config)
             print(
                 f"run_dir={self.folder} holds a finished run, of {self.finished['samples']} samples; nothing is done. "
                 f"A larger total_samples continues it"
@@ -217,13 +222,14 @@ class Run:
         for folder in finished_runs(self.folder.parent, Path("runs")):
             try:
                 summary, environment = (read_object(folder / f"{name}.json") for name in ("summary", "environment"))
-                then, versions, rate = environment["choices"], environment["versions"], summary["samples_per_s"]
-            except (OSError, ValueError, KeyError):
-                continue  # not a run of ours
-            same = all(then.get(group) == self.choices.get(group) for group in ("model", "runtime"))
-            if then.get("experiment") == wanted and same and versions == self.environment["versions"]:
+                then, versions = environment["choices"], environment["versions"]
+                same = all(then.get(group) == self.choices.get(group) for group in ("model", "runtime"))
                 rows = [f"    {k}: {row['requested']} -> {row['active']}" for k, row in summary["ledger"].items()]
-                print(f"latest {wanted} of this model and runtime: {folder}, {rate or 0.0:.1f} samples/s")
+                rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
+            except UNREADABLE:
+                continue  # not a run of ours
+            if then.get("experiment") == wanted and same and versions == self.environment["versions"]:
+                print(f"latest {wanted} of this model and runtime: {folder}, {rate}")
                 print("\n".join(rows), flush=True)
                 return
         print(

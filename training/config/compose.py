@@ -27,6 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from yaml import YAMLError
 
 from accel.text import printable
 from training.config import extensions
@@ -169,6 +170,19 @@ def as_yaml(node: Any) -> str:
 def from_yaml(text: str) -> Any:
     """Plain containers, with interpolations as they are written."""
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The same from a file; ValueError if it holds no configuration, OSError if it cannot be read."""
+    try:
+        found = from_yaml(file.read_text())
+    except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} cannot be read as YAML ({' '.join(str(error).split())[:300]}); restore it."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no configuration; restore it.")
+    return found
 
 
 @contextmanager
