@@ -85,9 +85,9 @@ def train(composed: Composed) -> dict[str, Any]:
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
                     progress.say(log_line(metrics, progress.left()))
-            if asked is Asked.look:  # at what one of the processes has seen
+            if asked is Asked.look or (done and state.moved):  # at what one of the processes has seen
                 stop_if_hopeless(training, run.folder, batches)
-                checkpoints.finish()
+                checkpoints.finish(state.samples)
             drawing = autoencoder if state.due(cfg.sample_every) else None
             saving = state.due(cfg.save_every) or (asked is Asked.stop and state.moved and cfg.save_every)
             with meter.paused() if drawing or saving else nullcontext():

@@ -297,9 +297,12 @@ def cache_file(facts: Mapping[str, Any]) -> Path:
 
 def read(file: Path) -> dict[str, Any]:
     """The content of a file of ours; nothing where there is none, or it is damaged."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content = json.loads(file.read_text())
-        return content if isinstance(content, dict) else {}
+        for result in content["found"].values():
+            judged(result, timed="times" in result)
+        if all(type(on) is bool for on in content.get("chosen", {}).values()):
+            return content
     return {}
 
 

@@ -22,6 +22,11 @@ def as_json(content: Any, indent: int | None = None) -> str:
     return json.dumps(finite(content), indent=indent, allow_nan=False)
 
 
+def is_figure(value: Any) -> bool:
+    """Whether a value is a number that a float can hold; JSON may have longer ones."""
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
+
+
 def finite(node: Any) -> Any:
     """The same tree with None in the place of floats that are not finite."""
     if isinstance(node, Mapping):

@@ -194,6 +194,6 @@ class ChunkedLatents(BaseLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues with the chunk size that the run began with, because the order of samples depends on it."""
+        super().load_state_dict(state)
         if state["window"] != self.order.chunk_size:
             self.allocate(state["window"])
-        super().load_state_dict(state)

@@ -137,6 +137,9 @@ class LoaderArgs(NamedTuple):
 class BaseLoader:
     """Keeps the state that all loaders have; a subclass adds `batch_at` and `held_out` to make a `LatentLoader`."""
 
+    held_out_count: int = 0
+    """Of a subclass that does not say: evaluation then shows no time left."""
+
     def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
@@ -160,6 +163,9 @@ class BaseLoader:
         return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        for name, value in state.items():
+            if type(value) is not int or not 0 <= value < 2**53:
+                raise ValueError(f"the state of the loader says {name}={value}, which is no count.")
         self.samples_seen = state["samples_seen"]
 
 

@@ -6,6 +6,7 @@ normalise them, and what every shard holds, so that nobody has to remember or gu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -272,7 +273,8 @@ def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        with contextlib.suppress(PermissionError):  # a folder that is for writing only
+            sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

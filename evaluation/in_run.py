@@ -50,7 +50,9 @@ class InRun:
         told = json.loads(json.dumps(told | {"weights": "ema"}))
         floors = {name: floor(side) for name, side in self.judge.reference.items()}
         earlier = read_object(file) if file.is_file() else told | {"floors": floors}
-        moved = {"reference": told["reference"] | {"name": earlier["reference"].get("name")}}  # the same images
+        then = earlier.get("reference")
+        name = then.get("name") if isinstance(then, dict) else None
+        moved = {"reference": told["reference"] | {"name": name}}  # the same images
         if changed := difference({key: earlier.get(key) for key in told}, told | moved):
             raise ValueError(
                 f"{file.parent} has distances of another protocol: {changed}. Set that back, or fd_every=0, or use a "

@@ -137,8 +137,8 @@ class Meter:
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
         self.restart()
-        self.loss, self.skipped, self.backed_off = state["loss"], state["skipped"], state["backed_off"]
-        self.in_row = state["in_row"]
+        for name in ("loss", "skipped", "backed_off", "in_row"):
+            setattr(self, name, torch.as_tensor(state[name]).reshape(()).float())
         self.steps = int(state["steps"])
         self.carried = self.steps
 

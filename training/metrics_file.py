@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.text import as_json, finite
+from accel.text import as_json, finite, is_figure
 from data.manifest import write_atomically
 
 NAME = "metrics.jsonl"
@@ -43,15 +43,18 @@ def as_metrics(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     whole = isinstance(found, dict) and type(found.get("step")) is int
-    return found if whole and all(y is None or type(y) in (int, float) for y in found.values()) else None
+    return found if whole and all(y is None or is_figure(y) for y in found.values()) else None
 
 
-def append_metrics(file: Path, metrics: Mapping[str, Any]) -> None:
-    """Adds a line; `not_finite` counts the values that it has as null because they are NaN or infinite."""
+def append_metrics(file: Path, metrics: Mapping[str, Any], torn: bool = False) -> None:
+    """Adds a line; `not_finite` counts the values that it has as null because they are NaN or infinite.
+
+    `torn`: the line before may have no end. OSError as the disk gives it.
+    """
     line = finite(metrics)
     lost = sum(line[name] is None and metrics[name] is not None for name in line)
     with file.open("a") as stream:
-        stream.write(as_json(line | ({"not_finite": lost} if lost else {})) + "\n")
+        stream.write("\n" * torn + as_json(line | ({"not_finite": lost} if lost else {})) + "\n")
 
 
 def drop_after(file: Path, step: int) -> list[dict[str, Any]]:

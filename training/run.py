@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from data.manifest import make_folder, read_object, write_atomically
 from training.checkpoint.find import complete, description, verified
 from training.checkpoint.load import difference
 from training.checkpoint.save import Checkpoints
-from training.config.compose import Composed, as_yaml, from_yaml
+from training.config.compose import Composed, as_yaml, from_yaml, read_config
 from training.config.schema import TrainConfig
 from training.environment import describe_environment, pick_device
 from training.metrics_file import NAME as METRICS_FILE
@@ -30,6 +31,9 @@ from training.process.ranks import Ranks
 from training.process.stop import EXIT_CODE
 from training.report import summary_table
 from training.state import TrainState
+
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+"""What reading an earlier run ends with where a file of it is not there, or has values of another type."""
 
 
 class Run:
@@ -51,11 +55,14 @@ class Run:
         self.ranks.connect(self.device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone)
         self.started = time.perf_counter()
         self.folder = self.ranks.agreed(lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser())
-        if cfg.resume == "never" and any((self.folder / "checkpoints").glob("step-*")):
+        earlier = (*(self.folder / "checkpoints").glob("step-*"), *self.folder.glob("summary.json"))
+        if cfg.resume == "never" and earlier:
             raise ValueError(
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
             )
         self.lock: lock.Held | None = None
+        self.unlogged = 0
+        """Lines of metrics.jsonl that could not be written."""
         self.finished = self.ranks.agreed(self.summary_of_all)
         """The summary, where this folder holds a run that has seen all its samples: there is nothing to do."""
         if self.finished is not None:
@@ -136,33 +143,51 @@ class Run:
         return float((kept[-1].get("train_seconds") if kept else None) or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        if self.ranks.first:
-            append_metrics(self.folder / METRICS_FILE, metrics)
+        """Logs a line. Where it cannot be written a warning says so, once, and the run goes on without."""
+        if not self.ranks.first:
+            return
+        file = self.folder / METRICS_FILE
+        try:
+            append_metrics(file, metrics, torn=self.unlogged > 0)
+        except OSError as error:
+            if not self.unlogged:
+                warnings.warn(
+                    f"{file} cannot be written ({error.strerror}); the run goes on, and lines are missing.",
+                    stacklevel=2,
+                )
+            self.unlogged += 1
 
     def summary_of_all(self) -> dict[str, Any] | None:
         """The summary of a run that has seen `total_samples`; None if there is something to do."""
         try:
             summary = read_object(self.folder / "summary.json")
-            samples = summary["samples"]
+            samples, damaged = summary["samples"], summary.get("skipped_data") or {}
+            if not all(type(count) is int for count in damaged.values()):
+                return None
             if self.cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
                 newest = verified(complete(self.folder / "checkpoints")[-1])
                 samples = min(samples, description(newest)["counters"]["samples"])
             return summary if samples >= self.cfg.total_samples else None
-        except (OSError, ValueError, LookupError, TypeError):
+        except UNREADABLE:
             return None
 
     def show_finished(self) -> dict[str, Any]:
-        """Says that the run is finished, with its summary, and touches nothing."""
+        """Says that the run is finished, with its summary, and touches nothing. ValueError for another model's run."""
         assert self.finished is not None
-        if self.ranks.first:
-            changed = difference(from_yaml((self.folder / "config.yaml").read_text()), self.config)
-            print(
-                f"run_dir={self.folder} holds a finished run, of {self.finished['samples']} samples; nothing is done. "
-                f"A larger total_samples continues it"
-                + (f". Settings that differ now are not looked at: {changed}" if changed else "")
-                + f"\n\nsummary\n{summary_table(self.finished)}",
-                flush=True,
-            )
+        where = f"run_dir={self.folder} holds a finished run"
+        try:
+            before, now = read_config(self.folder / "config.yaml"), from_yaml(as_yaml(self.config))
+        except (OSError, ValueError):
+            before = now = {}
+        for part in ("model", "objective"):
+            if other := difference({part: before.get(part)}, {part: now.get(part)}):
+                raise ValueError(f"{where} of another {part}: {other}; use a new run_dir.")
+        changed = difference(before, now)
+        self.ranks.say(
+            f"{where}, of {self.finished['samples']} samples; nothing is done. A larger total_samples continues it."
+            + (f" Settings that differ now are not looked at: {changed}." if changed else "")
+            + f"\n\nsummary\n{summary_table(self.finished)}"
+        )
         self.ranks.close()
         return self.finished
 
@@ -217,13 +242,14 @@ class Run:
         for folder in finished_runs(self.folder.parent, Path("runs")):
             try:
                 summary, environment = (read_object(folder / f"{name}.json") for name in ("summary", "environment"))
-                then, versions, rate = environment["choices"], environment["versions"], summary["samples_per_s"]
-            except (OSError, ValueError, KeyError):
-                continue  # not a run of ours
-            same = all(then.get(group) == self.choices.get(group) for group in ("model", "runtime"))
-            if then.get("experiment") == wanted and same and versions == self.environment["versions"]:
+                then, versions = environment["choices"], environment["versions"]
+                same = all(then.get(group) == self.choices.get(group) for group in ("model", "runtime"))
                 rows = [f"    {k}: {row['requested']} -> {row['active']}" for k, row in summary["ledger"].items()]
-                print(f"latest {wanted} of this model and runtime: {folder}, {rate or 0.0:.1f} samples/s")
+                rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
+            except UNREADABLE:
+                continue  # not a run of ours
+            if then.get("experiment") == wanted and same and versions == self.environment["versions"]:
+                print(f"latest {wanted} of this model and runtime: {folder}, {rate}")
                 print("\n".join(rows), flush=True)
                 return
         print(

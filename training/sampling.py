@@ -29,7 +29,7 @@ from models.images import to_uint8
 from models.sampler import guided_velocity, sample
 from training.checkpoint.find import weights_file
 from training.components import build_loader, prove_kernels, runtime_values, spine
-from training.config.compose import from_yaml, typed
+from training.config.compose import read_config, typed
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device
 from training.pretrained import build_autoencoder, load_pretrained, told_by
@@ -261,7 +261,9 @@ def load_run(
     model, spec = load_pretrained(file, chosen)
     folder = file.parents[2] if file.parent.parent.name == "checkpoints" else None
     config = folder / "config.yaml" if folder else None
-    found = from_yaml(config.read_text()) if config and config.is_file() else {}
+    found = read_config(config) if config and config.is_file() else {}
+    if strange := [name for name in ("sampling", "runtime") if not isinstance(found.get(name, {}), dict)]:
+        raise ValueError(f"{config}: {strange[0]} has no keys; restore it.")
     autoencoder = build_autoencoder(spec, chosen, encoder)
     sampling = typed(SamplingConfig, found.get("sampling", {}), [])
     asked = found.get("runtime", {}) | {"on_unavailable": "degrade", "parallel": {}} | dict(runtime)

@@ -156,7 +156,7 @@ def load_counters(state: TrainState, saved: Mapping[str, Any]) -> None:
     known = {"skipped_data": {}} | dict(saved)
     for name in COUNTERS:
         counts = known[name].values() if name == "skipped_data" else [known[name]]
-        if not all(type(count) is int and count >= 0 for count in counts):
+        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
             raise ValueError(f"the counter {name} is {known[name]}, which is no count.")
     vars(state).update({name: known[name] for name in COUNTERS})
 

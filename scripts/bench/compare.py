@@ -5,12 +5,13 @@ python -m scripts.bench compare runs/a runs/b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.config.compose import from_yaml
+from accel.text import is_figure, printable
+from data.manifest import read_object
+from training.config.compose import read_config
 
 FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
 PLACES = ("run_dir", "checkpoint", "sample_grid")
@@ -27,23 +28,22 @@ def read_run(folder: str) -> dict[str, dict[str, Any]]:
     """Section -> flat facts of a finished run; ValueError if `folder` is none."""
     path = Path(folder).expanduser()
     try:
-        config = from_yaml((path / "config.yaml").read_text())
-        environment, summary = (json.loads((path / f"{name}.json").read_text()) for name in ("environment", "summary"))
-    except (OSError, ValueError) as error:
+        config = read_config(path / "config.yaml")
+        environment, summary = (read_object(path / f"{name}.json") for name in ("environment", "summary"))
+        return {
+            "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
+            # Without the evidence, which holds counts that differ for good reasons.
+            "ledger": {key: f"{row['requested']} → {row['active']}" for key, row in summary["ledger"].items()},
+            "versions": environment["versions"] | {"hardware": environment["hardware"], "git": environment["git"]},
+            "result": {name: summary[name] for name in FIGURES if is_figure(summary.get(name))},
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         name = Path(str(getattr(error, "filename", None) or "its JSON")).name
         raise ValueError(f"{folder} is no finished run: {name} cannot be read; name two run folders.") from None
-    ledger = summary["ledger"].items()
-    return {
-        "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
-        # Without the evidence, which holds counts that differ for good reasons.
-        "ledger": {key: f"{row['requested']} → {row['active']}" for key, row in ledger},
-        "versions": environment["versions"] | {"hardware": environment["hardware"], "git": environment["git"]},
-        "result": {name: summary.get(name) for name in FIGURES},
-    }
 
 
 def number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else printable(str(value))
 
 
 def ratio(a: Any, b: Any) -> str | None:

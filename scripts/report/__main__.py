@@ -50,7 +50,7 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            write_atomically(file, text)
+            write_atomically(file, text.encode(errors="backslashreplace").decode())  # JSON may hold half a character
     except OSError as error:
         raise ValueError(f"{html} cannot be written ({error.strerror}); set out=<folder>/<name>.html.") from error
     print(f"{html}\n{markdown}", flush=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.ledger import LedgerRow, shown
+from accel.text import is_figure
 from data.manifest import read_object
 from training.checkpoint.find import complete, description
 from training.checkpoint.parts import flat
-from training.config.compose import from_yaml
+from training.config.compose import read_config
 from training.metrics_file import read_metrics
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "why")
@@ -39,9 +40,11 @@ class History:
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{key}={path} is no run folder: it has no config.yaml; name the run_dir of a run.")
         self.name = folder.resolve().name
-        self.config = dict(flat(from_yaml((folder / "config.yaml").read_text())))
+        self.config = dict(flat(read_config(folder / "config.yaml")))
         self.environment = dict(flat(read(folder / "environment.json")))
-        self.ledger = [LedgerRow(name, **row) for name, row in read(folder / "ledger.json").items()]
+        argv = self.environment.get("argv")
+        self.argv = argv if isinstance(argv, list) else []
+        self.ledger = ledger_in(folder / "ledger.json")
         self.protocol = dict(flat(read(folder / "fd_protocol.json")))  # of the distances measured during training
         self.checkpoint = (complete(folder / "checkpoints") or [None])[-1]
         self.state = dict(flat(description(self.checkpoint))) if self.checkpoint else {}
@@ -49,11 +52,11 @@ class History:
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
         self.grids = sorted((int(f.stem.removeprefix("step-")), f) for f in (folder / "samples").glob("step-*.png"))
         files = {file.name: read(file) for file in sorted((folder / "evaluation").glob("*.json"))}
-        ours = {name: found for name, found in files.items() if {"features", "protocol"} <= found.keys()}
-        self.evaluations = [Evaluation(self, k, v["features"], dict(flat(v["protocol"]))) for k, v in ours.items()]
-        strange = len(files) - len(ours)
+        found = [Evaluation(self, name, *parts) for name, content in files.items() if (parts := evaluated(content))]
+        self.evaluations = found
+        strange = len(files) - len(found)
         wrong = sum(math.isnan(y) for _, y in self.series("loss"))
-        outrun = self.summary and self.lines and self.lines[-1]["step"] > self.summary["steps"]
+        outrun = self.summary and self.lines and self.lines[-1]["step"] > (self.summary.get("steps") or 0)
         self.summary = {} if outrun else self.summary
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
@@ -67,7 +70,7 @@ class History:
 
     def series(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
         """(x, y) of the lines that have both; y is NaN where it is no finite number."""
-        pairs = [(line[over], line[key]) for line in self.lines if key in line and over in line]
+        pairs = [(line[over], line[key]) for line in self.lines if key in line and line.get(over) is not None]
         return [(x, math.nan if y is None or math.isinf(y) else y) for x, y in pairs]
 
     def distances(self) -> list[str]:
@@ -77,7 +80,7 @@ class History:
     def numbers(self) -> dict[str, Any]:
         """The summary's figures; of an unfinished run the last that were logged."""
         latest = {key: y for line in self.lines for key, y in line.items()}
-        found = {key: y for key, y in (self.summary or latest).items() if isinstance(y, int | float)}
+        found = {key: y for key, y in (self.summary or latest).items() if is_figure(y)}
         peak = found.get("memory_reserved_peak")
         return found | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
 
@@ -96,11 +99,30 @@ class History:
             "processes": self.state.get("world_size"),
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
             "git commit": f"{commit}{changed}" if commit else None,
-            "command": " ".join(["python", *self.environment.get("argv", [])]),
+            "command": " ".join(["python", *map(str, self.argv)]),
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
             "finished": "yes" if self.summary else "no: there is no summary.json, and figures are the last logged ones",
         }
         return {key: value for key, value in found.items() if value is not None}
+
+
+def ledger_in(file: Path) -> list[LedgerRow]:
+    try:
+        return [LedgerRow(name, **row) for name, row in read(file).items()]
+    except TypeError as error:
+        raise ValueError(f"{file} holds no ledger; restore it or delete it.") from error
+
+
+def evaluated(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Figures by feature space and the flat protocol, from a file of `scripts.evaluate`; None of another file."""
+    features, protocol = content.get("features"), content.get("protocol")
+    if not isinstance(features, dict) or not isinstance(protocol, dict):
+        return None
+    protocol = dict(flat(protocol))
+    whole = (
+        all(isinstance(row, dict) for row in features.values()) and {"weights.kind", "weights.step"} <= protocol.keys()
+    )
+    return (features, protocol) if whole else None
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -140,14 +140,14 @@ def evaluations(runs: Sequence[History]) -> str:
 def grids(run: History) -> str:
     """At most MAX_GRIDS grids: the first, the last and evenly between; wide ones shrunk."""
     last, found = len(run.grids) - 1, ""
-    seen = {line["step"]: line["samples"] for line in run.lines}
+    seen = {line["step"]: line.get("samples") for line in run.lines}
     for i in sorted({round(i * last / (MAX_GRIDS - 1)) for i in range(MAX_GRIDS)}) if run.grids else ():
         step, file = run.grids[i]
         picture, stream = Image.open(file).convert("RGB"), io.BytesIO()
         picture.thumbnail((GRID_WIDTH, picture.height))
         picture.save(stream, "webp", quality=90)
         source = f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}"
-        caption = f"step {text(step)}" + (f", {text(seen[step])} samples seen" if step in seen else "")
+        caption = f"step {text(step)}" + (f", {text(seen[step])} samples seen" if seen.get(step) is not None else "")
         found += figure(source, f"Grid of samples, {caption}", caption)
     return f'<div class="two">{found}</div>' if found else sentence(f"{run.name}: no grids of samples.")
 

@@ -13,6 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
 
+from accel.text import is_figure
 from scripts.report.history import History, text
 
 Curve = tuple[str, list[tuple[float, float]], str, str]
@@ -61,6 +62,7 @@ def distance_plots(runs: Sequence[History]) -> list[Plot]:
         kind, space = key.split("_", 1)
         title = f"{'Fréchet' if kind == 'fd' else 'Kernel'} distance, features {space}"
         floor = runs[0].protocol.get(f"floors.{space}.floor_{kind}")
+        floor = floor if is_figure(floor) else None
         plot = Plot(title, kind.upper(), re.escape(key), log=True, floor=floor)
         plots += [plot, plot._replace(over="train_seconds")]
     return plots

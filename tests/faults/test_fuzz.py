@@ -11,10 +11,12 @@ import pytest
 
 from tests.faults.fuzz import Subject, tried
 from tests.faults.fuzz_inputs import config, foreign, images, lines
+from tests.faults.fuzz_runs import checkpoint, good_run, run_folder
 from tests.faults.fuzz_sets import block, manifest, shard
 from tests.faults.fuzz_weights import weights
 
 FEW = {manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12}
+FEW |= {checkpoint: 8, run_folder: 8}
 """Cases of each in `make test`."""
 MANY = 300
 BY_SUBJECT = pytest.mark.parametrize("subject", FEW, ids=lambda subject: subject.__name__)
@@ -28,6 +30,8 @@ def seeds(default: range) -> range:
 
 def fuzz(subject: Subject, chosen: range, folder: Path) -> None:
     """Tries a subject with each seed, and shows what went wrong."""
+    if subject in (checkpoint, run_folder):
+        good_run()
     found, endings = [], Counter()
     for seed in chosen:
         case = folder / str(seed)

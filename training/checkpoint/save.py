@@ -8,6 +8,7 @@ first one then writes the manifest and renames the folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -100,9 +101,8 @@ class Checkpoints:
         at this step. All processes call it. A save that fails is tried again after each of `PAUSES`.
         ValueError if it, or the one before it, cannot be written; complete ones stay.
         """
+        self.finish(state.samples)
         began = time.perf_counter()
-        self.samples = state.samples
-        self.finish()
         staged = stage(state.state_dict(), state.kept, self.ranks.first, self.copies)
         told = {"format": FORMAT, "step": state.step, "scores": dict(scores or {}), "world_size": self.ranks.world_size}
         described = told | staged.values | run
@@ -112,17 +112,22 @@ class Checkpoints:
             target=self.write, args=(state.step, size, staged, described), name=f"checkpoint-{state.step}"
         )
         self.thread.start()
+        self.stalled += time.perf_counter() - began
         if self.copies is None:
             self.finish()
-        self.stalled += time.perf_counter() - began
         return self.folder / f"step-{state.step}"
 
-    def finish(self) -> None:
-        """Waits for the save in flight, if any, and shows how far it is; ValueError if it failed."""
+    def finish(self, samples: int | None = None) -> None:
+        """Waits for the save in flight, if any, and shows how far it is.
+
+        ValueError if it failed, with what is lost of `samples`, which training has seen by now.
+        """
+        self.samples = self.samples if samples is None else samples
         if self.thread is not None:
             began = time.perf_counter()
             unit = f"MiB of {self.thread.name}"
-            progress = Progress(self.size >> 20, unit, silent=not self.ranks.first, lasting=False)
+            done = self.together.done >> 20
+            progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
             while self.thread.is_alive():
                 self.thread.join(0.5)
                 progress.advance((self.together.done >> 20) - progress.count)
@@ -139,6 +144,8 @@ class Checkpoints:
         if (failure := self.failure) is None:
             return
         self.failure = None
+        if isinstance(failure, TimeoutError):  # nothing of a disk that may hang is looked at
+            raise ValueError(f"{failure}; the same command goes on from the newest checkpoint.") from failure
         if isinstance(failure, OSError):
             raise ValueError(
                 f"{failure}. Free space or mend the folder; {goes_on(self.folder, self.samples)}."
@@ -157,8 +164,10 @@ class Checkpoints:
         try:
             while problem := self.attempt(step, size, staged, described):
                 told = f"{self.folder / f'step-{step}'} cannot be saved ({problem})"
-                if isinstance(problem, TimeoutError) or not pauses:
-                    raise OSError(f"{told}; it was tried {1 + len(PAUSES) - len(pauses)} times") from problem
+                if isinstance(problem, TimeoutError):
+                    raise TimeoutError(told) from problem
+                if not pauses:
+                    raise OSError(f"{told}; it was tried {1 + len(PAUSES)} times") from problem
                 self.ranks.say(f"warning: {told}; it is tried again in {pauses[0]:g} s")
                 time.sleep(pauses.pop(0))
         except BaseException as failure:
@@ -175,7 +184,7 @@ class Checkpoints:
             files = {name: of for share in shares for name, of in share.items()}
             together.results(lambda: self.commit(step, files) if first else None)
         except OSError as problem:
-            if first:
+            if first and not isinstance(problem, TimeoutError):  # what hangs there is still at work
                 shutil.rmtree(self.temporary(step), ignore_errors=True)
             return problem
         return None
@@ -213,9 +222,8 @@ class Checkpoints:
         """Makes the files a checkpoint, and removes those that are not to be kept."""
         temporary, final = self.temporary(step), self.folder / f"step-{step}"
         metrics = self.folder.parent / "metrics.jsonl"
-        if metrics.is_file():  # lines before this step must not be lost where the step is not
-            with metrics.open("rb") as stream:
-                os.fsync(stream.fileno())
+        with contextlib.suppress(OSError), metrics.open("rb") as stream:
+            os.fsync(stream.fileno())  # lines before this step should not be lost where the step is not
         write_atomically(temporary / "manifest.json", as_json({"format": FORMAT, "files": files}, indent=1) + "\n")
         temporary.rename(final)
         try:
@@ -227,13 +235,13 @@ class Checkpoints:
 
     def remove_old(self, newest: Path) -> None:
         """Nothing goes before the newest one was read back and is as it was meant to be. Trouble is a warning only."""
-        found = complete(self.folder)
-        losses = {folder: score for folder in found if (score := score_of(folder, self.best_by)) is not None}
-        kept = {*found[-self.keep :], *sorted(losses, key=losses.__getitem__)[:1]}
-        kept |= {folder for folder in found if self.keep_every and step_of(folder) % self.keep_every == 0}
-        if not (old := [folder for folder in found if folder not in kept]):
-            return
         try:
+            found = complete(self.folder)
+            losses = {folder: score for folder in found if (score := score_of(folder, self.best_by)) is not None}
+            kept = {*found[-self.keep :], *sorted(losses, key=losses.__getitem__)[:1]}
+            kept |= {folder for folder in found if self.keep_every and step_of(folder) % self.keep_every == 0}
+            if not (old := [folder for folder in found if folder not in kept]):
+                return
             if problem := damage(newest, self.together.advance):
                 raise OSError(f"{newest.name} was read back and {problem}")
             for folder in old:

@@ -28,6 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from yaml import YAMLError
 
 from accel.text import printable
 from training.config import extensions
@@ -176,6 +177,19 @@ def from_yaml(text: str) -> Any:
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
+def read_config(file: Path) -> dict[str, Any]:
+    """The same from a file; ValueError if it holds no configuration, OSError if it cannot be read."""
+    try:
+        found = from_yaml(file.read_text())
+    except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} cannot be read as YAML ({' '.join(str(error).split())[:300]}); restore it."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no configuration; restore it.")
+    return found
+
+
 @contextmanager
 def one_sentence() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.
@@ -198,7 +212,9 @@ def sentence_of(error: Exception) -> str | None:
     if isinstance(error, MemoryError):
         return "the memory of this machine is used up; use smaller batches, fewer workers, or less data at a time."
     if isinstance(error, OSError) and error.errno in DISK:
-        return f"{error.filename or 'a file'} cannot be written ({error.strerror}); free space or mend the disk."
+        return (
+            f"{error.filename or 'a file'} cannot be read or written ({error.strerror}); free space or mend the disk."
+        )
     if of_library(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
         return explain(error, sys.argv[1:], schema)

@@ -43,7 +43,7 @@ class Progress:
     def left(self) -> str:
         """The time that the rest takes at the rate so far, in words."""
         done = self.count - self.initial
-        if not done:
+        if done <= 0:
             return "time left unknown"
         seconds = round((self.total - self.count) / done * (time.perf_counter() - self.started))
         hours, minutes = seconds // 3600, seconds // 60
@@ -65,7 +65,9 @@ class Progress:
 def counted(items: Iterable[Item], total: int, unit: str, silent: bool = False) -> Iterator[Item]:
     """The items, with progress towards `total` of them while they are used."""
     progress = Progress(total, unit, silent=silent, lasting=False)
-    for item in items:
-        yield item
-        progress.advance(1)
-    progress.close()
+    try:
+        for item in items:
+            yield item
+            progress.advance(1)
+    finally:
+        progress.close()
