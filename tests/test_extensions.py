@@ -13,7 +13,8 @@ from scripts.sample import SampleConfig, sample_run
 from tests.pace import limit
 from train import train
 from training.config import extensions
-from training.config.compose import ROOT, compose, from_words, from_yaml
+from training.config.compose import ROOT, compose, from_words
+from training.config.yaml_text import from_yaml
 from training.pretrained import load_pretrained
 
 MIXER = '''

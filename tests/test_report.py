@@ -22,7 +22,8 @@ from scripts.report.history import History
 from scripts.report.page import distances, evaluations
 from scripts.report.plots import TRAINING, distance_plots, draw
 from tests.pace import limit
-from training.config.compose import as_yaml, compose
+from training.config.compose import compose
+from training.config.yaml_text import as_yaml
 
 EVIL = "<script>alert(1)</script>"
 PROTOCOL = {

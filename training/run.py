@@ -20,8 +20,9 @@ from data.manifest import make_folder, read_object, write_atomically
 from training.checkpoint.find import complete, description, verified
 from training.checkpoint.load import difference
 from training.checkpoint.save import Checkpoints
-from training.config.compose import Composed, as_yaml, from_yaml, read_config
+from training.config.compose import Composed
 from training.config.schema import TrainConfig
+from training.config.yaml_text import as_yaml, from_yaml, read_config
 from training.environment import describe_environment, pick_device
 from training.metrics_file import NAME as METRICS_FILE
 from training.metrics_file import append_metrics, drop_after, read_metrics

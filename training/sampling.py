@@ -29,8 +29,9 @@ from models.images import to_uint8
 from models.sampler import guided_velocity, sample
 from training.checkpoint.find import weights_file
 from training.components import build_loader, prove_kernels, runtime_values, spine
-from training.config.compose import read_config, typed
+from training.config.compose import typed
 from training.config.schema import RuntimeConfig, SamplingConfig
+from training.config.yaml_text import read_config
 from training.environment import pick_device
 from training.pretrained import build_autoencoder, load_pretrained, told_by
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from accel.text import is_figure, printable
 from data.manifest import read_object
-from training.config.compose import read_config
+from training.config.yaml_text import read_config
 
 FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
 PLACES = ("run_dir", "checkpoint", "sample_grid")

@@ -13,7 +13,7 @@ from accel.text import is_figure
 from data.manifest import read_object
 from training.checkpoint.find import complete, description
 from training.checkpoint.parts import flat
-from training.config.compose import read_config
+from training.config.yaml_text import read_config
 from training.metrics_file import read_metrics
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "why")

@@ -15,7 +15,8 @@ from accel.ledger import COLUMNS
 from scripts.report.history import HEADS, Evaluation, History, by_protocol, differing, evaluation_rows, text
 from scripts.report.plots import TRAINING, Plot, distance_plots, draw
 from training.checkpoint.parts import flat
-from training.config.compose import as_yaml, compose, from_yaml
+from training.config.compose import compose
+from training.config.yaml_text import as_yaml, from_yaml
 
 MAX_GRIDS, GRID_WIDTH = 6, 960
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

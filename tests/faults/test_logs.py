@@ -69,14 +69,17 @@ def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["train_seconds"] > 0
     Path(f"{folder}.log").unlink()
+    assert zygote(folder) == [0]
+    assert "differ" not in said(folder)
     assert zygote(folder, "optim.lr=0.5") == [0]
     told = said(folder)
     assert f"run_dir={folder} holds a finished run, of 96 samples; nothing is done" in told
     assert "optim.lr was" in told
     assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", told)
-    assert before == {
-        file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()
-    }
+    assert zygote(folder, "model.depth=3") == [1]
+    assert "holds a finished run of another model: model.depth was 2, is 3; use a new run_dir." in said(folder)
+    assert zygote(folder, "resume=never") == [1]
+    assert touched(folder) == before
     assert zygote(folder, "total_samples=112") == [0]
     assert complete(folder / "checkpoints")[-1].name == "step-14"
     assert "resumed from" in said(folder)

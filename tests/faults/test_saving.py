@@ -395,6 +395,26 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.fault("a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes")
+def test_a_disk_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing more is asked of it: neither to delete what was begun, nor what it holds."""
+    over = threading.Event()
+
+    def hang(self: Checkpoints, *_: object) -> None:
+        over.wait(60)
+
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the disk was asked")
+
+    monkeypatch.setattr(Checkpoints, "write_files", hang)
+    monkeypatch.setattr("training.checkpoint.save.goes_on", asked)
+    words = ["runtime.parallel.timeout_minutes=0.02", "save_every=4", "total_samples=800000", "log_every=0"]
+    with pytest.raises(ValueError, match=r"step-4 cannot be saved \(process 0 has written nothing for 1 s\); the same"):
+        started(tmp_path / "run", *words)
+    over.set()
+    assert (tmp_path / "run" / "checkpoints" / "step-4.tmp").is_dir()
+
+
 def test_a_save_that_failed_is_heard_of_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")

@@ -28,7 +28,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
-from yaml import YAMLError
 
 from accel.text import printable
 from training.config import extensions
@@ -51,6 +50,7 @@ from training.config.words import (
     refuse_words,
     spelled,
 )
+from training.config.yaml_text import as_yaml
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """A disk, or a quota, that takes no more."""
@@ -166,28 +166,6 @@ def refuse_not_finite(node: Any) -> None:
             raise ValueError(f"{key}={value} is no finite number; give one.")
         children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         todo += [(f"{key}.{name}".lstrip("."), child) for name, child in children]
-
-
-def as_yaml(node: Any) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(node))
-
-
-def from_yaml(text: str) -> Any:
-    """Plain containers, with interpolations as they are written."""
-    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """The same from a file; ValueError if it holds no configuration, OSError if it cannot be read."""
-    try:
-        found = from_yaml(file.read_text())
-    except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{file} cannot be read as YAML ({' '.join(str(error).split())[:300]}); restore it."
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no configuration; restore it.")
-    return found
 
 
 @contextmanager
