@@ -172,7 +172,7 @@ def test_a_background_job_of_a_script_hears_an_interrupt():
 def test_a_quota(run: Callable[..., dict], tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "run").mkdir()
-    lines = [json.dumps({"step": 0, **{f"value-{i}": 1.5 for i in range(20_000)}}) for _ in range(2)]
+    lines = [json.dumps({"step": 0, **{f"value-{i}": 1.5 for i in range(20_000)}}) for _ in range(6)]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     limit = (tmp_path / "run" / "metrics.jsonl").stat().st_size + 1000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

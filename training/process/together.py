@@ -45,7 +45,8 @@ class Together:
             try:
                 ended.append((work(), "", None))
             except OSError as error:
-                ended.append((None, f"{error.strerror}: {error.filename}" if error.strerror else str(error), None))
+                where = f": {error.filename}" if error.filename else ""
+                ended.append((None, f"{error.strerror}{where}" if error.strerror else str(error), None))
             except BaseException as error:
                 ended.append((None, "", error))
 
