@@ -19,7 +19,7 @@ FEW = {
     **{manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12},
     **{checkpoint: 8, run_folder: 8},
 }
-"""Cases of each in `make test`: about twelve seconds in all."""
+"""Cases of each in `make test`: about a minute in all, most of it for the run that the last two change."""
 MANY = 300
 BY_SUBJECT = pytest.mark.parametrize("subject", FEW, ids=lambda subject: subject.__name__)
 
