@@ -15,7 +15,7 @@ from tests.faults.fuzz_runs import checkpoint, good_run, run_folder
 from tests.faults.fuzz_sets import block, manifest, shard
 from tests.faults.fuzz_weights import weights
 
-FEW = {
+FEW: dict[Subject, int] = {
     **{manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12},
     **{checkpoint: 8, run_folder: 8},
 }
