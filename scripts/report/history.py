@@ -42,8 +42,6 @@ class History:
         self.name = folder.resolve().name
         self.config = dict(flat(read_config(folder / "config.yaml")))
         self.environment = dict(flat(read(folder / "environment.json")))
-        argv = self.environment.get("argv")
-        self.argv = argv if isinstance(argv, list) else []
         self.ledger = ledger_in(folder / "ledger.json")
         self.protocol = dict(flat(read(folder / "fd_protocol.json")))  # of the distances measured during training
         self.checkpoint = (complete(folder / "checkpoints") or [None])[-1]
@@ -52,9 +50,8 @@ class History:
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
         self.grids = sorted((int(f.stem.removeprefix("step-")), f) for f in (folder / "samples").glob("step-*.png"))
         files = {file.name: read(file) for file in sorted((folder / "evaluation").glob("*.json"))}
-        found = [Evaluation(self, name, *parts) for name, content in files.items() if (parts := evaluated(content))]
-        self.evaluations = found
-        strange = len(files) - len(found)
+        self.evaluations = [Evaluation(self, k, *parts) for k, v in files.items() if (parts := evaluated(v))]
+        strange = len(files) - len(self.evaluations)
         wrong = sum(math.isnan(y) for _, y in self.series("loss"))
         outrun = self.summary and self.lines and self.lines[-1]["step"] > (self.summary.get("steps") or 0)
         self.summary = {} if outrun else self.summary
@@ -87,7 +84,7 @@ class History:
     def facts(self) -> dict[str, Any]:
         """What ran where, with which versions."""
         versions = {k.removeprefix("versions."): v for k, v in self.environment.items() if k.startswith("versions.")}
-        commit = self.environment.get("git.commit")
+        commit, argv = self.environment.get("git.commit"), self.environment.get("argv")
         changed = " with uncommitted changes" if self.environment.get("git.uncommitted_changes") else ""
         written = max(f.stat().st_mtime for f in (self.folder / "config.yaml", *self.folder.glob("*.json*")))
         found = {
@@ -99,7 +96,7 @@ class History:
             "processes": self.state.get("world_size"),
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
             "git commit": f"{commit}{changed}" if commit else None,
-            "command": " ".join(["python", *map(str, self.argv)]),
+            "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
             "finished": "yes" if self.summary else "no: there is no summary.json, and figures are the last logged ones",
         }
@@ -118,11 +115,9 @@ def evaluated(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] 
     features, protocol = content.get("features"), content.get("protocol")
     if not isinstance(features, dict) or not isinstance(protocol, dict):
         return None
-    protocol = dict(flat(protocol))
-    whole = (
-        all(isinstance(row, dict) for row in features.values()) and {"weights.kind", "weights.step"} <= protocol.keys()
-    )
-    return (features, protocol) if whole else None
+    told, rows = dict(flat(protocol)), features.values()
+    whole = {"weights.kind", "weights.step"} <= told.keys() and all(isinstance(row, dict) for row in rows)
+    return (features, told) if whole else None
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from tests.faults.fuzz_runs import checkpoint, good_run, run_folder
 from tests.faults.fuzz_sets import block, manifest, shard
 from tests.faults.fuzz_weights import weights
 
-FEW = {manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12}
-FEW |= {checkpoint: 8, run_folder: 8}
+FEW: dict[Subject, int] = {
+    **{manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12},
+    **{checkpoint: 6, run_folder: 4},
+}
 """Cases of each in `make test`."""
 MANY = 300
 BY_SUBJECT = pytest.mark.parametrize("subject", FEW, ids=lambda subject: subject.__name__)
