@@ -27,6 +27,7 @@ from training.config.compose import ROOT
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Of Python's audit events, those of a save."""
+PARENT = os.getppid()
 IMPORTED_ONCE = [
     *("tests.parallel_worker", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "functorch.compile"),
     *("sklearn.datasets", "networkx", "evaluation.in_run", "models.mixers.bidirectional_ssd"),
@@ -153,7 +154,7 @@ def run(attempt: Attempt) -> list[int]:
         if not (pid := os.fork()):
             child(attempt, rank, port)
         pids.append(pid)
-    began, codes, parent = None, {}, os.getppid()
+    began, codes = None, {}
     metrics, log = Path(attempt.folder) / "metrics.jsonl", Path(f"{attempt.folder}.log")
     pending = attempt.after_seconds is not None or attempt.after_lines is not None
     while len(codes) < len(pids):
@@ -172,7 +173,7 @@ def run(attempt: Attempt) -> list[int]:
         if pending and late and pids[attempt.kill_rank] not in codes:
             os.kill(pids[attempt.kill_rank], getattr(signal, attempt.signal))
             pending = False
-        if os.getppid() != parent:  # whoever asked is gone
+        if os.getppid() != PARENT:  # whoever asked is gone
             os.killpg(0, signal.SIGKILL)
         time.sleep(0.002)
     return [codes[pid] for pid in pids]
