@@ -71,8 +71,8 @@ MISTAKES: dict[str, str] = {
     "train.py batch_size=-4": "batch_size=-4 must be at least 1.",
     "train.py total_samples=100k": "total_samples=100k must be a whole number, such as 102400.",
     "train.py optim.lr=0,001": (
-        "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write optim.lr=[0,001] "
-        "for a list, optim.lr=\"'0,001'\" for text, optim.lr=0.001 for a number."
+        "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write optim.lr=[…] "
+        "for a list, optim.lr=\"'…'\" for text, a point in a number."
     ),
     "train.py runtime.precision=float16": "runtime.precision=float16 must be one of fp32, bf16, fp16.",
     "train.py batch_size=10 accumulation_steps=4": (
