@@ -473,6 +473,19 @@ def test_a_python_that_is_too_old_or_too_new_is_named():
 
 
 @pytest.mark.parametrize(
+    ("word", "exported", "anew"), [(sys.executable, "", False), ("/no/python", "", True), (None, "/no/python", False)]
+)
+def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(word, exported, anew, tmp_path: Path):
+    """Whatever made it: this one has no pyvenv.cfg."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    words = ["make", "-n", "setup", f"VENV={tmp_path}", *([f"PYTHON={word}"] if word else [])]
+    env = os.environ | {"MAKEFLAGS": ""} | ({"PYTHON": exported} if exported else {})
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert (f"rm -rf {tmp_path}" in done.stdout) is anew
+
+
+@pytest.mark.parametrize(
     "start", [["train.py"], ["precompute_latents.py"], ["-m", "scripts.sample"], ["-m", "scripts.bench"], ["make"]]
 )
 def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], tmp_path: Path):
