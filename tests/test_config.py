@@ -449,7 +449,8 @@ def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("folder", "entry"), [("step-4", "manifest.json"), ("run", "checkpoints"), ("run", None), (None, None)]
+    ("folder", "entry"),
+    [("step-4", "manifest.json"), ("run", "checkpoints"), ("checkpoints", "step-4"), ("run", None), (None, None)],
 )
 def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, tmp_path: Path):
     """Even where run_dir holds checkpoints, which would be taken instead."""
@@ -457,7 +458,7 @@ def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, t
     if entry:
         (tmp_path / folder / entry).mkdir(parents=True)
     cfg = compose([f"run_dir={tmp_path / 'mine'}", f"resume={tmp_path / (folder or 'nowhere')}"]).cfg
-    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.* does not exist; name a checkpoint"):
+    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.*; name a run, a checkpoint such as"):
         refuse_paths(cfg)
 
 
