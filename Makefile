@@ -9,8 +9,9 @@ OLDEST_TRITON := .triton
 setup: $(VENV)/.installed
 
 # `make test PYTHON=python3.13`: a .venv of another Python is made anew.
-ifneq ($(origin PYTHON),file)
-ifeq (,$(shell grep -s "^version = $$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')\." $(VENV)/pyvenv.cfg))
+ifeq ($(origin PYTHON),command line)
+VERSION := -c 'import sys; print(sys.version_info[:2])' 2>/dev/null
+ifneq ($(shell $(PYTHON) $(VERSION)),$(shell $(BIN)/python $(VERSION)))
 ANEW := rm -rf $(VENV)
 .PHONY: $(VENV)/.installed
 endif

@@ -449,7 +449,8 @@ def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("folder", "entry"), [("step-4", "manifest.json"), ("run", "checkpoints"), ("run", None), (None, None)]
+    ("folder", "entry"),
+    [("step-4", "manifest.json"), ("run", "checkpoints"), ("checkpoints", "step-4"), ("run", None), (None, None)],
 )
 def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, tmp_path: Path):
     """Even where run_dir holds checkpoints, which would be taken instead."""
@@ -457,7 +458,7 @@ def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, t
     if entry:
         (tmp_path / folder / entry).mkdir(parents=True)
     cfg = compose([f"run_dir={tmp_path / 'mine'}", f"resume={tmp_path / (folder or 'nowhere')}"]).cfg
-    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.* does not exist; name a checkpoint"):
+    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.*; name a run, a checkpoint such as"):
         refuse_paths(cfg)
 
 
@@ -470,6 +471,19 @@ def test_a_python_that_is_too_old_or_too_new_is_named():
         assert str(stopped.value).startswith(said)
     for version in ((3, 11, 0), (3, 12, 1), (3, 13, 9)):
         refuse_python(version)
+
+
+@pytest.mark.parametrize(
+    ("word", "exported", "anew"), [(sys.executable, "", False), ("/no/python", "", True), (None, "/no/python", False)]
+)
+def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(word, exported, anew, tmp_path: Path):
+    """Whatever made it: this one has no pyvenv.cfg."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    words = ["make", "-n", "setup", f"VENV={tmp_path}", *([f"PYTHON={word}"] if word else [])]
+    env = os.environ | {"MAKEFLAGS": ""} | ({"PYTHON": exported} if exported else {})
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert (f"rm -rf {tmp_path}" in done.stdout) is anew
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ MISTAKES: dict[str, str] = {
     "train.py batch_size=-4": "batch_size=-4 must be at least 1.",
     "train.py total_samples=100k": "total_samples=100k must be a whole number, such as 102400.",
     "train.py optim.lr=0,001": (
-        "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write optim.lr=[0,001] "
-        "for a list, optim.lr=\"'0,001'\" for text, optim.lr=0.001 for a number."
+        "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write optim.lr=[…] "
+        "for a list, optim.lr=\"'…'\" for text, a point in a number."
     ),
     "train.py runtime.precision=float16": "runtime.precision=float16 must be one of fp32, bf16, fp16.",
     "train.py batch_size=10 accumulation_steps=4": (
@@ -105,14 +105,17 @@ MISTAKES: dict[str, str] = {
         "out=/nowhere` has finished (the same command continues)."
     ),
     "train.py resume=/nowhere": (
-        "resume=/nowhere does not exist; name a checkpoint, such as runs/<name>/checkpoints/step-400, or use "
-        "auto or never."
+        "resume=/nowhere does not exist; name a run, a checkpoint such as runs/<name>/checkpoints/step-400, or "
+        "use auto or never."
     ),
     "train.py init_from=/nowhere": (
         "init_from=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
     ),
     "train.py run_dir=/dev/null/läufe": (
         "run_dir=/dev/null/läufe cannot be a folder, for /dev/null is a file; choose another."
+    ),
+    f"train.py run_dir={'a' * 300}": (
+        f"run_dir={'a' * 300} cannot be a folder, for a name in it has over 255 bytes; choose a shorter one."
     ),
     "precompute_latents.py out=latents/photos": ("source is not set; say which: source=<a folder of images or tars>."),
     "precompute_latents.py source=/nowhere out=latents": (

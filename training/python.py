@@ -1,6 +1,6 @@
 """Ends the process with a sentence if this Python is none that fastlatent is tested with.
 
-Entry points import it before anything else, so any Python from 3.6 on has to be able to read it.
+Entry points import it before anything else, so any Python from 3.8 on has to be able to read it.
 """
 
 import sys

@@ -38,6 +38,7 @@ from training.config.build import build
 from training.config.compose import CONF, ROOT, compose, known_keys, one_sentence
 from training.config.schema import NCCL
 from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
+from training.config.words import not_read
 from training.pretrained import KEY, build_autoencoder, build_model, load_pretrained, weights_for
 from training.run import default_folder
 
@@ -332,15 +333,23 @@ TOLD = {
             "use password = HUNTER2",
             "db.passwd=1234567",
         ),
+        *(
+            f"{name}=HUNTER2"
+            for name in ["PGPASSWORD", "secretkey", "clientsecret", "dbpassword", "hftoken", "sshpass"]
+        ),
+        *("auth=[me, HUNTER2]", "auth={a: {b: [me, HUNTER2]}, c: HUNTER2}", "password  =  HUNTER2"),
+        *("password=ab&HUNTER2", "password=[HUNTER2", "a=1&token=HUNTER2"),
     ],
     "--name value": ["--token HUNTER2", "--api-key 'HUNTER2'"],
-    "X-Name: value": ["X-Api-Key: HUNTER2", "x-auth-token: HUNTER2"],
+    "X-Name: value": ["-H 'X-Api-Key: HUNTER2'", "X-Api-Key: HUNTER2", "x-auth-token: HUNTER2"],
     "{name: value}": [
         "{token: HUNTER2}",
         "{'privateKey': 'HUN,TER2'}",
         '{"a": 1, "apiKey":"HUNTER2"}',
         "[my_key: HUNTER2]",
+        *("{auth: [me, HUNTER2]}", "{api_key: {a: HUNTER2}, b: 1}", "{password: ab,HUNTER2}", "{password: ab[HUNTER2}"),
     ],
+    "name: value, a line": ["password: HUNTER2", "a:\n  - token: 'HUN TER2'\n", '"api_key": HUNTER2\n'],
     "a provider's own form": ["got hf_HUNTER2abcdefghijkl", "ghp_HUNTER2abcdefghijkl", "sk-HUNTER2abcdefghijkl"],
     "a private key": ["-----BEGIN RSA PRIVATE KEY-----\nHUNTER2\n-----END RSA PRIVATE KEY-----"],
 }
@@ -390,7 +399,11 @@ def test_no_sentence_of_ours_is_redacted():
                     assert scrubbed(text) == text
                     checked += 1
     assert checked > 200
-    for advice in ("x is not of the form key=value; set latents_key=<name>.", "labels_key=label, data.author=me"):
+    for advice in (
+        *("x is not of the form key=value; set latents_key=<name>.", "labels_key=label, data.author=me"),
+        *("basic float32 precision", "the bearer token expired", "python:3.11@sha256:0a1b", "{token: …, b: 1}"),
+        *(not_read("logger.api_key='x"), "write logger.key=[…] for a list, logger.key=\"'…'\" for text"),
+    ):
         assert scrubbed(advice) == advice
         with pytest.raises(ValueError, match="is not of the form key=value") as caught:
             compose(["latents_key"])

@@ -210,12 +210,10 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
     word = as_given(key, words)
     if override := getattr(cause, "override", None):
         return not_read(str(override))
-    if found := re.match(r"Ambiguous value for argument '(([^=]*)=(.*))'", text):
-        word, name, value = found.groups()
-        number = f", {name}={value.replace(',', '.')} for a number" if value.replace(",", "").isdigit() else ""
-        remedy = f"write {name}=[{value}] for a list, {name}=\"'{value}'\" for text{number}"
-        remedy = "choose one" if choices_of(name) else remedy
-        return f"{word}: commas stand between the values of a sweep, which needs -m; {remedy}."
+    if found := re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text):
+        remedy = f"write {found[2]}=[…] for a list, {found[2]}=\"'…'\" for text, a point in a number"
+        remedy = "choose one" if choices_of(found[2]) else remedy
+        return f"{found[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
     if found := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         group, name = found.groups()
         more = "; latents of your own are data=resident data.path=<folder>" if group == "data" else ""

@@ -25,8 +25,8 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
         return
     refuse_file("run_dir", cfg.run_dir)
     if cfg.resume not in ("auto", "never"):
-        remedy = "name a checkpoint, such as runs/<name>/checkpoints/step-400, or use auto or never"
-        refuse_missing("resume", cfg.resume, remedy, "manifest.json", "checkpoints")
+        remedy = "name a run, a checkpoint such as runs/<name>/checkpoints/step-400, or use auto or never"
+        refuse_missing("resume", cfg.resume, remedy, "manifest.json", "checkpoints", "step-*")
     started = cfg.run_dir and any((Path(cfg.run_dir).expanduser() / "checkpoints").glob("step-*"))
     refuse_no_weights("init_from", None if started else cfg.init_from)  # a run that goes on needs them no more
     if cfg.fd_every:
@@ -47,7 +47,7 @@ def refuse_drawing(cfg: Any) -> None:
 
 def refuse_no_weights(key: str, path: str | None) -> None:
     """ValueError for a path at which there can be no weights."""
-    names = () if str(path).endswith(".safetensors") else ("checkpoints", "manifest.json")
+    names = () if str(path).endswith(".safetensors") else ("checkpoints", "manifest.json", "step-*")
     refuse_missing(key, path, "name a run that has a checkpoint, a checkpoint, or a .safetensors file", *names)
 
 
@@ -64,7 +64,7 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
     place = os.path.expanduser(path)
     if not os.path.exists(place):  # Path.exists raises where a name is too long
         raise ValueError(f"{key}={path} does not exist; {remedy}.")
-    if names and not any(os.path.exists(os.path.join(place, name)) for name in names):
+    if names and not any(any(Path(place).glob(name)) for name in names):
         raise ValueError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")
 
 
@@ -73,6 +73,8 @@ def refuse_file(key: str, path: str | None) -> None:
     folder = Path(os.path.expanduser(path or "."))
     if str(folder).startswith("~"):
         raise ValueError(f"{key}={path}: there is no such user; write the whole path.")
+    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
+        raise ValueError(f"{key}={path} cannot be a folder, for a name in it has over 255 bytes; choose a shorter one.")
     for place in (folder, *folder.parents):
         if os.path.exists(place) and not os.path.isdir(place):
             raise ValueError(f"{key}={path} cannot be a folder, for {place} is a file; choose another.")

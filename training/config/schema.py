@@ -251,7 +251,7 @@ class TrainConfig:
 
     seed: int = 0
     run_dir: str | None = None  # null: runs/<date>-<time>-<model>-<runtime>; set it: the same command again resumes
-    resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or the folder of a checkpoint
+    resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or a run, or a checkpoint
     init_from: str | None = None  # weights to start from: a .safetensors file, a checkpoint or a run folder
     rehearsal: str | None = None  # an experiment whose latest run of this model and runtime is shown before the start
     extensions: list[str] = field(default_factory=list)  # packages of your own; on the command line only

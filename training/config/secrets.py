@@ -12,16 +12,18 @@ HIDDEN = "<redacted>"
 PARTS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Between the parts of a name: accessToken, access-token and ACCESS_TOKEN have two."""
 SECRET = re.compile(
-    r"(.*_)?(password|passwd|passphrase|passcode|secret|credential|authorization|bearer|jwt|cookie"
-    r"|(api|auth|access|private|client)_?(key|token))s?\d*(_.*)?"
-    r"|(.*_)?(key|token|tokens|auth|pwd|pass|pw|sig|signature)(_?\d+)?"
+    r".*(password|passwd|passphrase|passcode|secret).*"
+    r"|(.*_)?(credential|authorization|bearer|jwt|cookie|(api|auth|access|private|client)_?(key|token))s?\d*(_.*)?"
+    r"|(.*tokens?|.*pwd|.*pass|(.*_)?(key|auth|pw|sig|signature))(_?\d+)?"
 )
-"""Names of secrets, their parts joined by _: the first wherever they stand, the others at the end (`token_drop`)."""
+"""Names of secrets, their parts joined by _: the first wherever they stand, the next as parts, the last at the end."""
 OURS = ("latents_key", "labels_key")
 """Settings that name something in a file."""
-NO_SECRET = re.compile(r"(<[^<>]*>|…|value|null|none|true|false)?[.,;:)`'\"]*", re.IGNORECASE)
+NO_SECRET = re.compile(r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE)
 """What stands where a value would, and holds none."""
-VALUE = r"('[^']*'|\"[^\"]*\"|[^\s&]+)"
+QUOTED = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
+"""What ends with a sign: text in quotes, a list, a mapping; these may hold others."""
+VALUE = rf"({QUOTED}|[\[{{].+|\S+)"
 
 
 class Shape(NamedTuple):
@@ -34,15 +36,18 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "https://user:pass@word@host/": Shape(r"(://)", r"([^\s/:@]+:(?!\d+/)\S*|[^\s/]*)(?=@)", named=False),
-    "user:pass@word@host": Shape(r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@[\w.-])", named=False),
+    "user:pass@word@host": Shape(r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@(?!sha256:)[\w.-])", named=False),
     "https://host/path?query": Shape(r"(://[^\s?\"']*\?)", r"([^\s\"']+)", named=False),
     "Authorization: scheme value": Shape(r"(\b[Aa]uthorization['\"]?\s*[:=]\s*)", r"([^\r\n,}\]]+)", named=False),
-    "Bearer value": Shape(r"(\b[Bb]earer\s+)", r"([^\s,;'\"<]+)", named=False),
-    "Basic value": Shape(r"(\b[Bb]asic\s+)", r"((?=\S*(?:\d|=|[a-z][A-Z]))[\w+/-]{6,}=*)", named=False),
-    "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s?=\s?)"),
+    "Bearer value": Shape(r"(\b[Bb]earer\s+)(?!tokens?\s)", r"([^\s,;'\"<]+)", named=False),
+    "Basic value": Shape(r"(\b[Bb]asic\s+)", r"((?=\S*(?:=|[a-z\d][A-Z]))[\w+/-]{6,}=*)", named=False),
+    "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s*=\s*)"),
     "--name value": Shape(r"((?<!\S)--?([\w-]+)\s+)(?!-)"),
     "X-Name: value": Shape(r"(\b([A-Za-z]+-[\w-]+):\s*)"),
-    "{name: value}": Shape(r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)", r"('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)"),
+    "{name: value}": Shape(
+        r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)", rf"({QUOTED}|(?:[^,}}\]]|,(?!\s*['\"]?[\w.-]+['\"]?\s*:))+)"
+    ),
+    "name: value, a line": Shape(r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)", r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)"),
     "a provider's own form": Shape(
         r"(?<![\w-])()",
         r"(hf_\w{16,}|gh[a-z]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
