@@ -26,7 +26,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick
     from training.evaluate import evaluate, sample_grid
-    from training.guards import failures_explained, stop_if_hopeless
+    from training.guards import end_if_bad, failures_explained
     from training.pretrained import build_autoencoder
     from training.process.loggers import SafeLogger
     from training.process.progress import Progress
@@ -68,9 +68,9 @@ def train(composed: Composed) -> dict[str, Any]:
             distances.record(run.folder)
         meter.earlier_seconds = run.keep_metrics_before(state.step)
         meter.start()
-        batches, scores = [], {}
+        batches = []
         while True:
-            done, asked = state.done, stop.asked()
+            done, asked, scores = state.done, stop.asked(), {}
             if any(map(state.due, (cfg.log_every, cfg.eval_every, cfg.fd_every))) or (done and state.moved):
                 metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
                 metrics |= checkpoints.figures()
@@ -85,9 +85,8 @@ def train(composed: Composed) -> dict[str, Any]:
                     run.append_metrics(metrics)
                     logger.log(metrics, state.samples)
                     progress.say(log_line(metrics, progress.left()))
-            if asked is Asked.look or (done and state.moved):  # at what one of the processes has seen
-                stop_if_hopeless(training, run.folder, batches)
-                checkpoints.finish(state.samples)
+            if asked is Asked.look or (done and state.moved):
+                end_if_bad(training, run.folder, batches, checkpoints, asked)
             drawing = autoencoder if state.due(cfg.sample_every) else None
             saving = state.due(cfg.save_every) or (asked is Asked.stop and state.moved and cfg.save_every)
             with meter.paused() if drawing or saving else nullcontext():
@@ -109,7 +108,6 @@ def train(composed: Composed) -> dict[str, Any]:
             meter.update(step(batches))
             state.advance(cfg.batch_size)
             progress.advance(cfg.batch_size)
-            scores = {}
     progress.close()
 
     # 5. What came of it.

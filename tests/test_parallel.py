@@ -350,7 +350,7 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
         (["runtime.parallel.cpu_offload=true"], "is for fsdp and hsdp"),
         (["runtime.parallel.bucket_cap_mb=0"], "runtime.parallel.bucket_cap_mb=0 must be at least 1"),
         (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
-        (["+runtime.parallel.nccl.DEBUG=INFO"], "their names begin with NCCL_"),
+        (["+runtime.parallel.nccl.DEBUG=INFO"], "set it in the environment of the command"),
         (["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"], "block by block"),
         (["runtime.parallel.mode=ddp", "runtime.cuda_graph=true"], "never tried"),
     ],

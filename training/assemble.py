@@ -15,7 +15,7 @@ from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
-from training.checkpoint.find import complete, newest, weights_file
+from training.checkpoint.find import branch_of, weights_file
 from training.checkpoint.load import load, load_latest
 from training.checkpoint.save import Checkpoints
 from training.components import build_loader, prove_kernels, runtime_values, spine
@@ -169,12 +169,7 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, descr
     that run from its own newest checkpoint. An older checkpoint of the same run is a ValueError: later ones would be
     lost or win.
     """
-    branch = None if cfg.resume in ("auto", "never") else checkpoints.ranks.agreed(lambda: newest(cfg.resume))
-    found = complete(checkpoints.folder)
-    if branch and found and branch.parent == checkpoints.folder.resolve() and branch != found[-1].resolve():
-        raise ValueError(
-            f"resume={cfg.resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
-        )
+    branch = checkpoints.ranks.agreed(lambda: branch_of(cfg.resume, checkpoints.folder))
     latest = None if cfg.resume == "never" else load_latest(checkpoints.folder, state, described, checkpoints.ranks)
     if latest is None and branch is not None:
         latest = branch, load(branch, state, described, checkpoints.ranks)

@@ -19,7 +19,18 @@ from data.loader import Batch
 from data.manifest import make_folder, write_atomically
 from training.assemble import Training
 from training.checkpoint.find import goes_on
+from training.checkpoint.save import Checkpoints
 from training.config.compose import DISK
+from training.process.stop import Asked
+
+
+def end_if_bad(
+    training: Training, folder: Path, batches: Sequence[Batch], checkpoints: Checkpoints, asked: Asked
+) -> None:
+    """Looks at what one of the processes has seen: ValueError if steps are only skipped, or if a save has failed."""
+    stop_if_hopeless(training, folder, batches)
+    if asked is Asked.look:
+        checkpoints.finish(training.state.samples)
 
 
 def stop_if_hopeless(training: Training, folder: Path, batches: Sequence[Batch]) -> None:

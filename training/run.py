@@ -17,7 +17,7 @@ from accel.ledger import Ledger
 from accel.proof import FILE as KERNELS_FILE
 from accel.text import as_json
 from data.manifest import make_folder, read_object, write_atomically
-from training.checkpoint.find import complete, description, verified
+from training.checkpoint.find import branch_of, complete, description, verified
 from training.checkpoint.load import difference
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed
@@ -64,6 +64,7 @@ class Run:
         self.lock: lock.Held | None = None
         self.unlogged = 0
         """Lines of metrics.jsonl that could not be written."""
+        self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
         self.finished = self.ranks.agreed(self.summary_of_all)
         """The summary, where this folder holds a run that has seen all its samples: there is nothing to do."""
         if self.finished is not None:
@@ -180,8 +181,8 @@ class Run:
             before, now = read_config(self.folder / "config.yaml"), from_yaml(as_yaml(self.config))
         except (OSError, ValueError):
             before = now = {}
-        for part in ("model", "objective"):
-            if other := difference({part: before.get(part)}, {part: now.get(part)}):
+        for part, other in ((part, difference(*pair)) for part, pair in must_match(before, now).items()):
+            if other:
                 raise ValueError(f"{where} of another {part}: {other}; use a new run_dir.")
         changed = difference(before, now)
         self.ranks.say(
@@ -258,6 +259,16 @@ class Run:
             f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
             flush=True,
         )
+
+
+def must_match(*configs: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Of configurations, what a run cannot change: part -> that of each."""
+    optimizers = [config.get("optim") or {} for config in configs]
+    return {
+        **{part: [config.get(part) or {} for config in configs] for part in ("model", "objective")},
+        "data": [{"seed": config.get("seed")} for config in configs],
+        "optimizer": [{"class": optimizer.get("_target_")} for optimizer in optimizers],
+    }
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:

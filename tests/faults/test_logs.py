@@ -77,7 +77,7 @@ def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
     assert "optim.lr was" in told
     assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", told)
     assert zygote(folder, "model.depth=3") == [1]
-    assert "holds a finished run of another model: model.depth was 2, is 3; use a new run_dir." in said(folder)
+    assert "holds a finished run of another model: depth was 2, is 3; use a new run_dir." in said(folder)
     assert zygote(folder, "resume=never") == [1]
     assert touched(folder) == before
     assert zygote(folder, "total_samples=112") == [0]

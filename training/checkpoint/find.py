@@ -124,6 +124,18 @@ def newest(path: str) -> Path:
     return found[-1].resolve()
 
 
+def branch_of(resume: str, own: Path) -> Path | None:
+    """The checkpoint that `resume` names, None for `auto` and `never`; ValueError for an older one of `own` folder."""
+    if resume in ("auto", "never"):
+        return None
+    branch, found = newest(resume), complete(own)
+    if found and branch.parent == own.resolve() and branch != found[-1].resolve():
+        raise ValueError(
+            f"resume={resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
+        )
+    return branch
+
+
 def weights_file(path: str, key: str) -> Path:
     """The safetensors file that `key=path` means: the file itself, or the averages of a checkpoint or a run's latest.
 
