@@ -280,15 +280,12 @@ def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the files that a dead job leaves open
-@pytest.mark.parametrize(
-    "step", [5, pytest.param(1, marks=pytest.mark.slow)]
-)  # 1, 6, 11: of the folder, a shard, the set
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])  # 1, 6, 11: folder, shard, set
 def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(step: int, job: Job, crash_at: Callable[[int], None]):
     expected = contents(job("held_out=0.5", "shard_size=10"))
     assert not [name for name in expected if name.endswith(".tmp")]
-    writes = (
-        1 + 2 + 2 * (2 + 2) + 2
-    )  # the folder, job.json, two shards with a sidecar each, the manifest: file and rename of each
+    # The folder; file and rename of each: job.json, two shards with a sidecar each, the manifest.
+    writes = 1 + 2 + 2 * (2 + 2) + 2
     for count in range(1, writes + 1, step):
         crash_at(count)
         with pytest.raises(CrashError):
