@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,18 +51,6 @@ def test_make_targets_exist():
     made = {line.split()[1] for line in COMMANDS if line.startswith("make ")}
     assert made == {"train", "test"}
     assert made <= targets
-
-
-@pytest.mark.parametrize(("version", "anew"), [("%d.%d.99", False), ("%d.9%d.0", True)])
-def test_a_venv_of_another_python_is_made_anew(version: str, anew: bool, tmp_path: Path):
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "pyvenv.cfg").write_text(f"version = {version % sys.version_info[:2]}\n")
-    (tmp_path / ".venv" / ".installed").touch()
-    words = ["make", "--dry-run", "setup", f"PYTHON={sys.executable}"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ("rm -rf .venv" in done.stdout) == anew
 
 
 def test_every_command_is_one_that_this_test_knows():
