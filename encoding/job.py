@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from data.manifest import NAME, Manifest, Shard, make_folder, write_atomically
+from data.manifest import NAME, Manifest, Shard, make_folder, read_object, write_atomically
 from data.shards import file_sha256
 from encoding.images import RESIZE, ImageEntry
 from encoding.listing import ImageList
@@ -78,8 +78,8 @@ def claim(out: Path, job: dict[str, Any]) -> None:
     file = out / JOB
     if file.is_file():
         try:
-            earlier = dict(json.loads(file.read_bytes()))
-        except (ValueError, TypeError, RecursionError) as error:
+            earlier = read_object(file)
+        except ValueError as error:
             raise ValueError(
                 f"{file} is broken, so nothing says which job this folder belongs to; choose another folder or delete "
                 f"this one."
@@ -117,10 +117,10 @@ def finished(out: Path, name: str) -> dict[str, Any] | None:
     if not (sidecar.is_file() and file.is_file()):
         return None
     try:
-        described = dict(json.loads(sidecar.read_bytes()))
+        described = read_object(sidecar)
         told = described.pop("sha256", None)  # earlier versions wrote none
         whole = told in (None, digest_of(described)) and described["shard"]["sha256"] == file_sha256(file)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     return described if whole else None
 
@@ -169,7 +169,7 @@ def write_manifest(
 ) -> Manifest:
     """Merges the sidecars of all shards into `manifest.json`; `shape` (C, H, W), PSNR and precision were measured."""
     out = Path(str(cfg.out)).expanduser()
-    sidecars = [json.loads((out / f"{name}.json").read_text()) for name, _, _ in plan.shards]
+    sidecars = [read_object(out / f"{name}.json") for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
     if not any(of_shard["count"] for of_shard in sums):

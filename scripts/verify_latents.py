@@ -90,6 +90,7 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
 
 def check_files(source: Source, manifest: Manifest) -> list[str]:
     """Checks size and hash of the files of a local set, and that there are no others."""
+    from data.manifest import read_object
     from data.shards import file_sha256
     from data.source import LocalSource
 
@@ -98,9 +99,9 @@ def check_files(source: Source, manifest: Manifest) -> list[str]:
     problems, known = [], {shard.file for shard in manifest.shards}
     for sidecar in source.folder.glob("*.tar.json"):
         try:
-            if json.loads(sidecar.read_text())["shard"]["count"] == 0:  # Pillow could decode none of the shard's images
+            if read_object(sidecar)["shard"]["count"] == 0:  # Pillow could decode none of the shard's images
                 known.add(sidecar.stem)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             problems.append(f"{sidecar} is no description of a shard")
     for shard in manifest.shards:
         file = source.folder / shard.file

@@ -16,7 +16,7 @@ from accel.stack import AccelerationStack
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
 from training.checkpoint.find import branch_of, weights_file
-from training.checkpoint.load import load, load_latest
+from training.checkpoint.load import identity, load, load_latest
 from training.checkpoint.save import Checkpoints
 from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.build import build, resolve_target
@@ -144,12 +144,10 @@ def describe_run(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[s
 
     `model`, `data`, `objective` and `optimizer` must be equal on resume; a change in `settings` is allowed, and said.
     """
-    cfg: TrainConfig = composed.cfg
+    same = identity(vars(composed.cfg))
     return {
-        "model": cfg.model,
-        "data": {"fingerprint": spec.fingerprint, "seed": cfg.seed},
-        "objective": cfg.objective,
-        "optimizer": {"class": cfg.optim["_target_"]},
+        **same,
+        "data": {"fingerprint": spec.fingerprint, **same["data"]},
         "settings": plain({key: node for key, node in composed.source.items() if key in SETTINGS}),
         "spec": spec.as_dict(),
         "choices": composed.choices,

@@ -18,7 +18,7 @@ from accel.proof import FILE as KERNELS_FILE
 from accel.text import as_json
 from data.manifest import make_folder, read_object, write_atomically
 from training.checkpoint.find import branch_of, complete, description, verified
-from training.checkpoint.load import difference
+from training.checkpoint.load import MUST_MATCH, difference, identity
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
@@ -181,8 +181,9 @@ class Run:
             before, now = read_config(self.folder / "config.yaml"), from_yaml(as_yaml(self.config))
         except (OSError, ValueError):
             before = now = {}
-        for part, other in ((part, difference(*pair)) for part, pair in must_match(before, now).items()):
-            if other:
+        parts, wanted = identity(before), identity(now)
+        for part in MUST_MATCH:
+            if other := difference(parts[part], wanted[part]):
                 raise ValueError(f"{where} of another {part}: {other}; use a new run_dir.")
         changed = difference(before, now)
         self.ranks.say(
@@ -259,16 +260,6 @@ class Run:
             f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
             flush=True,
         )
-
-
-def must_match(*configs: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Of configurations, what a run cannot change: part -> that of each."""
-    optimizers = [config.get("optim") or {} for config in configs]
-    return {
-        **{part: [config.get(part) or {} for config in configs] for part in ("model", "objective")},
-        "data": [{"seed": config.get("seed")} for config in configs],
-        "optimizer": [{"class": optimizer.get("_target_")} for optimizer in optimizers],
-    }
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,19 @@ MALFORMED = (
     *(ArithmeticError, RuntimeError),
 )
 """What reading values of another type or shape ends with."""
-MUST_MATCH = ("model", "data", "objective", "optimizer")
+
+
+def identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a run cannot change, of its configuration; of the data, whose content is not looked at here, the seed."""
+    return {
+        "model": config.get("model") or {},
+        "data": {"seed": config.get("seed")},
+        "objective": config.get("objective") or {},
+        "optimizer": {"class": (config.get("optim") or {}).get("_target_")},
+    }
+
+
+MUST_MATCH = tuple(identity({}))
 
 
 def load_latest(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> tuple[Path, str] | None:
