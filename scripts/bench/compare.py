@@ -5,12 +5,12 @@ python -m scripts.bench compare runs/a runs/b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel.text import is_figure, printable
-from data.manifest import read_object
 from training.config.yaml_text import read_config
 
 FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
@@ -29,7 +29,7 @@ def read_run(folder: str) -> dict[str, dict[str, Any]]:
     path = Path(folder).expanduser()
     try:
         config = read_config(path / "config.yaml")
-        environment, summary = (read_object(path / f"{name}.json") for name in ("environment", "summary"))
+        environment, summary = (json.loads((path / f"{name}.json").read_text()) for name in ("environment", "summary"))
         return {
             "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
             # Without the evidence, which holds counts that differ for good reasons.
@@ -37,7 +37,7 @@ def read_run(folder: str) -> dict[str, dict[str, Any]]:
             "versions": environment["versions"] | {"hardware": environment["hardware"], "git": environment["git"]},
             "result": {name: summary[name] for name in FIGURES if is_figure(summary.get(name))},
         }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         name = Path(str(getattr(error, "filename", None) or "its JSON")).name
         raise ValueError(f"{folder} is no finished run: {name} cannot be read; name two run folders.") from None
 
