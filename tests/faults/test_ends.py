@@ -224,12 +224,17 @@ def test_host_memory_is_used_up(run: Callable[..., dict], tmp_path: Path, monkey
     [
         ({"counters": {"model": 5}}, "does not fit this run: 'step'"),
         ({"counters": {"step": "x", "samples": 0, "skipped_steps": 0}}, "the counter step is x, which is no count"),
-        ({"counters": []}, "does not fit this run: "),
-        ({"world_size": 10**9}, "is no checkpoint of this version of ours"),
         ({"leaves": {"a": 1}}, "is no checkpoint of this version of ours"),
-        ({"settings": 5}, "is no checkpoint of this version of ours"),
-        ({"model": None}, "is no checkpoint of this version of ours"),
-        ({"window": {"steps": None}}, "does not fit this run: "),
+        *(
+            pytest.param(change, sentence, marks=pytest.mark.slow)
+            for change, sentence in (
+                ({"counters": []}, "does not fit this run: "),
+                ({"world_size": 10**9}, "is no checkpoint of this version of ours"),
+                ({"settings": 5}, "is no checkpoint of this version of ours"),
+                ({"model": None}, "is no checkpoint of this version of ours"),
+                ({"window": {"steps": None}}, "does not fit this run: "),
+            )
+        ),
     ],
 )
 def test_a_hostile_state(change: dict, sentence: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):

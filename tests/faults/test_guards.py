@@ -80,7 +80,7 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
-@pytest.mark.parametrize("log_every", [0, 6])
+@pytest.mark.parametrize("log_every", [0, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_burst_is_noticed_whatever_is_logged(log_every: int, run: Run, monkeypatch: pytest.MonkeyPatch):
     nan_at(monkeypatch, 7, 10)
     summary = run(*LONG, "guards.max_skipped_in_row=5", f"log_every={log_every}")  # a good step ends the row

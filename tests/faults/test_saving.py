@@ -343,7 +343,7 @@ def test_the_files_of_several_processes_belong_together():
 
 
 @pytest.mark.fault("the disk full for a moment", "the save is tried again after a pause; the run goes on")
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_save_is_tried_again(
     background: bool, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
