@@ -175,7 +175,7 @@ def wrong_lengths(facts: Manifest | LatentSpec) -> list[str]:
 
 
 def first_fault(error: ValidationError, kind: str = "manifest") -> str:
-    """What is wrong with JSON that should be a `kind`, as the end of a sentence."""
+    """Says what is wrong with JSON that should be a `kind`, as the end of a sentence."""
     found = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
     if "format" in found:
         return f"has format {str(found['format']['input'])[:40]}, and this version reads {FORMAT}"

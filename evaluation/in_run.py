@@ -17,8 +17,7 @@ from evaluation.sides import distances, floor
 from models.autoencoders import Autoencoder
 from training.assemble import Training
 from training.checkpoint.load import difference
-from training.evaluate import dealt
-from training.process.progress import counted
+from training.evaluate import dealt_and_shown
 from training.sampling import SampleStream, labels_in_turn, protocol_of
 
 PROTOCOL = "fd_protocol.json"
@@ -80,8 +79,7 @@ class InRun:
         finite = True
         with self.training.state.averaged(), torch.no_grad():
             batches = range(-(-self.count // self.stream.batch_size))
-            rounds = -(-len(batches) // ranks.world_size)
-            for number, mine in counted(dealt(batches, ranks), rounds, "batches of distances", not ranks.first):
+            for number, mine in dealt_and_shown(batches, len(batches), "batches of distances", ranks):
                 _, latents = self.stream.batch(number)
                 if mine:
                     finite = finite and bool(latents.isfinite().all())

@@ -31,9 +31,9 @@ def evaluate(training: Training) -> dict[str, float]:
     """
     ranks, found = training.ranks, []
     with training.state.averaged():
-        rounds = -(-training.loader.held_out_count // (training.micro_batch * ranks.world_size))
-        dealt_out = dealt(training.loader.held_out(training.micro_batch), ranks)
-        for batch, mine in counted(dealt_out, rounds, "batches of evaluation", not ranks.first):
+        batches = training.loader.held_out(training.micro_batch)
+        count = -(-training.loader.held_out_count // training.micro_batch)
+        for batch, mine in dealt_and_shown(batches, count, "batches of evaluation", ranks):
             loss, t = training.step.losses(batch, held_out=True)
             if mine:
                 found.append(torch.stack((batch.position.double(), loss.double(), t.double())).T)
@@ -60,6 +60,11 @@ def dealt(items: Iterable[Item], ranks: Ranks) -> Iterator[tuple[Item, bool]]:
         yield together[ranks.rank if mine else 0], mine
 
 
+def dealt_and_shown(items: Iterable[Item], count: int, unit: str, ranks: Ranks) -> Iterator[tuple[Item, bool]]:
+    """Deals `count` items, and the first process shows how far it is."""
+    return counted(dealt(items, ranks), -(-count // ranks.world_size), unit, not ranks.first)
+
+
 def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
     """Lists of `count` items; the last may be shorter."""
     iterator = iter(items)
@@ -79,8 +84,7 @@ def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Pat
     found: list[tuple[Tensor, Tensor]] = []
     with training.state.averaged():
         parts = places.split(max(1, training.micro_batch // 2))  # guidance doubles it
-        rounds = -(-len(parts) // ranks.world_size)
-        for position, mine in counted(dealt(parts, ranks), rounds, "batches of the sample grid", not ranks.first):
+        for position, mine in dealt_and_shown(parts, len(parts), "batches of the sample grid", ranks):
             latents = draw_latents(step.forward, spec, labels[position], position, cfg.seed, cfg.sampling)
             if mine:
                 found.append((position.cpu(), torch.from_numpy(to_uint8(autoencoder.decode(latents)))))

@@ -158,7 +158,7 @@ def misfit(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None
 
 
 def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors of `file` for a `model` of the classes of `spec`, and the end of a sentence on what is not kept.
+    """Reads the tensors of `file` for a `model` of the classes of `spec`; also says, to end a sentence, what is lost.
 
     Rows of a label table follow the names of their classes. Classes that the file does not know keep the rows that the
     model has. ValueError if another tensor does not fit, and for rows without names if their number differs. All

@@ -163,13 +163,13 @@ class Run:
         """The summary of a run that has seen `total_samples`; None if there is something to do."""
         try:
             summary = read_object(self.folder / "summary.json")
-            samples, damaged = summary["samples"], summary.get("skipped_data") or {}
-            if not all(type(count) is int for count in damaged.values()):
+            damaged, total = summary.get("skipped_data") or {}, self.cfg.total_samples
+            if summary["samples"] < total or not all(type(count) is int for count in damaged.values()):
                 return None
             if self.cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
                 newest = verified(complete(self.folder / "checkpoints")[-1])
-                samples = min(samples, description(newest)["counters"]["samples"])
-            return summary if samples >= self.cfg.total_samples else None
+                return summary if description(newest)["counters"]["samples"] >= total else None
+            return summary
         except UNREADABLE:
             return None
 

@@ -397,7 +397,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
 
 @pytest.mark.fault("a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes")
 def test_a_disk_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nothing more is asked of it: neither to delete what was begun, nor what it holds."""
+    """The run asks nothing more of that disk: it neither deletes what it began there nor lists what is there."""
     over = threading.Event()
 
     def hang(self: Checkpoints, *_: object) -> None:
