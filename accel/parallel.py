@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -158,6 +158,13 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered, on every process; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all of them together, in fp32 or wider; 0 of none."""
+    if any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors):  # PyTorch's would be rounded to their dtype
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)))
+    return whole(torch.nn.utils.get_total_norm(tensors)) if tensors else torch.zeros(())
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:

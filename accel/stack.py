@@ -21,12 +21,17 @@ from accel.fused_adamw import FusedAdamW
 from accel.fused_kernels import FusedAddNorm, FusedConv, FusedKernel, FusedScan
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.ledger import AUTO, Ledger, LedgerRow
+from accel.members import Make
+from accel.offload_activations import OffloadActivations
+from accel.offload_optimizer import OffloadOptimizer
+from accel.optimizer_state import OptimizerState
 from accel.parallel import DataParallel, agreed
 from accel.precision import Precision
 from accel.proof import Question, prove
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.technique import AnyStep, Model, Technique
 from accel.tf32 import Tf32
+from accel.weights import Weights
 
 # Process flags, module changes, checkpointing, compile, sharding, optimizer, autocast, evaluation, CUDA graph.
 # Checkpointing comes before compile, so that a compiled block contains its own recomputation, and both before sharding,
@@ -39,11 +44,15 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     FusedScan,
     FusedConv,
     AttentionBackend,
+    Weights,
     CheckpointBlocks,
     Compile,
     DataParallel,
+    OptimizerState,
     FusedAdamW,
+    OffloadOptimizer,
     Precision,
+    OffloadActivations,
     EmptyCacheAtEval,
     CudaGraph,
 )
@@ -150,6 +159,12 @@ class AccelerationStack:
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         return {key: value for technique in self.techniques for key, value in technique.optimizer_kwargs().items()}
+
+    def on_optimizer(self, make: Make) -> Make:
+        """The later a technique stands in the tuple, the closer it is to the optimizer itself."""
+        for technique in reversed(self.techniques):
+            make = technique.on_optimizer(make)
+        return make
 
     def on_step(self, step: AnyStep) -> AnyStep:
         for technique in self.techniques:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from accel.evidence import Evidence
     from accel.loss_scaler import LossScaler
+    from accel.members import Make
 
 
 class Observation(NamedTuple):
@@ -112,6 +113,10 @@ class Technique(ABC):
     def optimizer_kwargs(self) -> dict[str, Any]:
         """Arguments for the optimizer's constructor."""
         return {}
+
+    def on_optimizer(self, make: Make) -> Make:
+        """Wraps what builds the optimizer from parameter groups."""
+        return make
 
     def on_step(self, step: AnyStep) -> AnyStep:
         """Wraps `step.forward` or `step.update`, or hands the step an object that it needs."""

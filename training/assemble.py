@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from accel.ledger import Ledger
+from accel.members import Groups
+from accel.optimizer_state import promised
 from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import Batch, LatentLoader, LatentSpec
@@ -43,16 +45,19 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
     """The optimizer over the model's parameter groups, with the stack's arguments where its class takes them."""
     known = inspect.signature(resolve_target(node.get("_target_", ""), "optim")).parameters
     extra = {name: value for name, value in stack.optimizer_kwargs().items() if name in known}
-    return build(
-        node, "optim", parameter_groups(model, node.get("weight_decay", 0.0)), kind=torch.optim.Optimizer, **extra
-    )
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        return build(node, "optim", groups, kind=torch.optim.Optimizer, **extra)
+
+    return stack.on_optimizer(make)(parameter_groups(model, node.get("weight_decay", 0.0)))
 
 
 def build_stack(cfg: TrainConfig, device: torch.device) -> AccelerationStack:
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable` is error, and if
     several processes would train apart from each other."""
     strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
-    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness)
+    promise = promised(resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0))
+    stack = AccelerationStack(runtime_values(cfg.runtime) | {"optim": promise}, device, **strictness)
     if world_size() > 1 and stack.value("parallel") == "none":
         reason = stack.reasons.get("parallel", "Each would train a model of its own; use auto, or start one process.")
         mode = cfg.runtime.parallel.mode.value

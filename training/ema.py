@@ -53,16 +53,26 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model holds the averages inside and its own parameters again after, bit for bit."""
+        """The model holds the averages inside and its own parameters again after, bit for bit.
+
+        Parameters narrower than fp32 hold rounded averages, from copies that are made for the while.
+        """
+        narrow = [(p, p.detach().clone()) for p in self.parameters if p.dtype != torch.float32]
         self.exchange()
         try:
             yield
         finally:
             self.exchange()
+            with torch.no_grad():
+                for parameter, own in narrow:
+                    parameter.copy_(own)
 
     @torch.no_grad()
     def exchange(self) -> None:
         for parameter, average in zip(self.parameters, self.averages, strict=True):
+            if parameter.dtype != torch.float32:
+                parameter.copy_(average)
+                continue
             copy = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(copy)

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from accel.parallel import local, whole
+from accel.parallel import total_norm
 from data.loader import Batch
 from data.manifest import make_folder, write_atomically
 from training.assemble import Training
@@ -87,10 +87,6 @@ def dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
     return file
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    return whole(torch.nn.utils.get_total_norm(tensors)) if tensors else torch.zeros(())
-
-
 def number(value: Tensor) -> float | str:
     """JSON has no NaN and no infinity."""
     found = value.item()
@@ -125,12 +121,11 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    size = sum(local(p.detach()).nbytes for p in step.parameters)
-    lasting = 4 * size  # parameters, averages, two moments; gradients come and go
+    lasting = step.lasting_bytes()
     raise ValueError(
         f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of {there / 2**30:.3g} GiB "
-        f"were taken at the peak, {lasting / 2**30:.3g} of them by weights, averages and moments. What helps most: "
-        f"{', '.join(savings(training))}; {goes_on(folder / 'checkpoints', training.state.samples)}."
+        f"were taken at the peak, {lasting / 2**30:.3g} of them by weights, averages and the optimizer's state. What "
+        f"helps most: {', '.join(savings(training))}; {goes_on(folder / 'checkpoints', training.state.samples)}."
     ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel.members import Members
 from accel.parallel import cut
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader
@@ -113,6 +114,9 @@ def load_moments(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, An
 
     Hyper-parameters stay as they are. Adam that has not stepped yet is Adam whose moments and step count are zero.
     """
+    if isinstance(optimizer, Members):
+        optimizer.load_state_dict({"state": saved})
+        return
     current = optimizer.state_dict()
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         saved = {i: dict.fromkeys(entries, 0.0) for i, entries in current["state"].items()}

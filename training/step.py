@@ -11,7 +11,8 @@ from torch import Tensor
 
 from accel.fused_adamw import is_fused
 from accel.loss_scaler import LossScaler
-from accel.parallel import local, replicated_like, whole
+from accel.members import kept_by
+from accel.parallel import local, replicated_like, total_norm
 from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA
@@ -77,13 +78,15 @@ class TrainStep:
         self.seed, self.batch_size, self.max_grad_norm = settings
         self.null_label = model.num_classes
         self.drop_path_depth = model.depth if model.drop_path else 0
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = list(model.parameters())
         device = self.parameters[0].device
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         if is_fused(optimizer):
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
         self.ema_weight = torch.zeros((), device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        """Samples seen before the step, on the device."""
         self.lr = self.base_lrs[0]
 
     def schedule(self, samples: int) -> None:
@@ -97,6 +100,7 @@ class TrainStep:
             else:
                 group["lr"] = base * factor
         self.ema_weight.fill_(self.ema.weight(end, self.batch_size))
+        self.position.fill_(samples)
 
     def losses(self, batch: Batch, held_out: bool = False) -> tuple[Tensor, Tensor]:
         """Loss and t of each sample, both (B,)."""
@@ -116,7 +120,7 @@ class TrainStep:
         total = self.accumulate(batches)
         self.phase = "the optimizer"
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(grads))
+        norm = total_norm(grads)
         backed_off = torch.zeros_like(norm)
         if self.scaler is not None:
             norm = norm / self.scaler.scale
@@ -148,6 +152,11 @@ class TrainStep:
                 self.mark("backward")
             total += loss.detach()
         return total
+
+    def lasting_bytes(self) -> int:
+        """Bytes of weights, averages and the optimizer's state; gradients and activations come and go."""
+        kept = [t for p in self.parameters for t in kept_by(self.optimizer, p).values() if isinstance(t, Tensor)]
+        return sum(local(t.detach()).nbytes for t in (*self.parameters, *self.ema.averages, *kept))
 
     def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""

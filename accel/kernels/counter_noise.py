@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     SAMPLE = 8
     SYNTHETIC = 9
     SAMPLE_STEP = 10
+    ROUNDING = 11
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:

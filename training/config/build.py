@@ -14,7 +14,7 @@ from typing import Any, Literal
 from training.config.extensions import is_admitted
 
 PACKAGES = ("accel", "data", "models", "training")
-OUTSIDERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
+OUTSIDERS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
 """What a `_target_` may name outside our packages, in full."""
 
 

@@ -22,6 +22,14 @@ class PrecisionName(str, Enum):
     fp32, bf16, fp16 = "fp32", "bf16", "fp16"
 
 
+class WeightsName(str, Enum):
+    fp32, bf16 = "fp32", "bf16"
+
+
+class Rounding(str, Enum):
+    stochastic, kahan = "stochastic", "kahan"
+
+
 class AttentionName(str, Enum):
     auto, flash, cudnn, efficient, math, flex = "auto", "flash", "cudnn", "efficient", "math", "flex"
 
@@ -121,6 +129,8 @@ class RuntimeConfig:
     tf32: bool = False
     cudnn_benchmark: bool = False
     precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device)
+    weights: WeightsName = WeightsName.fp32  # bf16: the matrices of linear layers are stored so; averages stay fp32
+    rounding: Rounding = Rounding.stochastic  # of updated bf16 weights; kahan keeps the rest in 2 more bytes a weight
     residual_in_fp32: bool = True
     fused_add_norm: bool | str = False  # the Triton kernel or its definition; auto: what a trial on this device favours
     fused_scan: bool | str = False  # so are these two; true: whenever parity is shown
@@ -132,6 +142,8 @@ class RuntimeConfig:
     compile_scope: CompileScope = CompileScope.blocks  # model: one graph, longer to compile
     compile_mode: CompileMode = CompileMode["default"]  # reduce-overhead: with scope model, without accumulation
     fused_adamw: bool = False
+    offload_optimizer: bool = False  # its state in host memory, moved to the device part by part in each step
+    offload_activations: bool = False  # what is kept for the backward pass waits in host memory
     empty_cache_at_eval: bool = False
     cuda_graph: bool = False  # the whole step, replayed
     on_unavailable: OnUnavailable = OnUnavailable.degrade  # error: stop where a technique cannot be had

@@ -1,0 +1,105 @@
+"""What the optimizer keeps for each parameter: a row of the ledger, counted from its tensors.
+
+Not a switch of `runtime`: the value is what the configuration's optimizer promises. `fp32`: two moments of fp32
+(AdamW, 8 bytes a parameter); `momentum`: one (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: both moments
+narrow (2, 1 and 2 bytes, and scales); `factored`: a row and a column of second moments (Adafactor); `none`: nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from accel.evidence import Evidence
+from accel.fused_adamw import is_fused
+from accel.members import COMPENSATION, kept_by
+from accel.technique import AnyStep, Observation, Technique
+
+SMALL = 4096
+"""Elements below which the libraries keep moments in fp32."""
+NARROW = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
+
+
+class Promise(NamedTuple):
+    """The form of state that an optimizer promises, and for which parameters."""
+
+    form: str
+    block: int = 1
+    """It holds for parameters that blocks of so many elements divide."""
+
+    def holds_for(self, parameter: Tensor) -> bool:
+        if self.form in ("8bit", "4bit", "fp8"):
+            return parameter.numel() >= SMALL and parameter.numel() % self.block == 0
+        return parameter.ndim > 1 if self.form == "factored" else parameter.ndim == 2 or self.form != "momentum"
+
+
+OF_TORCH = {"Adafactor": Promise("factored"), "Adam": Promise("fp32"), "AdamW": Promise("fp32")}
+
+
+def promised(kind: type, momentum: float = 0.0) -> Promise:
+    """What an optimizer of this class keeps; of SGD with `momentum` one moment."""
+    if kind is torch.optim.SGD:
+        return Promise("momentum" if momentum else "none")
+    own = Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
+    return OF_TORCH.get(kind.__name__, own) if kind.__module__.startswith("torch.") else own
+
+
+def form_of(kept: Mapping[str, Any], size: int) -> str:
+    """The form of what is kept for one parameter of `size` elements."""
+    tensors = [t for name, t in kept.items() if isinstance(t, Tensor) and name != COMPENSATION]
+    for dtype, name in NARROW.items():
+        if any(t.dtype is dtype for t in tensors):
+            packed = sum(t.numel() for t in tensors if t.dtype is dtype) == size
+            return "4bit" if packed else name
+    if "row_var" in kept:
+        return "factored"
+    full = sum(t.numel() == size and t.ndim > 0 and t.is_floating_point() for t in tensors)
+    return {0: "none", 1: "momentum"}.get(full, "fp32")
+
+
+class OptimizerState(Technique):
+    key = "optim"
+    summary = (
+        "the form of the optimizer's state, counted: `optim=adamw_8bit`, `adamw_4bit`, `adamw_fp8`, `adafactor`, …"
+    )
+    examples = ({"optim": "fp32"},)
+    off = "fp32"
+    loss_rtol = 0.0
+
+    def __init__(self, value: Any, device: torch.device) -> None:
+        self.promise = value if isinstance(value, Promise) else Promise(str(value))
+        super().__init__(self.promise.form, device)
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def on_step(self, step: AnyStep) -> AnyStep:
+        self.optimizer = getattr(step, "optimizer", None)
+        return step
+
+    def observe(self, evidence: Evidence) -> Observation:
+        optimizer = cast("torch.optim.Optimizer", self.optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        forms: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+        total = size = 0
+        for parameter in parameters:
+            kept = kept_by(optimizer, parameter)
+            forms[self.promise.holds_for(parameter)][form_of(kept, parameter.numel())] += 1
+            total += sum(t.nbytes for t in kept.values() if isinstance(t, Tensor))
+            size += parameter.numel()
+        meant, others = forms[True], forms[False]
+        note = f"{meant[self.promise.form]} of {meant.total()} parameters keep {self.promise.form}"
+        if wrong := meant - Counter({self.promise.form: meant.total()}):
+            note += f" ({counted(wrong)})"
+        if others:
+            note += f"; {others.total()} smaller or of another shape: {counted(others)}"
+        note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
+        note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
+        right = meant[self.promise.form] == meant.total()
+        return Observation(self.promise.form if right else "mixed", note)
+
+
+def counted(forms: Counter[str]) -> str:
+    return ", ".join(f"{n} {form}" for form, n in forms.items())

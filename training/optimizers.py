@@ -1,0 +1,104 @@
+"""Optimizers with a smaller state than AdamW's, and Muon: well-kept libraries behind PyTorch's interface.
+
+Bytes a parameter that AdamW keeps: 8. Here: 8-bit moments 2, 4-bit 1, fp8 2, and what their scales take; Muon 4 for
+matrices. What they cost: rounding of the moments (docs/memory.md has losses measured), and none of them decides on the
+device, so the host reads one flag a step, and `runtime.cuda_graph` refuses them. The ledger's row `optim` counts the
+parameters whose state really has the promised form, and the bytes.
+
+References: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (8-bit); Li et al. 2023,
+https://arxiv.org/abs/2309.01507 (4-bit); Jordan 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
+https://arxiv.org/abs/2502.16982 (Muon's rate matched to AdamW's by RMS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accel.libraries import bitsandbytes_optim, torchao_optim
+from accel.members import Groups, Members, of_class
+
+
+class LibraryAdamW(Members):
+    """A library's AdamW."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        made = self.kind()(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(groups, [made])
+
+    def kind(self) -> Callable[..., torch.optim.Optimizer]:
+        """The library's class; ValueError without the library."""
+        raise NotImplementedError
+
+
+class AdamW8bit(LibraryAdamW):
+    """AdamW with both moments in 8 bits, in blocks of 256 with a scale each, by bitsandbytes.
+
+    Moments of parameters below 4,096 elements stay fp32.
+    """
+
+    form = "8bit"
+
+    def kind(self) -> Callable[..., torch.optim.Optimizer]:
+        return bitsandbytes_optim().AdamW8bit
+
+
+class TorchaoAdamW(LibraryAdamW):
+    """AdamW of torchao: its update is compiled on a GPU, and runs uncompiled on a CPU.
+
+    Moments of parameters below 4,096 elements, and of those that blocks do not divide, stay fp32.
+    """
+
+    name: str
+
+    def kind(self) -> Callable[..., torch.optim.Optimizer]:
+        return getattr(torchao_optim(), self.name)
+
+    def around(self, member: torch.optim.Optimizer) -> AbstractContextManager[object]:
+        on_gpu = member.param_groups[0]["params"][0].is_cuda
+        return nullcontext() if on_gpu else torch.compiler.set_stance("force_eager")
+
+
+class AdamW4bit(TorchaoAdamW):
+    """AdamW with both moments in 4 bits, in blocks of 128, by torchao."""
+
+    name, form, block = "AdamW4bit", "4bit", 128
+
+
+class AdamWFp8(TorchaoAdamW):
+    """AdamW with both moments in fp8 (e4m3), in blocks of 256, by torchao."""
+
+    name, form, block = "AdamWFp8", "fp8", 256
+
+
+class Muon(Members):
+    """Muon for the matrices, AdamW for all else, at one rate: Muon's steps are scaled to the RMS of AdamW's."""
+
+    form = "momentum"
+
+    def __init__(
+        self,
+        groups: Groups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        momentum: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        members: list[Any] = []
+        if matrices := of_class(groups, lambda p: p.ndim == 2):
+            how: dict[str, Any] = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+            members.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **how))
+        if others := of_class(groups, lambda p: p.ndim != 2):
+            members.append(torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(groups, members)
