@@ -97,7 +97,8 @@ class OffloadActivations(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
             return Observation(False, "what is kept stays on the device")
-        note = f"{self.away} of {self.tensors} kept tensors of {SMALL} bytes or more went to the host, {self.moved / 2**20:.1f} "
+        note = f"{self.away} of {self.tensors} kept tensors of {SMALL} bytes or more went "
+        note += f"to the host, {self.moved / 2**20:.1f} "
         note += f"MiB a step and as much back; {self.stayed / 2**20:.1f} MiB of smaller ones stayed"
         return Observation(0 < self.tensors == self.away, note)
 

@@ -98,16 +98,16 @@ class OffloadOptimizer(Technique):
 
         return make_on_host
 
+    def on_host(self, parameter: Tensor) -> int:
+        """Bytes that lie in host memory for one parameter."""
+        held = [h for state in self.states for (_, p, _), h in state.host.items() if p is parameter]
+        return sum(nbytes_of(h) for h in held)
+
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")
-        kept = [
-            t
-            for state in self.states
-            for parameter in state.numbered
-            for t in state.kept(parameter).values()
-            if isinstance(t, Tensor) and t.numel() >= SMALL
-        ]
+        kept = [t for state in self.states for p in state.numbered for t in state.kept(p).values()]
+        kept = [t for t in kept if isinstance(t, Tensor) and t.numel() >= SMALL]
         away = [t for t in kept if t.device.type == "cpu"]
         moved, size = sum(state.moved for state in self.states), sum(t.nbytes for t in away)
         note = f"{len(away)} of {len(kept)} tensors of the state lie in host memory, {size / 2**20:.1f} MiB; the step "

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,9 @@ ACT_ON_A_BLOCK = (
     *("gradient_checkpointing", "compile", "precision", "cuda_graph"),
 )
 """Keys whose values a trial of kernels takes over from the run."""
+
+
+Kind = TypeVar("Kind", bound=Technique)
 
 
 class FailedElsewhereError(RuntimeError):
@@ -121,6 +124,10 @@ class AccelerationStack:
     def value(self, key: str) -> bool | str:
         """The value of a technique; its off value where the machine cannot have it."""
         return next(technique.value for technique in self.techniques if technique.key == key)
+
+    def technique(self, kind: type[Kind]) -> Kind:
+        """The technique of a class."""
+        return next(technique for technique in self.techniques if isinstance(technique, kind))
 
     def prove_kernels(
         self, model: nn.Module, forward: Callable[[], object], samples: int, folder: Path | None = None

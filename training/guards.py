@@ -21,6 +21,7 @@ from training.assemble import Training
 from training.checkpoint.find import goes_on
 from training.checkpoint.save import Checkpoints
 from training.config.compose import DISK
+from training.memory import lasting_bytes
 from training.process.stop import Asked
 
 
@@ -121,7 +122,8 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    lasting = step.lasting_bytes()
+    held = lasting_bytes(training)
+    lasting = held.on_device - held.gradients
     raise ValueError(
         f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of {there / 2**30:.3g} GiB "
         f"were taken at the peak, {lasting / 2**30:.3g} of them by weights, averages and the optimizer's state. What "

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from accel.fused_adamw import is_fused
 from accel.loss_scaler import LossScaler
-from accel.members import kept_by
 from accel.parallel import local, replicated_like, total_norm
 from data.loader import Batch
 from models.denoiser import Denoiser
@@ -152,11 +151,6 @@ class TrainStep:
                 self.mark("backward")
             total += loss.detach()
         return total
-
-    def lasting_bytes(self) -> int:
-        """Bytes of weights, averages and the optimizer's state; gradients and activations come and go."""
-        kept = [t for p in self.parameters for t in kept_by(self.optimizer, p).values() if isinstance(t, Tensor)]
-        return sum(local(t.detach()).nbytes for t in (*self.parameters, *self.ema.averages, *kept))
 
     def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""

@@ -15,6 +15,7 @@
     step          one configuration by phases, with a verdict: what bounds it, which keys to try next
     saves         what a checkpoint costs, in the background and in the foreground
     precision     fp32, bf16 and fp16 over several seeds
+    memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds over several seeds
     claims        what guides promise, and what is measured here
     antipatterns  what each known mistake costs here
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 BENCHMARKS = {
     **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims", "tests")},
     **{name: "machine" for name in ("doctor", "calibration")},
-    **{name: "variants" for name in ("techniques", "mixers", "precision")},
+    **{name: "variants" for name in ("techniques", "mixers")},
+    **{name: "seeds" for name in ("precision", "memory")},
     "antipatterns": "practices",
 }
 """Command that measures rows -> the module that has it in its BENCHMARKS."""

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from accel.evidence import keeping
-from data.loader import Batch
-from training.assemble import Training, assemble
+from training.assemble import assemble
 from training.config.compose import compose
+from training.memory import kept_at
 
 BATCHES = (2, 4)
 """Samples of the two forward passes whose difference tells what grows with the batch."""
@@ -63,18 +62,6 @@ def needs_of(overrides: tuple[str, ...], device: torch.device) -> Needs:
     kept = (many - few) / (BATCHES[1] - BATCHES[0])
     constant = few - BATCHES[0] * kept
     return Needs(kept, constant, parameters, captured, cfg.batch_size, cfg.accumulation_steps)
-
-
-def kept_at(training: Training, samples: int) -> int:
-    """Bytes that the forward pass of the loss on `samples` samples of zeros keeps. Nothing runs compiled."""
-    spec, device = training.loader.spec, training.device
-    latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
-    numbers = torch.arange(samples, device=device)
-    batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
-    with torch.compiler.set_stance("force_eager"), keeping(training.model) as kept:
-        losses, _ = training.step.losses(batch)
-    del losses
-    return kept.bytes
 
 
 def predicted(needs: Sequence[Needs], batch_size: int) -> float:

@@ -4,23 +4,18 @@
     python -m scripts.bench techniques setting=s32 model=mamba_s precisions=[bf16]
     python -m scripts.bench mixers size=s batch_size=256 runtime=production
     python -m scripts.bench mixers size=b batch_size=64 data.height=64 data.width=64 runtime=production
-    python -m scripts.bench precision setting=tiny data=digits steps=500 seeds=[0,1,2]
 
 `techniques`: each technique alone over eager, in fp32 and in bf16, and removed from max: speed, memory, loss. Attention
 is measured in an attention model. A technique that cannot be had on this machine is listed with the reason.
 
 `mixers`: a whole training step of each mixer, with attention (`dit`) as the baseline: at equal parameters as measured,
 and at equal FLOPs, where both are taken to slow down in proportion. 32×32 latents are 256 tokens, 64×64 latents 1,024.
-
-`precision`: fp32, bf16 and fp16 over several seeds: speed, loss on the training stream, loss held out, steps lost to
-scaling. Guides disagree on which 16-bit type is better; this shows it for one model and data set, with the spread over
-seeds. On data=synthetic there is nothing to learn but the classes' means: choose real latents for a verdict on quality.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,9 +30,10 @@ from scripts.bench.rows import LEFT_OUT, Benchmark, Row
 from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Kept, Workload, beside, second_half
 from scripts.capabilities import override
-from scripts.timing import NO_DIFFERENCE, Spread, difference
+from scripts.timing import NO_DIFFERENCE, difference
 from training.config.compose import CONF, compose
 from training.evaluate import evaluate
+from training.memory import kept_at, lasting_bytes
 
 MORE_WAYS = {"compile": ({"compile": True, "compile_mode": "max-autotune-no-cudagraphs"},)}
 """Technique -> ways in which it is measured beside those that it states itself."""
@@ -67,13 +63,6 @@ class MixersConfig(BenchConfig):
     """xs, s, b, l or xl; null: s on a GPU, xs without one."""
     families: list[str] = field(default_factory=list)
     """Those that are compared with attention; empty: all."""
-
-
-@dataclass(frozen=True)
-class PrecisionConfig(BenchConfig):
-    """Keys of `precision`; each run trains `steps` steps, and a round of its timing is a tenth of that."""
-
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
 
 
 class Variant(NamedTuple):
@@ -134,6 +123,8 @@ def measured(variant: Variant, kept: Kept[Trained], cfg: BenchConfig, held_out: 
         "loss_deviation": figures["final_loss"] / other_figures["final_loss"] - 1.0,
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},
+        **{f"{kind}_bytes": size for kind, size in lasting_bytes(workload.training)._asdict().items()},
+        "kept_bytes": kept_at(workload.training, 8) // 8,
     }
 
 
@@ -265,50 +256,7 @@ def mixers_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     return [*fits(entries), entries_table(columns, shown)]
 
 
-def plan_precision(cfg: PrecisionConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
-    """Each precision from each seed, with fp32 from the same seed as its baseline."""
-    if cfg.steps < 2 or not cfg.seeds:
-        raise ValueError(f"steps={cfg.steps} and seeds={cfg.seeds} must be at least 2 steps and one seed.")
-    variants = []
-    for seed in cfg.seeds:
-        models = {name: [*overrides, f"seed={seed}", f"runtime.precision={name}"] for name in PRECISIONS}
-        for name, own in models.items():
-            reason = unavailable(name, device)
-            labels = {"precision": name, "seed": seed}
-            variants.append(Variant(f"{name}, seed {seed}", own, models["fp32"], reason, labels))
-    durations = replace(cfg, loss_steps=cfg.steps, steps=max(1, cfg.steps // 10))
-    for row in rows_of(variants, durations, held_out=True):
-        yield row._replace(seconds=row.seconds + cfg.steps / 20)
-
-
-def precision_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """One row for all runs of a precision: median and range of each figure, and the steps lost by all together."""
-    columns = {
-        "seeds": "{seeds}",
-        "ms/step": "{step_ms:.2f}",
-        "loss": "{loss:.4f}",
-        "range": "{loss_min:.4f}–{loss_max:.4f}",
-        "eval loss": "{eval_loss:.4f}",
-        "skipped": "{skipped}",
-        "backed off": "{backed_off}",
-    }
-    shown = []
-    for name in dict.fromkeys(e["precision"] for e in entries):
-        runs = [e for e in entries if e["precision"] == name]
-        good = [run for run in runs if "speed" in run]
-        if not good:
-            shown.append(runs[0] | {"name": name})
-            continue
-        entry: dict[str, Any] = {"name": name, "seeds": len(good), "eval_loss": None}
-        for figure, key in (("step_ms", "step_ms"), ("loss", "final_loss"), ("eval_loss", "eval_loss")):
-            if good[0][key] is not None:
-                entry |= Spread.of([run[key] for run in good]).as_json(figure)
-        shown.append(entry | {figure: sum(run[figure] for run in good) for figure in ("skipped", "backed_off")})
-    return [f"median over seeds\n{entries_table(columns, shown)}"]
-
-
 BENCHMARKS = {
     "techniques": Benchmark(TechniquesConfig, plan_techniques, techniques_texts, __doc__ or ""),
     "mixers": Benchmark(MixersConfig, plan_mixers, mixers_texts, __doc__ or ""),
-    "precision": Benchmark(PrecisionConfig, plan_precision, precision_texts, __doc__ or ""),
 }

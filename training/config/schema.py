@@ -161,6 +161,18 @@ class RuntimeConfig:
                 f"runtime.compile_scope=model does not go with runtime.parallel.mode={self.parallel.mode.value}, which "
                 f"gathers parameters block by block; use runtime.compile_scope=blocks."
             )
+        for key, value in (("weights", "bf16"), ("offload_optimizer", True), ("offload_activations", True)):
+            if sharded and getattr(self, key) == value:
+                instead = "cpu_offload=true" if key == "offload_optimizer" else "mode=ddp"
+                raise ValueError(
+                    f"runtime.{key}={str(value).lower()} does not go with runtime.parallel.mode="
+                    f"{self.parallel.mode.value}, which cuts parameters of one dtype; use runtime.parallel.{instead}."
+                )
+            if self.cuda_graph and key != "weights" and getattr(self, key):
+                raise ValueError(
+                    f"runtime.{key}=true copies to the host in every step, which was never tried in a captured one; use "
+                    f"runtime.cuda_graph=false."
+                )
         if self.cuda_graph and self.parallel.mode not in (ParallelMode.none, ParallelMode.auto):
             raise ValueError(
                 f"runtime.cuda_graph=true was never tried with runtime.parallel.mode={self.parallel.mode.value}; use "
@@ -313,6 +325,12 @@ class TrainConfig:
                 f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
         self.runtime.check(self.accumulation_steps, self.deterministic)
+        optimizer = (self.optim or {}).get("_target_")
+        if self.runtime.cuda_graph and optimizer not in (None, "torch.optim.Adam", "torch.optim.AdamW"):
+            raise ValueError(
+                f"runtime.cuda_graph=true needs an optimizer that decides on the device, and {optimizer} counts steps on "
+                f"the host; use optim=adamw, or runtime.cuda_graph=false."
+            )
 
 
 def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:

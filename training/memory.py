@@ -1,0 +1,60 @@
+"""The bytes of a run, counted from its tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.evidence import keeping
+from accel.members import kept_by
+from accel.offload_activations import OffloadActivations
+from accel.offload_optimizer import OffloadOptimizer
+from accel.parallel import local
+from data.loader import Batch
+from training.assemble import Training
+
+
+class Bytes(NamedTuple):
+    """What a run holds from one step to the next, in bytes of this process."""
+
+    weights: int
+    gradients: int
+    """From the first micro-batch of a step to its update."""
+    averages: int
+    optimizer: int
+    on_host: int
+    """Of the optimizer's state, in host memory."""
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.averages + self.optimizer
+
+
+def lasting_bytes(training: Training) -> Bytes:
+    """Counts the tensors of a run that has stepped, or was warmed up."""
+    step = training.step
+    weights = sum(local(p.detach()).nbytes for p in step.parameters)
+    averages = sum(local(average).nbytes for average in training.state.ema.averages)
+    kept = [t for p in step.parameters for t in kept_by(step.optimizer, p).values() if isinstance(t, Tensor)]
+    offload = training.stack.technique(OffloadOptimizer)
+    on_host = sum(offload.on_host(p) for p in step.parameters)
+    return Bytes(weights, weights, averages, sum(local(t).nbytes for t in kept) - on_host, on_host)
+
+
+def kept_at(training: Training, samples: int) -> int:
+    """Bytes that stay on the device for the backward pass, of the loss on `samples` samples of zeros.
+
+    Nothing runs compiled.
+    """
+    spec, device = training.loader.spec, training.device
+    latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
+    numbers = torch.arange(samples, device=device)
+    batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
+    offload = training.stack.technique(OffloadActivations)
+    offload.stayed = 0  # its hooks win over those that count
+    with torch.compiler.set_stance("force_eager"), keeping(training.model) as kept:
+        losses, _ = training.step.losses(batch)
+    del losses
+    return kept.bytes + offload.stayed
