@@ -63,16 +63,13 @@ def form_of(kept: Mapping[str, Any], size: int) -> str:
 
 class OptimizerState(Technique):
     key = "optim"
-    summary = (
-        "the form of the optimizer's state, counted: `optim=adamw_8bit`, `adamw_4bit`, `adamw_fp8`, `adafactor`, …"
-    )
-    examples = ({"optim": "fp32"},)
+    summary = "the form of the optimizer's state, counted"
     off = "fp32"
     loss_rtol = 0.0
 
-    def __init__(self, value: Any, device: torch.device) -> None:
-        self.promise = value if isinstance(value, Promise) else Promise(str(value))
-        super().__init__(self.promise.form, device)
+    def __init__(self, promise: Promise, device: torch.device) -> None:
+        super().__init__(promise.form, device)
+        self.promise = promise
         self.optimizer: torch.optim.Optimizer | None = None
 
     def on_step(self, step: AnyStep) -> AnyStep:

@@ -24,7 +24,6 @@ from accel.ledger import AUTO, Ledger, LedgerRow
 from accel.members import Make
 from accel.offload_activations import OffloadActivations
 from accel.offload_optimizer import OffloadOptimizer
-from accel.optimizer_state import OptimizerState
 from accel.parallel import DataParallel, agreed
 from accel.precision import Precision
 from accel.proof import Question, prove
@@ -48,7 +47,6 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     CheckpointBlocks,
     Compile,
     DataParallel,
-    OptimizerState,
     FusedAdamW,
     OffloadOptimizer,
     Precision,
@@ -79,7 +77,8 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. A technique that cannot be had is either switched off
     and named in the ledger (`on_unavailable="degrade"`) or, with all the others that cannot be had, a ValueError
-    (`"error"`). `only` restricts the stack to some keys, for work that has no training step.
+    (`"error"`). `only` restricts the stack to some keys, for work that has no training step; `also` are
+    rows of the ledger that no runtime key switches.
     """
 
     def __init__(
@@ -90,10 +89,11 @@ class AccelerationStack:
         on_unavailable: str = "degrade",
         deterministic: bool = False,
         only: Collection[str] | None = None,
+        also: Collection[Technique] = (),
     ) -> None:
-        self.requested: dict[str, bool | str] = {}
+        self.requested: dict[str, bool | str] = {technique.key: technique.value for technique in also}
         self.reasons: dict[str, str] = {}
-        self.techniques: list[Technique] = []
+        self.techniques: list[Technique] = [*also]
         self.strict, self.device, self.deterministic = on_unavailable == "error", device, deterministic
         refused = []
         for kind in TECHNIQUES:

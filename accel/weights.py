@@ -169,6 +169,8 @@ class Weights(Technique):
         return step
 
     def observe(self, evidence: Evidence) -> Observation:
+        if not self.linears:
+            return Observation(False, "the model has no linear layer")
         narrow = [m.weight for m in self.linears if m.weight.dtype is torch.bfloat16]
         total = sum(p.numel() for p in self.parameters)
         held = sum(p.nbytes for p in self.parameters)

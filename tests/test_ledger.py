@@ -53,6 +53,7 @@ def test_the_ledger_confirms_what_is_on(variant):
 def test_the_ledger_confirms_what_is_off():
     rows = ledger_of("dit")
     on = {"residual_in_fp32": True, "precision": "fp32", "attention": "flash", "parallel": "none"}
+    on |= {"weights": "fp32", "optim": "fp32"}
     assert {key: row.active for key, row in rows.items()} == dict.fromkeys(rows, False) | on
     # A residual that may be 16 bits wide is still fp32 where everything is.
     assert ledger_of(residual_in_fp32=False)["residual_in_fp32"].active is True

@@ -12,7 +12,7 @@ import torch
 
 from accel.ledger import Ledger
 from accel.members import Groups
-from accel.optimizer_state import promised
+from accel.optimizer_state import OptimizerState, promised
 from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import Batch, LatentLoader, LatentSpec
@@ -57,7 +57,7 @@ def build_stack(cfg: TrainConfig, device: torch.device) -> AccelerationStack:
     several processes would train apart from each other."""
     strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
     promise = promised(resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0))
-    stack = AccelerationStack(runtime_values(cfg.runtime) | {"optim": promise}, device, **strictness)
+    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=[OptimizerState(promise, device)])
     if world_size() > 1 and stack.value("parallel") == "none":
         reason = stack.reasons.get("parallel", "Each would train a model of its own; use auto, or start one process.")
         mode = cfg.runtime.parallel.mode.value

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from models.solver import Solver
+from training.config.contradictions import check_compile, check_graph, check_sharding
 
 
 class Device(str, Enum):
@@ -149,52 +150,15 @@ class RuntimeConfig:
     on_unavailable: OnUnavailable = OnUnavailable.degrade  # error: stop where a technique cannot be had
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
-    def check(self, accumulation_steps: int = 1, deterministic: bool = False) -> None:
+    def check(self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None) -> None:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
         for key in ("fused_add_norm", "fused_scan", "fused_conv"):
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise ValueError(f"runtime.{key}={value} must be false, true or auto.")
-        sharded = self.parallel.mode in (ParallelMode.fsdp, ParallelMode.hsdp)
-        if sharded and self.compile and self.compile_scope is CompileScope.model:
-            raise ValueError(
-                f"runtime.compile_scope=model does not go with runtime.parallel.mode={self.parallel.mode.value}, which "
-                f"gathers parameters block by block; use runtime.compile_scope=blocks."
-            )
-        for key, value in (("weights", "bf16"), ("offload_optimizer", True), ("offload_activations", True)):
-            if sharded and getattr(self, key) == value:
-                instead = "cpu_offload=true" if key == "offload_optimizer" else "mode=ddp"
-                raise ValueError(
-                    f"runtime.{key}={str(value).lower()} does not go with runtime.parallel.mode="
-                    f"{self.parallel.mode.value}, which cuts parameters of one dtype; use runtime.parallel.{instead}."
-                )
-            if self.cuda_graph and key != "weights" and getattr(self, key):
-                raise ValueError(
-                    f"runtime.{key}=true copies to the host in every step, which was never tried in a captured one; use "
-                    f"runtime.cuda_graph=false."
-                )
-        if self.cuda_graph and self.parallel.mode not in (ParallelMode.none, ParallelMode.auto):
-            raise ValueError(
-                f"runtime.cuda_graph=true was never tried with runtime.parallel.mode={self.parallel.mode.value}; use "
-                f"runtime=production."
-            )
-        mode = self.compile_mode.value
-        if not self.compile:
-            return
-        if mode == "reduce-overhead" and (
-            self.cuda_graph or accumulation_steps > 1 or self.compile_scope is CompileScope.blocks
-        ):
-            raise ValueError(
-                "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks compiled "
-                "one by one, and cannot be captured; use runtime.compile_scope=model accumulation_steps=1 "
-                "runtime.cuda_graph=false, or runtime.cuda_graph=true runtime.compile_mode=default, which works with "
-                "all of them."
-            )
-        if mode == "max-autotune-no-cudagraphs" and deterministic:
-            raise ValueError(
-                "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs differ; "
-                "use runtime.compile_mode=default with deterministic=true."
-            )
+        check_compile(self, accumulation_steps, deterministic)
+        check_sharding(self)
+        check_graph(self, optimizer)
 
 
 @dataclass(frozen=True)
@@ -324,13 +288,7 @@ class TrainConfig:
                 f"batch_size={self.batch_size} (global) is not a multiple of "
                 f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
-        self.runtime.check(self.accumulation_steps, self.deterministic)
-        optimizer = (self.optim or {}).get("_target_")
-        if self.runtime.cuda_graph and optimizer not in (None, "torch.optim.Adam", "torch.optim.AdamW"):
-            raise ValueError(
-                f"runtime.cuda_graph=true needs an optimizer that decides on the device, and {optimizer} counts steps on "
-                f"the host; use optim=adamw, or runtime.cuda_graph=false."
-            )
+        self.runtime.check(self.accumulation_steps, self.deterministic, (self.optim or {}).get("_target_"))
 
 
 def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:

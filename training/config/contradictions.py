@@ -1,0 +1,80 @@
+"""Runtime keys that do not go together on any machine, each pair with a sentence. No torch in here.
+
+`runtime` is a RuntimeConfig of training/config/schema.py, which calls these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+DECIDE_ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
+
+
+def check_compile(runtime: Any, accumulation_steps: int, deterministic: bool) -> None:
+    """ValueError for a mode of compiling that does not go with the rest."""
+    mode = runtime.compile_mode.value
+    if not runtime.compile:
+        return
+    if mode == "reduce-overhead" and (
+        runtime.cuda_graph or accumulation_steps > 1 or runtime.compile_scope.value == "blocks"
+    ):
+        raise ValueError(
+            "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks compiled "
+            "one by one, and cannot be captured; use runtime.compile_scope=model accumulation_steps=1 "
+            "runtime.cuda_graph=false, or runtime.cuda_graph=true runtime.compile_mode=default, which works with "
+            "all of them."
+        )
+    if mode == "max-autotune-no-cudagraphs" and deterministic:
+        raise ValueError(
+            "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs differ; "
+            "use runtime.compile_mode=default with deterministic=true."
+        )
+
+
+def check_sharding(runtime: Any) -> None:
+    """ValueError for what sharding cannot cut."""
+    mode = runtime.parallel.mode.value
+    if mode not in ("fsdp", "hsdp"):
+        return
+    if runtime.compile and runtime.compile_scope.value == "model":
+        raise ValueError(
+            f"runtime.compile_scope=model does not go with runtime.parallel.mode={mode}, which gathers parameters "
+            f"block by block; use runtime.compile_scope=blocks."
+        )
+    if runtime.weights.value == "bf16":
+        raise ValueError(
+            f"runtime.weights=bf16 does not go with runtime.parallel.mode={mode}, which shards parameters of one dtype "
+            f"only; use runtime.parallel.mode=ddp, or runtime.weights=fp32."
+        )
+    if runtime.offload_optimizer:
+        raise ValueError(
+            f"runtime.offload_optimizer=true does not go with runtime.parallel.mode={mode}, which has an offload of "
+            f"its own; use runtime.parallel.cpu_offload=true."
+        )
+    if runtime.offload_activations:
+        raise ValueError(
+            f"runtime.offload_activations=true was never tried with runtime.parallel.mode={mode}; use "
+            f"runtime.parallel.mode=ddp."
+        )
+
+
+def check_graph(runtime: Any, optimizer: str | None) -> None:
+    """ValueError for what a captured step cannot contain."""
+    if not runtime.cuda_graph:
+        return
+    if runtime.parallel.mode.value not in ("none", "auto"):
+        raise ValueError(
+            f"runtime.cuda_graph=true was never tried with runtime.parallel.mode={runtime.parallel.mode.value}; use "
+            f"runtime=production."
+        )
+    for key in ("offload_optimizer", "offload_activations"):
+        if getattr(runtime, key):
+            raise ValueError(
+                f"runtime.{key}=true copies to the host in every step, which was never tried in a captured one; use "
+                f"runtime.cuda_graph=false."
+            )
+    if optimizer not in DECIDE_ON_DEVICE:
+        raise ValueError(
+            f"runtime.cuda_graph=true needs an optimizer that decides on the device, and {optimizer} decides on the "
+            f"host; use optim=adamw, or runtime.cuda_graph=false."
+        )
