@@ -29,6 +29,7 @@ from accel.technique import AnyStep, Model, Technique
 from accel.tf32 import Tf32
 
 # Process flags, module changes, checkpointing, compile, sharding, optimizer, autocast, evaluation, CUDA graph.
+# Layers are exchanged before all of it (`on_layers`).
 # Checkpointing comes before compile, so that a compiled block contains its own recomputation, and both before sharding,
 # which gathers a block's parameters around all of it; the graph is last and contains all.
 TECHNIQUES: tuple[type[Technique], ...] = (
@@ -144,6 +145,8 @@ class AccelerationStack:
             technique.on_process()
 
     def on_model(self, model: Model) -> Model:
+        for technique in self.techniques:
+            technique.on_layers(model)
         for technique in self.techniques:
             model = technique.on_model(model)
         return model

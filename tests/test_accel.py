@@ -13,7 +13,19 @@ from accel.fused_adamw import FusedAdamW
 from accel.precision import Precision
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
-from tests.harness import CPU, EAGER, VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named, one_step, technique
+from tests.harness import (
+    CPU,
+    EAGER,
+    VARIANTS,
+    allow_any_precision,
+    assemble,
+    cannot_be_had,
+    key_of,
+    ledger_of,
+    named,
+    one_step,
+    technique,
+)
 from tests.helpers import pairwise
 
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
@@ -28,7 +40,7 @@ def quick_compiler(monkeypatch):
 @pytest.fixture
 def any_precision(monkeypatch):
     """16 bits on any CPU: slow there, and right."""
-    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
+    allow_any_precision(monkeypatch)
 
 
 def test_every_technique_is_enrolled():

@@ -19,7 +19,11 @@ class Device(str, Enum):
 
 
 class PrecisionName(str, Enum):
-    fp32, bf16, fp16 = "fp32", "bf16", "fp16"
+    fp32, bf16, fp16, fp8 = "fp32", "bf16", "fp16", "fp8"
+
+
+class Fp8Recipe(str, Enum):
+    tensorwise, rowwise, rowwise_with_gw_hp = "tensorwise", "rowwise", "rowwise_with_gw_hp"
 
 
 class AttentionName(str, Enum):
@@ -120,7 +124,8 @@ class RuntimeConfig:
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
-    precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device)
+    precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device), fp8 (torchao)
+    fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise  # rowwise: a scale a row; with_gw_hp: weights' gradients in bf16
     residual_in_fp32: bool = True
     fused_add_norm: bool | str = False  # the Triton kernel or its definition; auto: what a trial on this device favours
     fused_scan: bool | str = False  # so are these two; true: whenever parity is shown
