@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel.compilation import REGION
 from accel.evidence import EIGHT_BIT, BlockEvidence, Evidence
 from accel.technique import blocks_of
 
@@ -110,11 +111,12 @@ class Float8Layers:
         """
         ran, wanted, repeated, good = evidence.count(EIGHT_BIT), 0, 0, 0
         for layers, calls in zip(self.large, evidence.blocks, strict=False):
-            good += layers if calls and all(call.ops[EIGHT_BIT] == layers for call in calls) else 0
+            good += min([layers, *(call.ops[EIGHT_BIT] for call in calls)]) if calls else 0
             wanted += sum(layers * self.passes(call) for call in calls)
             repeated += sum(call.trains and call.recomputes for call in calls) * bool(layers)
         uncompiled = " (in an uncompiled step)" * evidence.blocks_uncompiled
-        complete = ran in (wanted, wanted - repeated)
+        compiled = any(op.startswith(REGION) for op in evidence.ops)
+        complete = ran == wanted or (compiled and ran == wanted - repeated)
         note = f"{ran} of {evidence.products.total()} products in fp8 ({self.recipe})"
         note += f"{f', {wanted} meant to be' * (not complete)}; {good} of {sum(self.large)} large layers ran "
         return complete and good == sum(self.large), f"{note}forward in fp8{uncompiled}"

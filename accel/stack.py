@@ -114,6 +114,10 @@ class AccelerationStack:
         """The value of a technique; its off value where the machine cannot have it."""
         return next(technique.value for technique in self.techniques if technique.key == key)
 
+    def options_of(self, key: str, when: str) -> dict[str, bool | str]:
+        """The options of a technique if its value is `when`; otherwise they say nothing."""
+        return next(dict(t.option) for t in self.techniques if t.key == key) if self.value(key) == when else {}
+
     def prove_kernels(
         self, model: nn.Module, forward: Callable[[], object], samples: int, folder: Path | None = None
     ) -> dict[str, Any]:

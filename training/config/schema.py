@@ -28,6 +28,7 @@ class Fp8Recipe(str, Enum):
 
 class AttentionName(str, Enum):
     auto, flash, cudnn, efficient, math, flex = "auto", "flash", "cudnn", "efficient", "math", "flex"
+    flash3, flash4 = "flash3", "flash4"
 
 
 class CheckpointPolicyName(str, Enum):
