@@ -5,8 +5,8 @@ that one only. `flex` is FlexAttention, compiled by itself where the model is no
 FlashAttention-3 and -4, packages of their own, in the place of PyTorch's `flash` for the whole process (a prototype of
 PyTorch's); any other value takes them out again. The ledger shows the one that ran.
 
-What it costs: nothing; `math` stores all L² scores. Speed on a GPU: not measured yet. `flash3` and `flash4` have not run
-on a GPU yet: the tests use a registry without their kernels.
+What it costs: nothing; `math` stores all L² scores. Speed on a GPU: not measured yet. `flash3` and `flash4` have never
+run on a GPU: the tests use a registry without their kernels.
 References: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html and
 https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html; torch.nn.attention.activate_flash_attention_impl
 """
@@ -93,9 +93,9 @@ class AttentionBackend(Technique):
             try:
                 activate_flash_attention_impl(self.implementation.name)
             except (ImportError, OSError, RuntimeError) as error:
+                what = f"{self.implementation.module} does not load ({first_line(error)})"
                 raise ValueError(
-                    f"runtime.attention={self.value}: {self.implementation.module} does not load ({first_line(error)}); "
-                    f"reinstall it or use runtime.attention=flash."
+                    f"runtime.attention={self.value}: {what}; reinstall it or use runtime.attention=flash."
                 ) from error
         else:
             restore()

@@ -253,11 +253,12 @@ def as_text(found: dict[str, Any]) -> str:
     for row in found["techniques"]:
         word = row["word"]
         lines.append(f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip())
-    lines += ["", "not offered"]
+    lines += ["", "not in this version"]
     for row in found["planned"]:
         there = f"{row['package']} {row['installed'] or 'not installed'}"
         hardware = f"hardware: {'yes' if row['hardware'] else 'no'} (needs {row['needs']})"
-        lines.append(f"  {row['name']:<28}{hardware}; {there}; {row['why']}")
+        why = f"; {row['why']}" if "why" in row else ""  # results kept before have none
+        lines.append(f"  {row['name']:<28}{hardware}; {there}{why}")
     if "kernels" in found:
         lines += ["", "fused kernels, as that run would choose"]
         lines += [f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}" for row in found["kernels"]]
