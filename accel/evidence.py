@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-WEIGHT_PRODUCTS = ("aten::mm", "aten::addmm", "aten::convolution", "aten::convolution_backward")
+EIGHT_BIT = "aten::_scaled_mm"
+WEIGHT_PRODUCTS = ("aten::mm", "aten::addmm", "aten::convolution", "aten::convolution_backward", EIGHT_BIT)
 """Products of a weight, or of its gradient: autocast decides about their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 """Batched, so products of two activations. One in fp32 under autocast is meant to be: only a layer that switches
@@ -46,6 +47,16 @@ class BlockEvidence:
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it began on the host during the call."""
 
+    @property
+    def trains(self) -> bool:
+        """Whether a backward pass comes: something was kept for it."""
+        return self.saved_bytes > 0
+
+    @property
+    def recomputes(self) -> bool:
+        """One that recomputes keeps its inputs and a generator's state; one that does not, several times that."""
+        return self.saved_bytes < 1.5 * self.input_bytes
+
 
 @dataclass
 class Evidence:
@@ -70,6 +81,10 @@ class Evidence:
         for (op, dtype), n in self.products.items():
             total[dtype] += n * (op in ops)
         return +total
+
+    def count(self, op: str) -> int:
+        """Number of products of one kind."""
+        return sum(n for (name, _), n in self.products.items() if name == op)
 
     def where(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
         """For each block, whether `holds` in all of its calls; a block that was not called has not shown it."""
@@ -208,7 +223,8 @@ def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
     """(Op name, dtype) -> number of products among the host's events.
 
     Of an op inside one of the same name (a dispatch mode or autocast enters it twice) the inner one counts; one inside
-    another product is a part of that. The dtype is that of the second tensor argument, which is never a bias.
+    another product is a part of that. But an 8-bit product is what the one around it has become, and counts in its
+    place. The dtype is that of the second tensor argument, which is never a bias.
     """
     open_ones: list[list[Any]] = []  # [event, whether it counts], those around the present one
     found: list[list[Any]] = []
@@ -217,9 +233,12 @@ def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
             continue
         while open_ones and not contains(open_ones[-1][0], event):
             open_ones.pop()
-        entry = [event, all(outer.name() == event.name() for outer, _ in open_ones)]
-        if entry[1] and open_ones:
-            open_ones[-1][1] = False
+        name = event.name()
+        within = {outer.name() for outer, _ in open_ones}
+        entry = [event, not within - {name} or (name == EIGHT_BIT and EIGHT_BIT not in within)]
+        if entry[1]:
+            for outer in open_ones:
+                outer[1] = False
         open_ones.append(entry)
         found.append(entry)
     return Counter((event.name(), event.dtypes()[1].removeprefix("c10::")) for event, counts in found if counts)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from accel.evidence import BlockProbe, Evidence
 from accel.technique import Model, Observation, Technique, blocks_of
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
 """"selective" keeps the results of these products, of ops whose names start so, and of the scan."""
 SCAN = "fastlatent::ssd"
@@ -75,8 +75,7 @@ class CheckpointBlocks(Technique):
         calls = [call for calls in evidence.blocks for call in calls]
         if not calls:
             return Observation(False, "no block ran")
-        # A block that recomputes keeps its inputs and a generator's state; one that does not, several times that.
-        found = evidence.where(lambda call: call.saved_bytes < 1.5 * call.input_bytes)
+        found = evidence.where(lambda call: call.recomputes)
         policy = self.policy if self.enabled else "blocks"
         if policy == "every_2":
             found = [one == (i % 2 == 0) for i, one in enumerate(found)]

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
-def optional(module: str, package: str, wanted_by: str) -> ModuleType:
-    """Imports `module` quietly; ValueError, in a sentence, without the `package`."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # "Failed to load _C": on a machine without a GPU, always
-    pytree = logging.getLogger("torch.utils._pytree")
-    level = pytree.level
-    pytree.setLevel(logging.ERROR)
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torchao says when it is imported: that kernels fail to load which nothing here uses."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def optional(module: str, wanted_by: str) -> ModuleType:
+    """Imports `module` quietly; ValueError, in a sentence, where its package is missing."""
+    package = module.partition(".")[0]
+    try:
+        with quiet():
             return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{wanted_by} needs the package {package} ({error}); pip install {package}, or choose another value."
+            f"{wanted_by} needs the package {package} ({error}); pip install {package}, or choose another optim."
         ) from error
-    finally:
-        pytree.setLevel(level)
 
 
 def bitsandbytes_optim() -> ModuleType:
-    return optional("bitsandbytes.optim", "bitsandbytes", "optim=adamw_8bit")
+    return optional("bitsandbytes.optim", "optim=adamw_8bit")
 
 
 def torchao_optim() -> ModuleType:
-    return optional("torchao.optim", "torchao", "optim=adamw_4bit or adamw_fp8")
+    return optional("torchao.optim", "optim=adamw_4bit or adamw_fp8")

@@ -2,6 +2,8 @@
 
 `bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is scaled
 (accel/loss_scaler.py). Nothing is stored in 16 bits: weights stored in bf16 cost a published model 3.7 FID points.
+`fp8` is `bf16`, and products of large layers in 8 bits (accel/float8.py), by `fp8_recipe`: "tensorwise" has one scale a
+tensor, "rowwise" one a row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 
 What it costs: rounding in products. On a CPU without native instructions it is several times slower than fp32, so there
 it counts as unavailable. Speed on a GPU: not measured yet.
@@ -10,35 +12,47 @@ it counts as unavailable. Speed on a GPU: not measured yet.
 import functools
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from accel import float8
 from accel.compilation import INDUCTOR
-from accel.evidence import WEIGHT_PRODUCTS, BlockEvidence, Evidence
+from accel.evidence import EIGHT_BIT, WEIGHT_PRODUCTS, BlockEvidence, Evidence
 from accel.loss_scaler import LossScaler
 from accel.technique import AnyStep, Observation, Technique, TrainingStep
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Autocast's."""
 NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
 NAMES |= {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
+NAMES |= {"Float8_e4m3fn": "fp8", "Float8_e5m2": "fp8"}
 TEMPLATES = "triton_tem_fused"
 """How kernels for a GPU begin that Inductor makes for products in the place of a library's."""
 
 
 class Precision(Technique):
     key = "precision"
-    summary = "`bf16`, `fp16`: products in 16 bits, everything else fp32"
-    examples = tuple({"precision": name} for name in DTYPES)
+    summary = "`bf16`, `fp16`: products in 16 bits, all else fp32; `fp8`: of large layers in 8 bits, by `fp8_recipe`"
+    options = ("fp8_recipe",)
+    examples = (
+        *({"precision": name} for name in ("bf16", "fp16")),
+        *({"precision": "fp8", "fp8_recipe": recipe} for recipe in float8.BACKWARD),
+    )
     off = "fp32"
     loss_rtol = 2e-2
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
+    def __init__(self, value: bool | str, device: torch.device, fp8_recipe: bool | str = "tensorwise") -> None:
+        super().__init__(value, device, fp8_recipe=fp8_recipe)
+        self.recipe = str(fp8_recipe)
         self.scaler: LossScaler | None = None
+        self.layers: float8.Float8Layers | None = None
 
     def unavailable(self) -> str | None:
+        if self.value == "fp8":
+            return float8.unavailable(self.device)
         if self.device.type == "cuda":
             needed = (8, 0) if self.value == "bf16" else (7, 0)
             if torch.cuda.get_device_capability(self.device) < needed:
@@ -55,6 +69,10 @@ class Precision(Technique):
     def autocast(self) -> torch.amp.autocast:
         """The context in which the forward pass runs."""
         return torch.amp.autocast(self.device.type, DTYPES.get(str(self.value)), enabled=self.enabled)
+
+    def on_layers(self, model: nn.Module) -> None:
+        if self.value == "fp8":
+            self.layers = float8.Float8Layers(model, self.recipe)
 
     def on_step(self, step: AnyStep) -> AnyStep:
         if self.enabled:
@@ -78,6 +96,18 @@ class Precision(Technique):
             self.scaler.load_state_dict(state)
 
     def observe(self, evidence: Evidence) -> Observation:
+        if self.layers is None:
+            return self.observe_autocast(evidence)
+        others = {product: n for product, n in evidence.products.items() if product[0] != EIGHT_BIT}
+        active, note = self.observe_autocast(replace(evidence, products=Counter(others)))
+        if not any(self.layers.large):
+            return Observation(active, f"{self.layers.too_small()}; {note}")
+        complete, seen = self.layers.observe(evidence)
+        if evidence.count(EIGHT_BIT):
+            active = "fp8" if complete and active == "bf16" else "mixed"
+        return Observation(active, f"{seen}; of the others {note}")
+
+    def observe_autocast(self, evidence: Evidence) -> Observation:
         weights, dtypes = evidence.dtypes(WEIGHT_PRODUCTS), evidence.dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
         branches = Counter(name_of(str(call.branch_dtype)) for call in calls)

@@ -33,6 +33,7 @@ from accel.tf32 import Tf32
 from accel.weights import Weights
 
 # Process flags, module changes, checkpointing, compile, sharding, optimizer, autocast, evaluation, CUDA graph.
+# Layers are exchanged before all of it (`on_layers`).
 # Checkpointing comes before compile, so that a compiled block contains its own recomputation, and both before sharding,
 # which gathers a block's parameters around all of it; the graph is last and contains all.
 TECHNIQUES: tuple[type[Technique], ...] = (
@@ -129,6 +130,10 @@ class AccelerationStack:
         """The technique of a class."""
         return next(technique for technique in self.techniques if isinstance(technique, kind))
 
+    def options_of(self, key: str, when: str) -> dict[str, bool | str]:
+        """The options of a technique if its value is `when`; otherwise they say nothing."""
+        return next(dict(t.option) for t in self.techniques if t.key == key) if self.value(key) == when else {}
+
     def prove_kernels(
         self, model: nn.Module, forward: Callable[[], object], samples: int, folder: Path | None = None
     ) -> dict[str, Any]:
@@ -160,6 +165,8 @@ class AccelerationStack:
             technique.on_process()
 
     def on_model(self, model: Model) -> Model:
+        for technique in self.techniques:
+            technique.on_layers(model)
         for technique in self.techniques:
             model = technique.on_model(model)
         return model

@@ -106,6 +106,9 @@ class Technique(ABC):
     def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
         """Sets process-wide flags, both ways."""
 
+    def on_layers(self, model: nn.Module) -> None:  # noqa: B027 - most leave them alone
+        """Exchanges layers in the model's blocks, before any technique wraps a block."""
+
     def on_model(self, model: Model) -> Model:
         """Changes the model through its `.blocks`; state-dict keys stay as they are."""
         return model

@@ -30,7 +30,7 @@ UNKNOWN = "unknown"
 
 
 class Planned(NamedTuple):
-    """What a later version may use."""
+    """What this version does not offer, though a machine may have it."""
 
     name: str
     package: str
@@ -38,18 +38,29 @@ class Planned(NamedTuple):
     """Compute capability."""
     newest: tuple[int, int]
     needs: str
+    why: str
 
 
 NO_END = (99, 9)
-FP8 = "compute capability 8.9 or newer"
 PLANNED = (
-    Planned("FP8 by TransformerEngine", "transformer-engine", (8, 9), NO_END, FP8),
-    Planned("FP8 by torchao", "torchao", (8, 9), NO_END, FP8),
-    Planned("FlashAttention-3", "flash-attn-3", (9, 0), (9, 9), "compute capability 9.0 (Hopper)"),
-    Planned("FlashAttention-4", "flash-attn-4", (9, 0), (10, 9), "compute capability 9.0 or 10.x"),
+    Planned(
+        "FP8 by TransformerEngine",
+        "transformer-engine",
+        (8, 9),
+        NO_END,
+        "compute capability 8.9 or newer",
+        "not used: runtime.precision=fp8 is torchao's",
+    ),
+    Planned(
+        "MXFP8",
+        "torchao",
+        (10, 0),
+        (10, 9),
+        "compute capability 10.0",
+        "prototype in torchao; not a value of runtime.precision",
+    ),
 )
-"""Requirements are those of the packages' own pages; FlashAttention-4's is Blackwell as in data centres: its kernels
-use tensor memory, which 12.0 lacks."""
+"""Requirements are those of the packages' own pages."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -71,7 +82,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def examine(measure: bool = False) -> dict[str, Any]:
-    """Machine, versions, techniques, what is planned, and rates if asked for."""
+    """Machine, versions, techniques, what is not offered, and rates if asked for."""
     from scripts.capabilities import capabilities
     from training.environment import describe_environment, pick_device
 
@@ -205,7 +216,7 @@ def clocks(gpu: str) -> dict[str, Any]:
 
 
 def planned(device: Any) -> list[dict[str, Any]]:
-    """What this version does not have: whether the hardware would, and the version of the package if it is installed.
+    """What this version does not offer: whether the hardware would, the package's version if it is installed, and why.
 
     Nothing is imported for it: such packages fail to load where they do not fit.
     """
@@ -219,6 +230,7 @@ def planned(device: Any) -> list[dict[str, Any]]:
             "needs": p.needs,
             "package": p.package,
             "installed": installed(p.package),
+            "why": p.why,
         }
         for p in PLANNED
     ]
@@ -241,11 +253,12 @@ def as_text(found: dict[str, Any]) -> str:
     for row in found["techniques"]:
         word = row["word"]
         lines.append(f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip())
-    lines += ["", "planned, not in this version"]
+    lines += ["", "not in this version"]
     for row in found["planned"]:
         there = f"{row['package']} {row['installed'] or 'not installed'}"
         hardware = f"hardware: {'yes' if row['hardware'] else 'no'} (needs {row['needs']})"
-        lines.append(f"  {row['name']:<28}{hardware}; {there}")
+        why = f"; {row['why']}" if "why" in row else ""  # results kept before have none
+        lines.append(f"  {row['name']:<28}{hardware}; {there}{why}")
     if "kernels" in found:
         lines += ["", "fused kernels, as that run would choose"]
         lines += [f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}" for row in found["kernels"]]

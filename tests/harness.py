@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 
+import pytest
 import torch
 
+from accel import float8
+from accel.precision import Precision
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
 from tests.test_models import woken
@@ -34,7 +38,36 @@ def technique(key: str) -> type[Technique]:
 
 
 def cannot_be_had(variant: dict, device: torch.device = CPU) -> str | None:
-    return technique(key_of(variant))(variant[key_of(variant)], device).unavailable()
+    kind = technique(key_of(variant))
+    options = {name: value for name, value in variant.items() if name in kind.options}
+    return kind(variant[kind.key], device, **options).unavailable()
+
+
+def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bits on any CPU, slow there and right; and 8 bits in tiny layers, where torchao and this PyTorch have them."""
+    on_gpu = Precision.unavailable
+
+    def unavailable(self: Precision) -> str | None:
+        if self.device.type == "cuda":
+            return on_gpu(self)
+        return no_8_bits(self.recipe) if self.value == "fp8" else None
+
+    monkeypatch.setattr(Precision, "unavailable", unavailable)
+    monkeypatch.setattr(float8, "LEAST", 16)
+
+
+@functools.cache
+def no_8_bits(recipe: str = "tensorwise") -> str | None:
+    """Why a recipe cannot be run here."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed."
+    if recipe != "tensorwise":
+        x, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+        try:
+            torch._scaled_mm(x, x.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+        except RuntimeError:
+            return "This PyTorch has no products with a scale a row on a CPU."
+    return None
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """A training process of the tests: `train.py`, with a quick compiler and, where it is asked for, a fault.
 
 FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
-With KERNELS_ON_RANK fused kernels may be asked for, and can run in that process alone, in Triton's interpreter.
+With ANY_PRECISION a CPU may have any. With KERNELS_ON_RANK fused kernels may be asked for, and can run in that process
+alone, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def faulty(kind: str, step: int) -> None:
 
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)
+    if os.environ.get("ANY_PRECISION"):
+        import pytest
+
+        from tests.harness import allow_any_precision
+
+        allow_any_precision(pytest.MonkeyPatch())
     if rank := os.environ.get("KERNELS_ON_RANK"):
         FusedKernel.unavailable = lambda self: None
         if os.environ["RANK"] == rank:

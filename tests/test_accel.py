@@ -13,7 +13,20 @@ from accel.fused_adamw import FusedAdamW
 from accel.precision import Precision
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
-from tests.harness import CPU, EAGER, VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named, one_step, technique
+from tests.harness import (
+    CPU,
+    EAGER,
+    VARIANTS,
+    allow_any_precision,
+    assemble,
+    cannot_be_had,
+    key_of,
+    ledger_of,
+    named,
+    no_8_bits,
+    one_step,
+    technique,
+)
 from tests.helpers import pairwise
 
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
@@ -28,7 +41,7 @@ def quick_compiler(monkeypatch):
 @pytest.fixture
 def any_precision(monkeypatch):
     """16 bits on any CPU: slow there, and right."""
-    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
+    allow_any_precision(monkeypatch)
 
 
 def test_every_technique_is_enrolled():
@@ -94,7 +107,7 @@ def test_state_dict_keys_do_not_change(variant):
 @EVERY
 def test_what_cannot_be_had_here_says_so_in_a_sentence(variant):
     reason = cannot_be_had(variant)
-    if key_of(variant) in CUDA_ONLY or variant.get("attention") in ("cudnn", "efficient", "flex"):
+    if key_of(variant) in CUDA_ONLY or variant.get("attention") in ("cudnn", "efficient", "flex", "flash3", "flash4"):
         assert "cpu" in reason
     if reason is not None:
         assert reason.endswith(".")
@@ -130,7 +143,7 @@ def test_deterministic_switches_off_what_is_not(monkeypatch):
 
 
 ROWS = pairwise(
-    ["fp32", "bf16", "fp16"],  # precision
+    ["fp32", "bf16", "fp16", "fp8"],  # precision
     [True, False],  # residual_in_fp32
     ["auto", "flash", "math"],  # attention
     [None, "blocks", "every_2", "selective"],  # checkpointing and its policy
@@ -147,6 +160,8 @@ ROWS = pairwise(
 )
 def test_pairs_of_techniques_take_two_steps(row, any_precision):
     precision, residual, attention, policy, scope, fused, refused = row
+    if precision == "fp8" and (reason := no_8_bits()):
+        pytest.skip(reason)
     values = {"precision": precision, "residual_in_fp32": residual, "attention": attention, "fused_adamw": fused}
     values |= {"gradient_checkpointing": policy is not None, "checkpoint_policy": policy or "blocks"}
     values |= {"compile": scope is not None, "compile_scope": scope or "blocks"} | dict.fromkeys(CUDA_ONLY, refused)

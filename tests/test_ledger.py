@@ -25,6 +25,7 @@ from tests.harness import (
     CPU,
     EAGER,
     VARIANTS,
+    allow_any_precision,
     assemble,
     cannot_be_had,
     key_of,
@@ -39,7 +40,7 @@ from training.metrics import Meter
 @pytest.fixture(autouse=True)
 def quick_compiler_and_any_precision(monkeypatch):
     monkeypatch.setattr(Compile, "backend", "aot_eager")
-    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
+    allow_any_precision(monkeypatch)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=named)

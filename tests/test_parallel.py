@@ -337,10 +337,13 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
     said = contradiction(monkeypatch, "runtime.precision=fp32", ACCELERATE_MIXED_PRECISION="bf16")
     assert "ACCELERATE_MIXED_PRECISION=bf16, but runtime.precision=fp32" in said
     assert "--mixed_precision no" in said
+    said = contradiction(monkeypatch, "runtime.precision=fp8", ACCELERATE_MIXED_PRECISION="bf16")
+    assert "--mixed_precision fp8" in said
     assert "use runtime.parallel.mode" in contradiction(monkeypatch, ACCELERATE_USE_FSDP="true")
     assert "runtime.compile=false" in contradiction(monkeypatch, ACCELERATE_DYNAMO_BACKEND="INDUCTOR")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    refuse_contradictions(compose(["runtime.precision=fp32"]).cfg)
+    for theirs, ours in (("no", "fp32"), ("fp8", "fp8")):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", theirs)
+        refuse_contradictions(compose([f"runtime.precision={ours}"]).cfg)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,23 @@ from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.local_mix import local_mix
 from accel.loss_scaler import LossScaler
-from accel.precision import Precision
-from tests.harness import VARIANTS, assemble, cannot_be_had, key_of, ledger_of, named, tiny_training
+from tests.harness import (
+    VARIANTS,
+    allow_any_precision,
+    assemble,
+    cannot_be_had,
+    key_of,
+    ledger_of,
+    named,
+    tiny_training,
+)
 
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
 def any_precision(monkeypatch):
-    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
+    allow_any_precision(monkeypatch)
 
 
 @pytest.mark.parametrize("fused", [False, True])

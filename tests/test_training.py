@@ -478,6 +478,7 @@ def test_a_step_that_is_not_finite_is_counted(run, monkeypatch):
         ("NVIDIA H100 NVL", "bf16", None),  # lower than its name says: not in the table
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
         ("NVIDIA A100-SXM4-80GB", "fp32", None),  # a share of the 16-bit peak would mean nothing
+        ("NVIDIA H100 80GB HBM3", "fp8", None),  # some products are in 8 bits, and the rest is not
         ("NVIDIA A40", "bf16", 149.7e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("Some other GPU", "bf16", None),

@@ -198,7 +198,10 @@ def memory_reserved_peak() -> int | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of `device` for 16-bit products; None where it is not known or products are not in 16 bits."""
+    """Peak FLOP/s of `device` for 16-bit products; None where it is not known or products are not in 16 bits.
+
+    With fp8 some products run at one peak and the rest at another, so a share of either would mislead.
+    """
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)

@@ -187,6 +187,7 @@ def protocol_of(stack: AccelerationStack, stream: SampleStream, count: int, labe
         "seed": stream.seed,
         **sampling,
         "precision": stack.value("precision"),
+        **stack.options_of("precision", when="fp8"),
         "tf32": stack.value("tf32"),
         "data": spec.fingerprint,
         "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),

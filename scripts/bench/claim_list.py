@@ -53,7 +53,7 @@ def of_attention() -> Iterator[Practice]:
         None,
         claimed=(1.5, 2),
         source="https://arxiv.org/abs/2407.08608 (FP16 on an H100)",
-        reason="needs the package flash_attn_interface, built from source for Hopper with CUDA ≥ 12.3",
+        reason="`runtime.attention=flash3` needs flash_attn_interface, built from source for Hopper with CUDA ≥ 12.3",
     )
 
 
@@ -94,11 +94,15 @@ def of_precision() -> Iterator[Practice]:
         of="GiB",
     )
     yield Practice(
-        "fp8 over bf16",
-        None,
+        "fp8 over bf16, a step",
+        step("runtime.precision=fp8", half, "runtime.compile=true"),
+        "runtime.precision=fp8",
+        True,
+        180.0,
         claimed=(1.5, 1.5),
         source="https://pytorch.org/blog/training-using-float8-fsdp2/ (up to 1.5×, Llama models on many H100)",
-        reason="this version computes nothing in 8 bits",
+        key="runtime.precision",
+        ways=("bf16", "fp8"),
     )
 
 

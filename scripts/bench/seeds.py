@@ -38,6 +38,7 @@ MEASURES = {
     "bf16 weights, stochastic": ["runtime.weights=bf16"],
     "bf16 weights, kahan": ["runtime.weights=bf16", "runtime.rounding=kahan"],
     "bf16 weights, adamw_8bit": ["runtime.weights=bf16", "optim=adamw_8bit"],
+    "fp8": ["runtime.precision=fp8"],
     "offload_optimizer": ["runtime.offload_optimizer=true"],
     "offload_activations": ["runtime.offload_activations=true"],
 }

@@ -89,7 +89,7 @@ class Work(NamedTuple):
 
 PRODUCTS = (
     *("gemm", "nvjet", "cutlass", "splitk", "xmma", "wgmma", "triton_tem", "triton_mm", "triton_bmm"),
-    *("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "::mkldnn", "::conv"),
+    *("::mm", "::_scaled_mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "::mkldnn", "::conv"),
     *("attention", "flash", "fmha", "conv2d", "cudnn"),
 )
 """Parts of the names of kernels and ops that multiply; pointwise and reduction kernels of Inductor are no products,

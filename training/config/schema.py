@@ -20,7 +20,11 @@ class Device(str, Enum):
 
 
 class PrecisionName(str, Enum):
-    fp32, bf16, fp16 = "fp32", "bf16", "fp16"
+    fp32, bf16, fp16, fp8 = "fp32", "bf16", "fp16", "fp8"
+
+
+class Fp8Recipe(str, Enum):
+    tensorwise, rowwise, rowwise_with_gw_hp = "tensorwise", "rowwise", "rowwise_with_gw_hp"
 
 
 class WeightsName(str, Enum):
@@ -33,6 +37,7 @@ class Rounding(str, Enum):
 
 class AttentionName(str, Enum):
     auto, flash, cudnn, efficient, math, flex = "auto", "flash", "cudnn", "efficient", "math", "flex"
+    flash3, flash4 = "flash3", "flash4"
 
 
 class CheckpointPolicyName(str, Enum):
@@ -129,7 +134,8 @@ class RuntimeConfig:
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
-    precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device)
+    precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device), fp8 (torchao)
+    fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise  # rowwise: a scale a row; with_gw_hp: weights' gradients in bf16
     weights: WeightsName = WeightsName.fp32  # bf16: the matrices of linear layers are stored so; averages stay fp32
     rounding: Rounding = Rounding.stochastic  # of updated bf16 weights; kahan keeps the rest in 2 more bytes a weight
     residual_in_fp32: bool = True

@@ -52,6 +52,7 @@ VALUES = {
     "data": {"webdataset": "webdataset wds streaming", "digits": "digits", "synthetic": "synthetic", "resident": "*"},
     "runtime.precision": {
         "fp16": "fp16 float16 half 16 16-mixed",
+        "fp8": "fp8 float8 8",
         "fp32": "fp32 float32 full 32 no none false",
         "bf16": "*",
     },
