@@ -20,7 +20,7 @@ from training.config.compose import compose
 from training.config.schema import RuntimeConfig, TrainConfig
 
 CPU = torch.device("cpu")
-EAGER = runtime_values(RuntimeConfig()) | {"optim": "fp32"}
+EAGER = runtime_values(RuntimeConfig())
 VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.ways()]
 """Every technique in each of its ways, alone."""
 
