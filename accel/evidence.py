@@ -21,6 +21,8 @@ ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 """Batched, so products of two activations. One in fp32 under autocast is meant to be: only a layer that switches
 autocast off gets it."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
+UPDATE = "Optimizer.step#"
+"""How PyTorch names an optimizer's step to the profiler."""
 BLOCK = "fastlatent block"
 """What the profiler calls a call of a probed block, before the block's index."""
 FINE_BITS = 0x1FFF
@@ -224,12 +226,14 @@ def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
 
     Of an op inside one of the same name (a dispatch mode or autocast enters it twice) the inner one counts; one inside
     another product is a part of that. But an 8-bit product is what the one around it has become, and counts in its
-    place. The dtype is that of the second tensor argument, which is never a bias.
+    place. Those of the optimizer, such as Muon's, are none of the step's precision. The dtype is that of the second
+    tensor argument, which is never a bias.
     """
+    updates = [event for event in events if event.name().startswith(UPDATE)]
     open_ones: list[list[Any]] = []  # [event, whether it counts], those around the present one
     found: list[list[Any]] = []
     for event in events:
-        if event.name() not in PRODUCTS or len(event.dtypes()) < 2:
+        if event.name() not in PRODUCTS or len(event.dtypes()) < 2 or any(contains(u, event) for u in updates):
             continue
         while open_ones and not contains(open_ones[-1][0], event):
             open_ones.pop()

@@ -27,6 +27,7 @@ DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 CHUNK = 1 << 24
 """Bytes that are hashed and written at a time."""
