@@ -78,6 +78,18 @@ def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
     assert not float8.is_large(nn.Embedding(2048, 2048, device="meta"))
 
 
+@HERE
+def test_tokens_that_are_no_multiple_are_padded():
+    """The gradient of a weight sums over them; a GPU takes multiples of 16 only, and a CPU any number."""
+    words = ["data=synthetic", "data.height=6", "data.width=6"]
+    model, step, stack, loader = assemble("dit", *words, **EIGHT)
+    layer = model.blocks[0].layers[1].w2
+    assert (model.tokens % 16, layer.config.pad_inner_dim) == (9, True)
+    rows = {row.key: row for row in stack.warm_up(lambda: step([next(loader)]), model.blocks)}
+    assert rows["precision"].active == "fp8"
+    assert not assemble("dit", **EIGHT)[0].blocks[0].layers[1].w2.config.pad_inner_dim  # 16 tokens
+
+
 POLICIES = [None, "blocks", "every_2", "selective"]
 
 
