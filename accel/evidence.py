@@ -120,7 +120,7 @@ class BlockProbe(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         given: Counter[int] = Counter()
         for tensor in inputs:
-            given[tensor.untyped_storage().data_ptr()] += nbytes(tensor)
+            given[tensor.untyped_storage()._cdata] += nbytes(tensor)
         with torch.profiler.record_function(f"{BLOCK} {self.index}"), keeping(self.block, given) as kept:
             outputs = self.block(*inputs)
         needs = tuple(t.requires_grad for t in inputs)
@@ -156,10 +156,10 @@ def keeping(module: nn.Module, given: Mapping[int, int] = MappingProxyType({})) 
 
     def pack(tensor: Tensor) -> Tensor:
         if not own:  # only now: sharded ones have been gathered
-            own.update(p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers()))
+            own.update(p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers()))
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept.storages[storage.data_ptr()] = given.get(storage.data_ptr()) or storage.nbytes()
+        if storage._cdata not in own:
+            kept.storages[storage._cdata] = given.get(storage._cdata) or storage.nbytes()
         return tensor.detach()  # an op that keeps its own output would hold itself, and a graph that nobody runs stays
 
     caches: list[Any] = []
@@ -233,7 +233,9 @@ def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
     open_ones: list[list[Any]] = []  # [event, whether it counts], those around the present one
     found: list[list[Any]] = []
     for event in events:
-        if event.name() not in PRODUCTS or len(event.dtypes()) < 2 or any(contains(u, event) for u in updates):
+        if event.name() not in PRODUCTS or len(event.dtypes()) < 2:
+            continue
+        if any(update.start_ns() <= event.start_ns() and contains(update, event) for update in updates):
             continue
         while open_ones and not contains(open_ones[-1][0], event):
             open_ones.pop()

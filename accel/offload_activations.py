@@ -55,7 +55,7 @@ class OffloadActivations(Technique):
 
             @functools.wraps(forward)
             def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
-                self.own = {p.untyped_storage().data_ptr() for p in self.parameters}
+                self.own = {p.untyped_storage()._cdata for p in self.parameters}
                 try:
                     with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
                         return forward(*args, **kwargs)
@@ -67,7 +67,7 @@ class OffloadActivations(Technique):
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if tensor.device != self.device or storage.data_ptr() in self.own:
+        if tensor.device != self.device or storage._cdata in self.own:
             return tensor
         if nbytes(tensor) < SMALL or 0 in tensor.stride():
             self.stayed += nbytes(tensor)
@@ -79,7 +79,7 @@ class OffloadActivations(Technique):
         if key not in self.copies:
             self.copies[key] = self.to_host(tensor)
         held = self.copies[key]
-        self.away += held.device.type == "cpu" and held.untyped_storage().data_ptr() != storage.data_ptr()
+        self.away += held.device.type == "cpu" and held.untyped_storage()._cdata != storage._cdata
         return tensor.device, held
 
     def to_host(self, tensor: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
     python -m scripts.plan scale model=ssd_mlp_xl data=synthetic
     python -m scripts.plan scale model=mamba_b data=synthetic gpus=[1,8,64,1024] batch_per_gpu=64 hardware=a100
+    python -m scripts.plan memory experiment=small_card data=synthetic data.channels=4 data.height=32 data.width=32
 
 `scale` predicts step time and memory of each way to use N GPUs, and where each stops paying. It is arithmetic on
-counted work, not a measurement: docs/scaling.md has the formulas and the sources of the constants.
+counted work, not a measurement: docs/scaling.md has the formulas and the sources of the constants. `memory` counts the
+bytes that a step takes of one card, and what each measure against too little memory saves (scripts/plan_memory.py).
 """
 
 from __future__ import annotations
@@ -250,9 +252,14 @@ def main(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return
-    if words[0] != "scale":
-        raise ValueError(f"plan {words[0]}: there is no such command; choose scale.")
-    print(scale(*own_and_others(ScaleConfig, words[1:], __doc__ or "")))
+    if words[0] == "memory":
+        from scripts import plan_memory
+
+        print(plan_memory.report(*own_and_others(plan_memory.MemoryConfig, words[1:], plan_memory.__doc__ or "")))
+    elif words[0] == "scale":
+        print(scale(*own_and_others(ScaleConfig, words[1:], __doc__ or "")))
+    else:
+        raise ValueError(f"plan {words[0]}: there is no such command; choose scale or memory.")
 
 
 if __name__ == "__main__":
