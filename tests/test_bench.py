@@ -16,7 +16,7 @@ from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
-from scripts.bench import compare, kernels, ladder, peers, step, tests, trace, variants
+from scripts.bench import compare, kernels, ladder, peers, seeds, step, tests, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
 from scripts.bench.naive import NaiveLoop, stream_order
@@ -371,8 +371,24 @@ def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
         (seed, name) for seed in (0, 1) for name in variants.PRECISIONS
     ]
     assert found[0]["final_loss"] != found[3]["final_loss"]
-    shown = variants.precision_texts(found)[0].splitlines()
+    shown = seeds.precision_texts(found)[0].splitlines()
     assert [line.split()[:2] for line in shown[2:]] == [[name, "2"] for name in variants.PRECISIONS]
+
+
+@pytest.mark.slow
+def test_measures_against_too_little_memory_are_counted(tmp_path):
+    found = result("memory", tmp_path, "steps=2", "seeds=[0,1]", "pretend=true")
+    assert {entry["measure"] for entry in found.values() if entry["seed"] == 0} == {*seeds.MEASURES}
+    assert {entry["measure"] for entry in found.values() if entry["seed"] == 1} == {*seeds.SEEDED}
+    assert not [name for name, entry in found.items() if "error" in entry or entry["lost"]]
+    each = {e["measure"]: e["optimizer_bytes"] / e["parameters"] for e in found.values()}
+    assert each["adamw"] == pytest.approx(8.0, abs=0.1) > 3 * each["adamw_8bit"] > 3 * each["adamw_4bit"]
+    moved = found["offload_optimizer, seed 0"]
+    assert moved["on_host_bytes"] > 0.9 * (moved["on_host_bytes"] + moved["optimizer_bytes"])
+    lines = seeds.memory_texts(list(found.values()))[0].splitlines()
+    assert [line.partition("  ")[0] for line in lines[2:]] == list(seeds.MEASURES)
+    refused = result("memory", tmp_path / "refused", "steps=2", "seeds=[0]")["offload_optimizer, seed 0"]
+    assert "on cpu" in refused["reason"]
 
 
 def test_a_gpu_test_is_a_row_with_its_outcome(tmp_path):

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
+from scripts.capabilities import pretended
 from scripts.plan import HARDWARE, Model, ScaleConfig, all_reduce, collectives, forecast, gather, main
+from scripts.plan_memory import needs_of
+from training.assemble import assemble
+from training.config.compose import compose
+from training.memory import kept_at
 
 HW = HARDWARE["h200"]
 SMALL = ["model=ssd_mlp_xs", "data=synthetic", "data.height=8", "data.width=8", "data.count=4"]
@@ -67,10 +73,32 @@ def test_the_plan_says_what_it_assumes_and_where_it_ends(capsys: pytest.CaptureF
     assert all(f"{way}: " in said for way in ("ddp", "fsdp", "hsdp"))
 
 
+def test_the_bytes_of_a_step_are_counted(capsys: pytest.CaptureFixture[str]):
+    """The states by hand; a step without measures takes more; what is kept is what a real forward pass keeps."""
+    pytest.importorskip("bitsandbytes")
+    size = ["model.dim=64", "model.depth=3", "model.head_dim=32", *SMALL[1:]]
+    words = ["experiment=small_card", "runtime.offload_optimizer=true", *size]
+    found = pretended(lambda: needs_of([*words, "runtime.precision=fp32"]))()
+    training = assemble(compose([*words, "runtime.precision=fp32"]).cfg, torch.device("cpu"))
+    parameters = list(training.model.parameters())
+    linear = sum(m.weight.numel() for m in training.model.modules() if isinstance(m, torch.nn.Linear))
+    assert found.weights == found.gradients == sum(p.nbytes for p in parameters) == found.averages - 2 * linear
+    assert found.kept == pytest.approx(kept_at(training, 8), rel=0.05)
+    assert found.on_host > 5 * found.optimizer
+    main(["memory", *words, "card_gb=0.001"])
+    said = capsys.readouterr().out
+    assert "GB of 0.001 on the device: does not fit" in said
+    assert {line.split()[0] for line in said.split("measure ")[1].splitlines()[1:] if line} == {
+        *("runtime.weights=bf16", "optim=adamw_8bit", "runtime.offload_optimizer=true"),
+        *("runtime.gradient_checkpointing=true", "accumulation_steps=4"),
+    }
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["cost"], "plan cost: there is no such command; choose scale"),
+        (["cost"], "plan cost: there is no such command; choose scale or memory"),
+        (["memory", "card_gb=0"], "card_gb=0.0 must be above 0"),
         (["scale", "hardware=abacus"], "hardware=abacus is not known; choose one of h200, h100, a100"),
         (["scale", "gpus=[0]"], r"gpus=\[0\] .* must be at least 1"),
         (["scale", "mfu=2"], r"mfu=2.0 above 0"),

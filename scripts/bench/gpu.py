@@ -132,6 +132,13 @@ ITEMS = (
         [*TINY, "data=digits", "steps=50"],
         300,
     ),
+    Item(
+        "memory",
+        "small optimizer states, bf16 weights, fp8, offload, on digits: loss, bytes, seconds",
+        ["memory", "setting=s256", "data=digits", "steps=200"],
+        [*TINY, "data=digits", "steps=50"],
+        400,
+    ),
     Item("step", "one step by phases", ["step", "setting=s256", "runtime=fast"], [*TINY, "runtime=fast"], 60),
     Item(
         "antipatterns",

@@ -136,14 +136,9 @@ def precision_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 def memory_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     kinds = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "on_host": "on the host"}
-    columns = {title: f"{{{kind}_each:.2f}}" for kind, title in kinds.items()}
-    columns |= {"kept a sample": "{kept_kib:.0f} KiB"} | LOSSES
+    columns = {title: f"{{{kind}_each:.2f}}" for kind, title in kinds.items()} | LOSSES
     shown = [
-        e
-        | {f"{kind}_each": e[f"{kind}_bytes"] / e["parameters"] for kind in kinds}
-        | {"kept_kib": e["kept_bytes"] / 1024}
-        if "parameters" in e
-        else e
+        e | ({f"{kind}_each": e[f"{kind}_bytes"] / e["parameters"] for kind in kinds} if "parameters" in e else {})
         for e in by("measure", entries)
     ]
     return [f"bytes a parameter; averages take 4 more; median over seeds\n{entries_table(columns, shown)}"]

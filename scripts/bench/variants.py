@@ -33,7 +33,7 @@ from scripts.capabilities import override
 from scripts.timing import NO_DIFFERENCE, difference
 from training.config.compose import CONF, compose
 from training.evaluate import evaluate
-from training.memory import kept_at, lasting_bytes
+from training.memory import lasting_bytes
 
 MORE_WAYS = {"compile": ({"compile": True, "compile_mode": "max-autotune-no-cudagraphs"},)}
 """Technique -> ways in which it is measured beside those that it states itself."""
@@ -124,7 +124,6 @@ def measured(variant: Variant, kept: Kept[Trained], cfg: BenchConfig, held_out: 
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},
         **{f"{kind}_bytes": size for kind, size in lasting_bytes(workload.training)._asdict().items()},
-        "kept_bytes": kept_at(workload.training, 8) // 8,
     }
 
 
