@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -51,12 +52,18 @@ def of_class(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
 class Members(torch.optim.Optimizer):
     """An optimizer that hands each of `members` its own parameters.
 
-    `groups` numbers the parameters in `state_dict`, however they are dealt to the members. ValueError for sharded
-    parameters: what the members keep is not cut as parameters are.
+    `groups` numbers the parameters in `state_dict`, however they are dealt to the members, who may know some of them by
+    `stand_ins`. ValueError for sharded parameters: what the members keep is not cut as parameters are.
     """
 
-    def __init__(self, groups: Groups, members: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        members: Iterable[torch.optim.Optimizer],
+        stand_ins: Mapping[Tensor, Tensor] = MappingProxyType({}),
+    ) -> None:
         self.members = list(members)
+        self.stand_ins = stand_ins
         self.numbered = [p for group in groups for p in group["params"]]
         if any(isinstance(p, DTensor) for p in self.numbered):
             raise ValueError(
@@ -86,9 +93,27 @@ class Members(torch.optim.Optimizer):
 
     def kept(self, parameter: Tensor) -> dict[str, Any]:
         """What is kept for one parameter, by name: plain tensors, which are written in place, and numbers."""
-        owner = self.owner[parameter]
-        own = self.state.get(parameter, {})
-        return kept_by(owner, parameter) | own
+        owner, key = self.located(parameter)
+        return dict(plain(owner.state.get(key, {}))) | self.extras(parameter)
+
+    def extras(self, parameter: Tensor) -> dict[str, Any]:
+        """What is kept beside the members' own."""
+        found = dict(self.state.get(parameter, {}))
+        key = self.stand_ins.get(parameter, parameter)
+        owner = self.owner[key]
+        return found | (owner.extras(key) if isinstance(owner, Members) else {})
+
+    def located(self, parameter: Tensor) -> tuple[torch.optim.Optimizer, Tensor]:
+        """The optimizer that updates a parameter, and the tensor by which it knows it."""
+        key = self.stand_ins.get(parameter, parameter)
+        owner = self.owner[key]
+        return owner.located(key) if isinstance(owner, Members) else (owner, key)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the parameters themselves; a stand-in has a gradient during the update only."""
+        assert set_to_none
+        for parameter in self.numbered:
+            parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """`state`: number of a parameter -> `kept`. Hyper-parameters are left out: the configuration has them."""
@@ -102,13 +127,14 @@ class Members(torch.optim.Optimizer):
         ValueError if it was made by other members. A tensor of our own that an earlier run had no use for is zero.
         """
         saved = state_dict["state"]
-        if saved and not self.owned(self.numbered[0]):
+        owner, key = self.located(self.numbered[0])
+        if saved and not owner.state.get(key):
             self.make_state()
         for i, parameter in enumerate(self.numbered):
             entries = saved.get(i, {})
-            of_members = entries.keys() - self.state.get(parameter, {}).keys()
+            own = self.extras(parameter)
             for name, value in self.kept(parameter).items():
-                if of_members and name not in entries and name not in self.state.get(parameter, {}):
+                if entries.keys() - own and name not in entries and name not in own:
                     raise ValueError(f"the optimizer's state has no {name} for parameter {i}; it is another's.")
                 self.put(parameter, name, value, entries.get(name, 0))
 
@@ -117,13 +143,8 @@ class Members(torch.optim.Optimizer):
         if isinstance(current, Tensor):
             current.copy_(value) if isinstance(value, Tensor) else current.fill_(value)
             return
-        owner = self.owner[parameter]
-        while isinstance(owner, Members):
-            owner = owner.owner[parameter]
-        owner.state[parameter][name] = type(current)(value)
-
-    def owned(self, parameter: Tensor) -> bool:
-        return bool(kept_by(self.owner[parameter], parameter))
+        owner, key = self.located(parameter)
+        owner.state[key][name] = type(current)(value)
 
     def make_state(self) -> None:
         """Has every member make its state, by a step of rate 0 on gradients of 0: parameters stay as they are."""
@@ -146,8 +167,14 @@ def kept_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, An
     """What an optimizer keeps for one parameter; of a library's tensor class its parts, under a name for each."""
     if isinstance(optimizer, Members):
         return optimizer.kept(parameter)
-    entries = optimizer.state.get(parameter, {})
-    return dict(plain(entries))
+    return dict(plain(optimizer.state.get(parameter, {})))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters that an optimizer updates."""
+    if isinstance(optimizer, Members):
+        return optimizer.numbered
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def plain(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

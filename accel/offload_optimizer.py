@@ -98,10 +98,9 @@ class OffloadOptimizer(Technique):
 
         return make_on_host
 
-    def on_host(self, parameter: Tensor) -> int:
-        """Bytes that lie in host memory for one parameter."""
-        held = [h for state in self.states for (_, p, _), h in state.host.items() if p is parameter]
-        return sum(nbytes_of(h) for h in held)
+    def on_host(self) -> int:
+        """Bytes that lie in host memory."""
+        return sum(nbytes_of(held) for state in self.states for held in state.host.values())
 
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:

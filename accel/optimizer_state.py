@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel.evidence import Evidence
 from accel.fused_adamw import is_fused
-from accel.members import COMPENSATION, kept_by
+from accel.members import COMPENSATION, kept_by, parameters_of
 from accel.technique import AnyStep, Observation, Technique
 
 SMALL = 4096
@@ -78,7 +78,7 @@ class OptimizerState(Technique):
 
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = cast("torch.optim.Optimizer", self.optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         forms: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
         total = size = 0
         for parameter in parameters:

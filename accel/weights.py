@@ -44,7 +44,15 @@ class RoundedUpdate(Members):
     """
 
     def __init__(self, groups: Groups, make: Make, rounding: str) -> None:
-        super().__init__(groups, [make(part) for part in parts_of(groups)])
+        narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
+        # Not the parameters' own data exchanged for the while: that would lose the hooks by which ddp sees gradients.
+        stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
+        parts = [
+            [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
+            for part in parts_of(groups)
+        ]
+        super().__init__(groups, [make(part) for part in parts], stand_ins)
+        self.narrow = {stand_in: p for p, stand_in in stand_ins.items()}
         self.rounding, self.seed = rounding, 0
         device = self.numbered[0].device
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -52,9 +60,8 @@ class RoundedUpdate(Members):
         """Elements that the latest step rounded."""
         self.draws = 0
         if rounding == "kahan":
-            for parameter in self.numbered:
-                if parameter.dtype is torch.bfloat16:
-                    self.state[parameter][COMPENSATION] = torch.zeros_like(parameter)
+            for parameter in narrow:
+                self.state[parameter][COMPENSATION] = torch.zeros_like(parameter)
 
     def step(self, closure: Any = None) -> None:
         self.rounded = self.draws = 0
@@ -62,26 +69,24 @@ class RoundedUpdate(Members):
 
     @contextmanager
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """The member finds fp32 parameters and gradients inside; what it made of them is rounded after."""
-        parameters = [p for group in member.param_groups for p in group["params"]]
-        narrow = [p for p in parameters if p.dtype is torch.bfloat16 and p.grad is not None]
-        stored = [p.data for p in narrow]
-        for parameter, before in zip(narrow, stored, strict=True):
-            grad, parameter.grad = cast("Tensor", parameter.grad), None
-            parameter.data = before.float()
+        """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them is rounded."""
+        stand_ins = [p for group in member.param_groups for p in group["params"] if p in self.narrow]
+        stand_ins = [stand_in for stand_in in stand_ins if self.narrow[stand_in].grad is not None]
+        narrow = [self.narrow[stand_in] for stand_in in stand_ins]
+        for stand_in, parameter in zip(stand_ins, narrow, strict=True):
+            stand_in.data = parameter.detach().float()
             if self.rounding == "kahan":
-                parameter.data += self.state[parameter][COMPENSATION]
-            parameter.grad = grad.float()
+                stand_in.data += self.state[parameter][COMPENSATION]
+            stand_in.grad = parameter.grad.float()
         yield
-        updated = [p.data for p in narrow]
-        for parameter, before in zip(narrow, stored, strict=True):
-            parameter.grad = None
-            parameter.data = before
+        updated = [stand_in.data for stand_in in stand_ins]
+        for stand_in in stand_ins:
+            stand_in.grad, stand_in.data = None, stand_in.data.new_empty([0] * stand_in.ndim)
         self.rounded += sum(t.numel() for t in updated)
         if self.rounding == "kahan":
             self.compensated(narrow, updated)
         else:
-            self.randomly(stored, updated)
+            self.randomly([p.detach() for p in narrow], updated)
 
     def compensated(self, narrow: list[Any], updated: list[Tensor]) -> None:
         skipped = getattr(self, "found_inf", None)

@@ -315,6 +315,8 @@ def test_all_of_it_together(precision, monkeypatch):
         (["optim=muon", "runtime.cuda_graph=true"], r"use optim=adamw"),
         (["runtime.offload_optimizer=true", "runtime.cuda_graph=true"], "never tried in a captured one"),
         (["runtime.weights=bf16", "runtime.parallel.mode=fsdp"], "shards parameters of one dtype"),
+        (["optim=adafactor", "runtime.parallel.mode=fsdp"], r"use optim=adamw, or runtime.parallel.mode=ddp"),
+        (["optim=muon", "runtime.parallel.mode=hsdp"], r"use optim=adamw, or runtime.parallel.mode=ddp"),
         (["runtime.offload_optimizer=true", "runtime.parallel.mode=hsdp"], r"parallel.cpu_offload=true"),
         (["runtime.offload_activations=true", "runtime.parallel.mode=fsdp"], "mode=ddp"),
     ],

@@ -182,6 +182,7 @@ def test_techniques_and_processes_do_not_disturb_each_other(
             marks=pytest.mark.slow,
         ),
         ["runtime.parallel.mode=fsdp", "runtime.parallel.cpu_offload=true"],
+        ["optim=adamw_8bit", "runtime.weights=bf16"],
         pytest.param(["runtime.parallel.mode=fsdp", "runtime.parallel.reduce_dtype=bf16"], marks=pytest.mark.slow),
         pytest.param(
             ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false"], marks=pytest.mark.slow

@@ -38,8 +38,7 @@ def lasting_bytes(training: Training) -> Bytes:
     weights = sum(local(p.detach()).nbytes for p in step.parameters)
     averages = sum(local(average).nbytes for average in training.state.ema.averages)
     kept = [t for p in step.parameters for t in kept_by(step.optimizer, p).values() if isinstance(t, Tensor)]
-    offload = training.stack.technique(OffloadOptimizer)
-    on_host = sum(offload.on_host(p) for p in step.parameters)
+    on_host = training.stack.technique(OffloadOptimizer).on_host()
     return Bytes(weights, weights, averages, sum(local(t).nbytes for t in kept) - on_host, on_host)
 
 

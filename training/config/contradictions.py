@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+WHOLE = ("torch.optim.Adafactor",)
+"""Optimizers that need whole matrices."""
 DECIDE_ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
 
 
@@ -31,7 +33,7 @@ def check_compile(runtime: Any, accumulation_steps: int, deterministic: bool) ->
         )
 
 
-def check_sharding(runtime: Any) -> None:
+def check_sharding(runtime: Any, optimizer: str | None) -> None:
     """ValueError for what sharding cannot cut."""
     mode = runtime.parallel.mode.value
     if mode not in ("fsdp", "hsdp"):
@@ -40,6 +42,11 @@ def check_sharding(runtime: Any) -> None:
         raise ValueError(
             f"runtime.compile_scope=model does not go with runtime.parallel.mode={mode}, which gathers parameters "
             f"block by block; use runtime.compile_scope=blocks."
+        )
+    if optimizer in WHOLE or (optimizer or "").startswith("training.optimizers."):
+        raise ValueError(
+            f"optim._target_={optimizer} does not go with runtime.parallel.mode={mode}, which cuts the optimizer's "
+            f"state as it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp."
         )
     if runtime.weights.value == "bf16":
         raise ValueError(

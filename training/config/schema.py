@@ -163,7 +163,7 @@ class RuntimeConfig:
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise ValueError(f"runtime.{key}={value} must be false, true or auto.")
         check_compile(self, accumulation_steps, deterministic)
-        check_sharding(self)
+        check_sharding(self, optimizer)
         check_graph(self, optimizer)
 
 
