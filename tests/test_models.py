@@ -68,7 +68,9 @@ def tiny(family: str, **changes) -> Denoiser:
 def woken(model: Denoiser) -> Denoiser:
     """With modulations and head away from zero, so that every part matters."""
     for layer in (model.modulation, model.head):
-        torch.nn.init.normal_(layer.weight, std=0.2)
+        weight = torch.nn.init.normal_(torch.empty_like(layer.weight, dtype=torch.float32), std=0.2)
+        with torch.no_grad():  # drawn in fp32, for the same draws whatever dtype holds them
+            layer.weight.copy_(weight)
     return model
 
 
