@@ -1,7 +1,7 @@
 """Mixed precision: matrix products in 16 bits by autocast; parameters, optimizer state, norms and the loss in fp32.
 
 `bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is scaled
-(accel/loss_scaler.py). Nothing is stored in 16 bits: weights stored in bf16 cost a published model 3.7 FID points.
+(accel/loss_scaler.py). What is stored stays fp32; `runtime.weights` can change that.
 `fp8` is `bf16`, and products of large layers in 8 bits (accel/float8.py), by `fp8_recipe`: "tensorwise" has one scale a
 tensor, "rowwise" one a row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 

@@ -92,6 +92,17 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(words, tmp_path):
     assert outcome(tmp_path / "resumed").state == outcome(tmp_path / "whole").state
 
 
+def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(tmp_path, capsys):
+    """The state has the same names and numbers with and without; what only one has starts at zero."""
+    common = [*TINY_RUN, "model=dit_s", "runtime=eager", "save_every=2", f"run_dir={tmp_path / 'run'}"]
+    kahan = ["runtime.weights=bf16", "runtime.rounding=kahan", "runtime.offload_optimizer=true"]
+    for end, words in enumerate(([], kahan, [], ["runtime.weights=bf16"]), start=1):
+        summary = train(compose([*common, *words, f"total_samples={16 * end}"]))
+        assert summary["samples"] == 16 * end
+        said = capsys.readouterr().out
+        assert ("since then" in said and "weights was" in said) == (end > 1)
+
+
 @pytest.mark.parametrize("words", WAYS, ids=named)
 def test_each_is_counted_learns_and_leaves_a_skipped_step_alone(words, plain_losses):
     """Warming up leaves no trace; four steps are AdamW's but for rounding, or other optimizers' and not far away; then
