@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from accel import float8
+from accel import float8, offload_activations
 from accel.precision import Precision
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
@@ -44,7 +44,11 @@ def cannot_be_had(variant: dict, device: torch.device = CPU) -> str | None:
 
 
 def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 bits on any CPU, slow there and right; and 8 bits in tiny layers, where torchao and this PyTorch have them."""
+    """16 bits on any CPU, slow there and right; and 8 bits in tiny layers, where torchao and this PyTorch have them.
+
+    Tiny tensors are large enough to be offloaded, too.
+    """
+    monkeypatch.setattr(offload_activations, "SMALL", 1024)
     on_gpu = Precision.unavailable
 
     def unavailable(self: Precision) -> str | None:
