@@ -67,7 +67,7 @@ class OffloadActivations(Technique):
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if tensor.device != self.device or storage._cdata in self.own:
+        if tensor.device.type != self.device.type or storage._cdata in self.own:
             return tensor
         if nbytes(tensor) < SMALL or 0 in tensor.stride():
             self.stayed += nbytes(tensor)
