@@ -44,7 +44,8 @@ class LibraryAdamW(Members):
 class AdamW8bit(LibraryAdamW):
     """AdamW with both moments in 8 bits, in blocks of 256 with a scale each, by bitsandbytes.
 
-    Moments of parameters below 4,096 elements stay fp32. On a GPU the library waits for the device after each parameter.
+    Moments of parameters below 4,096 elements stay fp32. On a GPU the library waits for the device after each update of
+    a parameter.
     """
 
     form = "8bit"
