@@ -31,6 +31,8 @@ BUFFERS = (
 )
 REDUCTIONS = {"ddp": "all_?reduce", "fsdp": "reduce_?scatter", "hsdp": "reduce_?scatter"}
 """What must be seen of each mode, as part of an operation's name."""
+NORM_PART = 2**18
+"""Values of which PyTorch's norm on the CPU is right to 4 digits; of `dit_xl`'s largest matrix it is 3% too small."""
 
 
 class DataParallel(Technique):
@@ -161,10 +163,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all of them together, in fp32 or wider; 0 of none."""
-    if any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors):  # PyTorch's would be rounded to their dtype
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)))
-    return whole(torch.nn.utils.get_total_norm(tensors)) if tensors else torch.zeros(())
+    """The 2-norm of all of them together, in fp32 or wider; 0 of none. Large ones on the CPU go in parts."""
+    parts: list[Tensor] = []
+    for t in tensors:
+        large = t.device.type == "cpu" and not isinstance(t, DTensor) and t.numel() > NORM_PART
+        parts += t.reshape(-1).split(NORM_PART) if large else [t]
+    if any(t.dtype in (torch.bfloat16, torch.float16) for t in parts):  # PyTorch's would be rounded to their dtype
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)))
+    return whole(torch.nn.utils.get_total_norm(parts)) if parts else torch.zeros(())
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:

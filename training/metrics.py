@@ -49,7 +49,8 @@ class Meter:
     ) -> None:
         self.batch_size, self.tokens, self.ranks = batch_size, tokens, ranks
         self.train_flops, self.peak = 3 * flops_per_sample, peak_flops
-        self.loss: Tensor | float = 0.0
+        self.loss: Tensor
+        """In fp64: with `log_every=0` a window is the whole run."""
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
         self.in_row: Tensor | float = 0.0
@@ -72,7 +73,8 @@ class Meter:
         self.since = time.perf_counter()
 
     def restart(self) -> None:
-        self.loss = self.skipped = self.backed_off = 0.0
+        self.loss = torch.zeros((), dtype=torch.float64)
+        self.skipped = self.backed_off = 0.0
         self.steps = self.carried = 0
         self.wait = 0.0
         self.since = time.perf_counter()
@@ -111,7 +113,7 @@ class Meter:
     def update(self, output: StepOutput) -> None:
         """Adds one step; device scalars stay on the device."""
         self.grad_norm = output.grad_norm
-        self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss
+        self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss  # becomes fp64
         self.skipped = output.skipped + self.skipped
         self.backed_off = output.backed_off + self.backed_off
         self.in_row = (output.skipped + self.in_row) * output.skipped
@@ -137,7 +139,8 @@ class Meter:
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only new steps."""
         self.restart()
-        for name in ("loss", "skipped", "backed_off", "in_row"):
+        self.loss = torch.as_tensor(state["loss"]).reshape(()).double()  # fp32 in older checkpoints
+        for name in ("skipped", "backed_off", "in_row"):
             setattr(self, name, torch.as_tensor(state[name]).reshape(()).float())
         self.steps = int(state["steps"])
         self.carried = self.steps
