@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from accel.technique import first_line
 from training.checkpoint.find import complete, damage, description, verified
 from training.checkpoint.parts import assembled, flat
 from training.checkpoint.save import Savable
+from training.config.schema import RuntimeConfig
 from training.process.ranks import SINGLE, Ranks
 
 MALFORMED = (
@@ -81,7 +83,11 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
         if "data" in others and same_set(described, run):
             del others["data"]
         content = {} if others else assembled(folder, described, state.kept, ranks)
-        changed = difference(described["settings"], run["settings"])
+        # What an earlier version did not know was as it is by default.
+        settings = described["settings"]
+        if "runtime" in settings:
+            settings = settings | {"runtime": asdict(RuntimeConfig()) | settings["runtime"]}
+        changed = difference(settings, run["settings"])
     except torch.OutOfMemoryError:
         raise
     except MALFORMED as error:
