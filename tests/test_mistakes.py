@@ -74,7 +74,7 @@ MISTAKES: dict[str, str] = {
         "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write optim.lr=[…] "
         "for a list, optim.lr=\"'…'\" for text, a point in a number."
     ),
-    "train.py runtime.precision=float16": "runtime.precision=float16 must be one of fp32, bf16, fp16.",
+    "train.py runtime.precision=float16": "runtime.precision=float16 must be one of fp32, bf16, fp16, fp8.",
     "train.py batch_size=10 accumulation_steps=4": (
         "batch_size=10 (global) is not a multiple of accumulation_steps=4; change one of them."
     ),
@@ -150,7 +150,7 @@ MISTAKES: dict[str, str] = {
     ),
     "scripts.bench compair a b": (
         "bench compair: there is no such command; choose one of ladder, kernels, data, step, saves, hotspots, "
-        "claims, tests, doctor, calibration, techniques, mixers, precision, antipatterns, gpu, publish, "
+        "claims, tests, doctor, calibration, techniques, mixers, precision, memory, antipatterns, gpu, publish, "
         "trace, compare."
     ),
 }
