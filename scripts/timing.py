@@ -111,7 +111,8 @@ def rates(device: torch.device) -> dict[str, float]:
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
     kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    here = {c.key if c.value is True else c.value for c in capabilities(device) if c.reason is None} | {"fp32"}
+    ways = [c for c in capabilities(device) if c.reason is None and c.key in ("tf32", "precision")]
+    here = {"tf32" if c.key == "tf32" else c.value for c in ways} | {"fp32"}
     found: dict[str, float] = {}
 
     def median(run: Callable[[], object]) -> float:

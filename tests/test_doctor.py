@@ -10,11 +10,14 @@ import pytest
 import torch
 from triton.runtime import driver
 
+from accel.precision import Precision
 from accel.stack import TECHNIQUES
 from scripts import doctor
 from scripts.capabilities import capabilities
 from scripts.timing import rates
 from training.config.schema import RuntimeConfig
+
+CPU = torch.device("cpu")
 
 
 def test_every_technique_is_examined_in_every_way(capsys):
@@ -60,7 +63,7 @@ def test_what_is_not_offered_is_judged_by_the_hardware(capability, expected, mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     found = "".join(c if row["hardware"] else " " for c, row in zip("8m", doctor.planned(GPU), strict=True))
     assert found == expected
-    assert not any(row["hardware"] for row in doctor.planned(torch.device("cpu")))
+    assert not any(row["hardware"] for row in doctor.planned(CPU))
 
 
 def test_what_is_planned_says_whether_its_package_is_installed(tmp_path, monkeypatch):
@@ -69,7 +72,7 @@ def test_what_is_planned_says_whether_its_package_is_installed(tmp_path, monkeyp
     (tmp_path / "torchao-0.17.0.dist-info" / "METADATA").write_text("Name: torchao\nVersion: 0.17.0\n")
     (tmp_path / "torchao.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)
-    found = {row["package"]: row["installed"] for row in doctor.planned(torch.device("cpu"))}
+    found = {row["package"]: row["installed"] for row in doctor.planned(CPU)}
     assert found["torchao"] == "0.17.0"
     assert doctor.installed("no-such-package") is None
 
@@ -154,6 +157,7 @@ def test_limits_that_triton_cannot_tell_are_unknown_with_the_reason(planted, mon
 
 
 def test_rates_are_measured():
-    found = rates(torch.device("cpu"))
-    assert found["fp32_product_tflops"] > 0
-    assert found["copy_gb_s"] > 0
+    found = rates(CPU)
+    fast = [name for name in ("bf16", "fp16") if Precision(name, CPU).unavailable() is None]
+    assert list(found) == [*(f"{name}_product_tflops" for name in ("fp32", *fast)), "copy_gb_s"]
+    assert all(rate > 0 for rate in found.values())
