@@ -12,7 +12,7 @@ from types import ModuleType
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torchao says when it is imported: that kernels fail to load which nothing here uses."""
+    """Without what libraries say when they are imported: torchao, that kernels fail to load which nothing here uses."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from accel.libraries import quiet
+
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -140,11 +142,13 @@ def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     """Builds the diffusers class and loads its weights; ValueError if a single tensor does not fit."""
-    import diffusers
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    cls = getattr(diffusers, kind)
+    with quiet():  # diffusers imports torchao and bitsandbytes where they are installed
+        import diffusers
+
+        cls = getattr(diffusers, kind)
     try:
         tensors = load_file(folder / WEIGHTS)
     except SafetensorError as error:

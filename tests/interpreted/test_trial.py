@@ -15,7 +15,7 @@ OPERATORS = {"fused_add_norm": {"add_norm"}, "fused_conv": {"local_mix"}, "fused
 BACKWARD = {"ssd_gated": {"ssd_backward", "gated_norm_backward"}}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["mamba", pytest.param("zigzag", marks=pytest.mark.slow)])
 def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
     model = tiny_training(family, "model.depth=2").model
