@@ -229,10 +229,8 @@ def test_our_spellings_in_that_table_are_real():
         "data": "resident",
         "logger": "wandb",
     }
-    for ours in FOREIGN.values():
-        key = ours.partition("=")[0]
-        value = values.get(key, "true" if key.startswith("runtime.") else "64")
-        compose([f"{key}={value}"])
+    keys = {ours.partition("=")[0] for ours in FOREIGN.values()}
+    compose([f"{key}={values.get(key, 'true' if key.startswith('runtime.') else '64')}" for key in sorted(keys)])
 
 
 def test_a_component_may_be_any_class_of_ours_and_no_function():

@@ -67,8 +67,8 @@ def test_a_model_without_attention_has_no_use_for_its_backend():
 
 
 def test_the_residual_is_seen_in_16_bits_where_it_is():
-    assert ledger_of(precision="bf16", residual_in_fp32=False)["residual_in_fp32"].active is False
-    assert ledger_of(precision="bf16", residual_in_fp32=True)["residual_in_fp32"].active is True
+    assert ledger_of("dit", precision="bf16", residual_in_fp32=False)["residual_in_fp32"].active is False
+    assert ledger_of("dit", precision="bf16", residual_in_fp32=True)["residual_in_fp32"].active is True
 
 
 @pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "dit"])
