@@ -31,7 +31,8 @@ from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.ema import EMA
 from training.evaluate import evaluate, sample_grid
-from training.metrics import Meter, peak_flops
+from training.cards import peak_flops
+from training.metrics import Meter
 from training.objective import FlowMatching
 from training.optim import Schedule
 from training.pretrained import header

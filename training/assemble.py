@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,8 @@ from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.ema import EMA
-from training.metrics import Meter, peak_flops
+from training.cards import peak_flops
+from training.metrics import Meter
 from training.optim import Schedule, parameter_groups
 from training.pretrained import build_model, weights_for
 from training.process.ranks import SINGLE, Ranks
@@ -112,7 +114,21 @@ class Training:
             return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
 
 
-def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE, folder: Path | None = None) -> Training:
+class Parts(NamedTuple):
+    """How the parts are made that a plan, which has no data and trains nothing, makes otherwise."""
+
+    loader: Callable[..., LatentLoader] = build_loader
+    model: Callable[..., Denoiser] = build_model
+    kernels: Callable[..., dict[str, Any]] = prove_kernels
+
+
+def assemble(
+    cfg: TrainConfig,
+    device: torch.device,
+    ranks: Ranks = SINGLE,
+    folder: Path | None = None,
+    parts: Parts = Parts(),  # noqa: B008 - it cannot be changed
+) -> Training:
     """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a configuration.
 
     `folder` is the run's, which may hold a choice of kernels. ValueError, in one sentence, for a part that cannot be
@@ -120,15 +136,15 @@ def assemble(cfg: TrainConfig, device: torch.device, ranks: Ranks = SINGLE, fold
     """
     # What we train, and on what.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
-    loader = build_loader(cfg.data, cfg.seed, micro_batch, device, ranks)
+    loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks)
     check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
     objective = build(cfg.objective, "objective")
-    model = build_model(cfg.model, loader.spec, device)
+    model = parts.model(cfg.model, loader.spec, device)
 
     # What makes it fast, then the optimizer: sharding replaces parameters.
     stack = build_stack(cfg, device)
     stack.on_process()
-    kernels = prove_kernels(stack, model, loader.spec, micro_batch, folder)
+    kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
 

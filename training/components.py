@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from accel.stack import AccelerationStack
+from data.blocks import BlockReader
 from data.loader import LatentLoader, LatentSpec
+from data.manifest import open_set
+from data.resident import bytes_of_a_sample
 from models.denoiser import Denoiser
 from training.config.build import build
 from training.config.schema import RuntimeConfig
@@ -33,6 +36,25 @@ def build_loader(
     """The loader of this process's share: `micro_batch` samples of each micro-batch."""
     shared = {"seed": seed, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
     return build(node, "data", batch_size=micro_batch, **shared)
+
+
+def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
+    """The spec of the latents that `data` describes, read from as little of them as can be, and the bytes that they
+    would take of a device with `memory` bytes."""
+    device = torch.device("cpu")
+    if "count" in node:  # made by a generator; all of it lies on the device
+        spec = build_loader(node | {"count": 1}, seed, 1, device).spec
+        return spec, 2.2 * node["count"] * spec.channels * spec.height * spec.width
+    if node.get("path") is None or "normalisation" not in node:
+        return build_loader(node, seed, 1, device).spec, 0.0
+    expected = {name: node.get(name) for name in ("encoder", "latent_scale")}
+    source, manifest, spec = open_set("resident", node["path"], node["normalisation"], **expected)
+    if "storage" not in node:
+        return spec, 0.0
+    splits = [BlockReader(source, manifest, split) for split in ("train", "held_out")]
+    whole = bytes_of_a_sample(splits[0], node["storage"]) * sum(split.count for split in splits)
+    given = node.get("device_memory_gib")
+    return spec, min(whole, memory / 2 if given is None else given * 2**30)
 
 
 def prove_kernels(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -57,3 +58,10 @@ def kept_at(training: Training, samples: int) -> int:
         losses, _ = training.step.losses(batch)
     del losses
     return kept.bytes + offload.stayed
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Sequence
 from functools import cache
 from math import lcm
@@ -13,7 +12,7 @@ import torch
 
 from training.assemble import assemble
 from training.config.compose import compose
-from training.memory import kept_at
+from training.memory import kept_at, memory_of
 
 BATCHES = (2, 4)
 """Samples of the two forward passes whose difference tells what grows with the batch."""
@@ -98,13 +97,6 @@ def fitted(
             raise ValueError(f"{needed(unit)}: it does not fit.")
         batch_size = max(batch_size // 2 // unit, 1) * unit
     return batch_size, None if batch_size == asked else f"{needed(asked)}: measured at {batch_size}"
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fitted_pairs(base: Sequence[str], others: Sequence[Sequence[str]], device: torch.device) -> tuple[int, str | None]:

@@ -1,0 +1,43 @@
+"""Plans a run before it costs anything: will it fit, how long does it take, what does it cost?
+
+    python -m scripts.plan model=ssd_mlp_xl data=synthetic batch_size=256 hardware=h100 price_per_hour=2.5
+    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic       on N GPUs: step time, and where each way stops paying
+    python -m scripts.plan tune model=ssd_mlp_s data=synthetic         measures the fastest runtime keys here (runtime=auto)
+
+Any word that is none of a command's keys is an override of the training configuration. `--json` prints one object.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from scripts.bench.settings import own_and_others
+from training.config.compose import one_sentence
+
+
+def main(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return
+    words = ["json=true" if word == "--json" else word for word in words]
+    if words[0] == "scale":
+        from scripts.plan.scale import ScaleConfig, __doc__ as text, scale
+
+        print(scale(*own_and_others(ScaleConfig, words[1:], text or "")))
+    elif words[0] == "tune":
+        from scripts.plan.tune import TuneConfig, __doc__ as text, tune
+
+        print(tune(*own_and_others(TuneConfig, words[1:], text or "")))
+    elif "=" in words[0]:
+        from scripts.plan.run import PlanConfig, __doc__ as text, report
+
+        print(report(*own_and_others(PlanConfig, words, text or "")))
+    else:
+        raise ValueError(
+            f"plan {words[0]}: there is no such command; give overrides to plan a run, or choose scale or tune."
+        )
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        main(sys.argv[1:])

@@ -1,0 +1,278 @@
+"""Predicts a run's memory, time and cost on a card from what training/counting.py counts of its step.
+
+Memory: the peak of live tensors over a whole step, and where it occurs; to that come the driver's context, what the
+caching allocator loses, and latents that lie on the device. Time: each operation takes as long as its FLOPs or its bytes
+need at the card's rates, whichever is longer, and at least as long as a launch; a range, for no kernel reaches a data
+sheet's rates. Communication hides behind computing. No constant here was checked on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from accel.members import parts_of
+from data.loader import LatentSpec
+from training.cards import GIB, Card
+from training.config.schema import CheckpointPolicyName, TrainConfig
+from training.counting import Op, Passed, Peak, Place, Updated, as_on_a_gpu, on_a_line, passed, updated
+from training.ema import EMA
+from training.optim import parameter_groups
+from training.pretrained import build_on_meta
+
+CONTEXT = 0.6 * GIB
+"""The driver's context, and the workspaces of cuBLAS and cuDNN."""
+SLACK = 0.04
+"""Share of the live bytes by which the caching allocator reserves more."""
+REACHED = {"best": 0.85, "worst": 0.5}
+"""Share of a data sheet's rates that kernels reach."""
+REACHED_MEASURED = {"best": 1.0, "worst": 0.7}
+"""The same of rates that were measured with large products and copies."""
+FUSED = {"best": 0.15, "worst": 0.5}
+"""Share of its bytes that an operation in a compiled block still moves."""
+KERNEL = 2e-6
+"""Seconds that the smallest kernel takes."""
+LAUNCH = {"best": 4e-6, "worst": 10e-6}
+"""Seconds in which the host launches an operation; none where the step is replayed as a graph."""
+LAUNCH_FUSED = {"best": 0.5e-6, "worst": 2e-6}
+"""The same for one that shares its kernel with others."""
+
+
+UPDATES: dict[str, Updated] = {}
+
+
+class Needs(NamedTuple):
+    """Bytes of one GPU, by part, at the peak of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    averages: float
+    kept: float
+    """For the backward pass, all blocks together."""
+    workspace: float
+    """Of the operation at work: the gradients of a block's activations, or an update's temporary copies."""
+    latents: float
+    context: float
+    slack: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Time(NamedTuple):
+    """Seconds of a step at best and at worst."""
+
+    best: float
+    worst: float
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean."""
+        return (self.best * self.worst) ** 0.5
+
+
+class Forecast:
+    """What a configuration takes of one GPU of `gpus` that share each batch.
+
+    `spec` describes its latents, `resident` are bytes of them on the device. `gpu=False` counts what this machine's CPU
+    would do: techniques that it cannot have are off. Random number generators stay as they are, process-wide flags do
+    not: building a run sets them both ways. Counting takes seconds.
+    """
+
+    def __init__(
+        self, cfg: TrainConfig, spec: LatentSpec, *, gpus: int = 1, resident: float = 0.0, gpu: bool = True
+    ) -> None:
+        self.cfg, self.spec, self.gpus, self.resident, self.gpu = cfg, spec, gpus, resident, gpu
+        self.samples = max(1, cfg.batch_size // cfg.accumulation_steps // gpus)
+        mode = cfg.runtime.parallel.mode.value
+        self.mode = "none" if gpus == 1 else "ddp" if mode in ("auto", "none") else mode
+        self.depth: int = cfg.model["depth"]
+        every_2 = cfg.runtime.gradient_checkpointing and cfg.runtime.checkpoint_policy is CheckpointPolicyName.every_2
+        self.period = 2 if every_2 else 1
+        """Blocks after which the next ones are like the first."""
+        first = (2 + self.depth % 2) if every_2 else 1
+        self.depths = [first, first + self.period] if self.depth > first + self.period else [self.depth]
+        with torch.random.fork_rng([]), as_on_a_gpu() if gpu else nullcontext():
+            self.passes = [passed(cfg, spec, depth, self.samples) for depth in self.depths]
+            self.updates = [self.update_at(depth) for depth in self.depths]
+        self.model = build_on_meta(cfg.model, spec)
+
+    def update_at(self, depth: int) -> Updated:
+        """`updated`, which knows no batch: once for all forecasts of a process that differ in nothing else."""
+        runtime = self.cfg.runtime
+        how = (runtime.weights, runtime.rounding, runtime.offload_optimizer, runtime.fused_adamw)
+        key = repr((self.cfg.model, self.spec.as_dict(), self.cfg.optim, self.cfg.max_grad_norm, how, self.gpu, depth))
+        if key not in UPDATES:
+            UPDATES[key] = updated(self.cfg, self.spec, depth, self.gpu)
+        return UPDATES[key]
+
+    def on(self, gpus: int, mode: str) -> Forecast:
+        """The same samples a GPU on so many GPUs, which share the work in this way."""
+        other = Forecast.__new__(Forecast)
+        other.__dict__ = {k: v for k, v in self.__dict__.items() if k not in ("lasting", "peaks", "phases")}
+        other.gpus, other.mode = gpus, mode if gpus > 1 else "none"
+        return other
+
+    def grown(self, values: list[float]) -> float:
+        """What all blocks take, from what the counted ones do."""
+        return on_a_line(self.depths, values, self.depth)
+
+    def of_pass(self, field: str) -> float:
+        return self.grown([getattr(p, field) for p in self.passes])
+
+    def of_update(self, field: str) -> float:
+        return self.grown([getattr(u, field) for u in self.updates])
+
+    @cached_property
+    def lasting(self) -> dict[str, float]:
+        """Bytes from one step to the next, of one GPU's share."""
+        names = ("weights", "gradients", "averages", "optimizer", "on_host")
+        found = {name: self.grown([getattr(u.lasting, name) for u in self.updates]) for name in names}
+        shared = {name: size / self.shards for name, size in found.items()}
+        if self.cfg.runtime.parallel.cpu_offload and self.shards > 1:
+            away = ("weights", "gradients", "optimizer", "averages")
+            shared = {name: 0.0 if name in away else size for name, size in shared.items()}
+            shared["on_host"] += sum(found[name] for name in away) / self.shards
+        return shared
+
+    @property
+    def shards(self) -> int:
+        """GPUs over which the state is cut."""
+        if self.mode == "fsdp":
+            return self.gpus
+        return min(self.cfg.runtime.parallel.shard_degree or 8, self.gpus) if self.mode == "hsdp" else 1
+
+    @cached_property
+    def peaks(self) -> dict[str, Peak]:
+        """Phase -> the most that lives in it: weights, gradients, what is kept, workspace; not the rest that lasts."""
+        places = [by_role(p.peaks, depth, self.period) for p, depth in zip(self.passes, self.depths, strict=True)]
+        found: dict[str, Peak] = {}
+        for place in places[0].keys() & places[-1].keys():
+            live, gradients = (self.grown([by[place][i] for by in places]) for i in range(2))
+            if place[0] not in found or live > found[place[0]].live:
+                found[place[0]] = Peak(live, gradients)
+        return found
+
+    @cached_property
+    def phases(self) -> dict[str, Needs]:
+        """Phase -> the bytes at its peak."""
+        lasting, kept = self.lasting, self.of_pass("kept")
+        whole = {name: self.grown([getattr(u.lasting, name) for u in self.updates]) for name in ("weights", "gradients")}
+        batches = (self.cfg.accumulation_steps - min(2, self.cfg.accumulation_steps)) * self.batch_bytes
+        held = Needs(
+            lasting["weights"] + self.gathered, 0.0, lasting["optimizer"], lasting["averages"], 0.0, 0.0, 0.0, 0.0, 0.0
+        )
+        found = {}
+        for phase, peak in self.peaks.items():
+            rest = max(0.0, peak.live - whole["weights"] - peak.gradients)
+            share = 0.0 if phase == "forward" and self.cfg.accumulation_steps == 1 else 1.0
+            gradients = share * peak.gradients / self.shards + (self.buckets if share else 0.0)
+            found[phase] = held._replace(
+                gradients=gradients, kept=min(kept, rest), workspace=max(0.0, rest - kept) + batches
+            )
+        for phase, extra in (("optimizer", self.update_bytes), ("ema", self.average_bytes)):
+            found[phase] = held._replace(gradients=lasting["gradients"] + self.buckets, workspace=extra)
+        return {phase: self.with_the_rest(needs) for phase, needs in found.items()}
+
+    def with_the_rest(self, needs: Needs) -> Needs:
+        needs = needs._replace(latents=self.resident)
+        return needs._replace(context=CONTEXT, slack=SLACK * needs.total) if self.gpu else needs
+
+    @property
+    def phase(self) -> str:
+        """The phase of the peak."""
+        return max(self.phases, key=lambda phase: self.phases[phase].total)
+
+    @property
+    def needs(self) -> Needs:
+        return self.phases[self.phase]
+
+    @property
+    def batch_bytes(self) -> float:
+        return 4.0 * self.samples * self.spec.channels * self.spec.height * self.spec.width + 8.0 * self.samples
+
+    @property
+    def gathered(self) -> float:
+        """Whole parameters that a sharded model holds: the block at work and the next one."""
+        if self.shards == 1:
+            return 0.0
+        if not self.cfg.runtime.parallel.reshard_after_forward:
+            return 4.0 * sum(p.numel() for p in self.model.parameters())
+        return 8.0 * max(sum(p.numel() for p in block.parameters()) for block in self.model.blocks)
+
+    @property
+    def buckets(self) -> float:
+        """Copies of the gradients that ddp sends."""
+        copies = self.mode == "ddp" and not self.cfg.runtime.parallel.gradient_as_bucket_view
+        return self.lasting["gradients"] if copies else 0.0
+
+    @property
+    def update_bytes(self) -> float:
+        """Temporary bytes of the optimizer. An update in parts takes what its largest part does."""
+        runtime = self.cfg.runtime
+        if not runtime.offload_optimizer and runtime.weights.value != "bf16":
+            return self.of_update("optimizer") / self.shards
+        few = build_on_meta(self.cfg.model | {"depth": self.depths[-1]}, self.spec)
+        return self.updates[-1].optimizer * largest_part(self.model) / largest_part(few)
+
+    @property
+    def average_bytes(self) -> float:
+        """Temporary bytes of the averages: one fp32 copy of the largest part."""
+        parts = EMA(self.model, 1.0).parts
+        return 4.0 * max(sum(average.numel() for _, average in part) for part in parts) / self.shards
+
+    def time(self, card: Card, communication: float = 0.0) -> Time:
+        """Seconds of a step; `communication` are those that computing cannot hide."""
+        return Time(*(self.seconds(card, end) + communication for end in ("best", "worst")))
+
+    def seconds(self, card: Card, end: str) -> float:
+        of_pass, of_update = (
+            self.grown([sum(n * self.cost(op, card, end) for op, n in c.ops.items()) for c in counted])
+            for counted in (self.passes, self.updates)
+        )
+        flops = self.grown([sum(n * op.flops for op, n in p.ops.items()) for p in self.passes])
+        hidden = max(0.0, 3.0 * self.model.flops_per_sample() * self.samples - flops)  # in attention and fused kernels
+        of_pass += hidden / (self.reached(card)[end] * card.rate(16 if self.narrow else 32, self.cfg.runtime.tf32))
+        steps = self.cfg.accumulation_steps
+        moved = steps * self.of_pass("moved") + 2.0 * self.lasting["on_host"]
+        return steps * of_pass + of_update / self.shards + moved / card.host
+
+    @property
+    def narrow(self) -> bool:
+        return self.cfg.runtime.precision.value != "fp32"
+
+    def reached(self, card: Card) -> Mapping[str, float]:
+        return REACHED_MEASURED if card.measured else REACHED
+
+    def cost(self, op: Op, card: Card, end: str) -> float:
+        """Seconds of one operation: its work on the device, or its launch by the host."""
+        share = self.reached(card)[end]
+        products = op.flops / (share * card.rate(op.bits, self.cfg.runtime.tf32)) if op.flops else 0.0
+        moved = op.bytes * (FUSED[end] if op.fused else 1.0) / (share * card.bandwidth)
+        if not self.gpu:
+            return max(products, moved)
+        launch = 0.0 if self.cfg.runtime.cuda_graph else (LAUNCH_FUSED if op.fused else LAUNCH)[end]
+        return max(products, moved, 0.0 if op.fused else KERNEL, launch)
+
+
+def largest_part(model: Any) -> int:
+    """Elements of the largest part that an update takes at a time."""
+    return max(sum(p.numel() for group in part for p in group["params"]) for part in parts_of(parameter_groups(model, 0.0)))
+
+
+def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
+    """The places that models of every depth have: the first `period` blocks, and the last, counted from the end."""
+    found: dict[Place, Peak] = {}
+    for (phase, block), peak in peaks.items():
+        if block is None or block < period:
+            found[phase, block] = peak
+        if block is not None and block >= depth - period:
+            found[phase, block - depth] = peak
+    return found
