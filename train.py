@@ -44,6 +44,7 @@ def train(composed: Composed) -> dict[str, Any]:
     logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
 
     # 2. What we train, on what, and what makes it fast; one observed step shows which of it is really on.
+    cfg = run.tuned()
     training = assemble(cfg, run.device, ranks, run.folder)
     run.keep_kernels(training.kernels)
     state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from accel.ledger import Ledger
+from accel.ledger import Ledger, LedgerRow
 from accel.proof import FILE as KERNELS_FILE
 from accel.text import as_json
 from data.manifest import make_folder, read_object, write_atomically
@@ -32,6 +32,9 @@ from training.process.ranks import Ranks
 from training.process.stop import EXIT_CODE
 from training.report import summary_table
 from training.state import TrainState
+from training.tuning import FILE as TUNING_FILE
+from training.tuning import ledger_row as tuning_row
+from training.tuning import tuned
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 """What reading an earlier run ends with where a file of it is not there, or has values of another type."""
@@ -40,8 +43,8 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Overf
 class Run:
     """One run folder.
 
-    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, kernels.json (where there
-    was a choice), metrics.jsonl, samples/, checkpoints/ and summary.json.
+    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, kernels.json and tuning.json (where
+    there was a choice), metrics.jsonl, samples/, checkpoints/ and summary.json.
     """
 
     def __init__(self, composed: Composed) -> None:
@@ -62,6 +65,8 @@ class Run:
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
             )
         self.lock: lock.Held | None = None
+        self.rows: list[LedgerRow] = []
+        """Of the ledger, beside those of the techniques."""
         self.unlogged = 0
         """Lines of metrics.jsonl that could not be written."""
         self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
@@ -91,6 +96,16 @@ class Run:
             raise ValueError(f"{where} cannot be written to ({error.strerror}); choose another folder.") from error
         return True
 
+    def tuned(self) -> TrainConfig:
+        """The configuration with the techniques that `runtime.tune` found to be fastest; without it as composed."""
+        if self.cfg.runtime.tune:
+            self.cfg, found = tuned(self.cfg, self.device, self.ranks, self.folder)
+            self.claimed = self.claimed or self.ranks.agreed(self.hold)
+            if self.ranks.first:
+                self.write_json(TUNING_FILE, found)
+            self.rows.append(tuning_row(found))
+        return self.cfg
+
     def checkpoints(self) -> Checkpoints:
         """Where checkpoints of this run go."""
         cfg = self.cfg
@@ -119,6 +134,7 @@ class Run:
         Now that all is known to work, the folder is made.
         """
         self.claimed = self.claimed or self.ranks.agreed(self.hold)
+        ledger += self.rows
         if not self.ranks.first:
             return
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))

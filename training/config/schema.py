@@ -153,12 +153,16 @@ class RuntimeConfig:
     offload_activations: bool = False  # what is kept for the backward pass waits in host memory
     empty_cache_at_eval: bool = False
     cuda_graph: bool = False  # the whole step, replayed
+    tune: bool = False  # measures before training which techniques make the step fastest here; runtime=auto
+    tune_seconds: float = 120.0  # at most
     on_unavailable: OnUnavailable = OnUnavailable.degrade  # error: stop where a technique cannot be had
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None) -> None:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
+        if self.tune_seconds <= 0:
+            raise ValueError(f"runtime.tune_seconds={self.tune_seconds} must be above 0.")
         for key in ("fused_add_norm", "fused_scan", "fused_conv"):
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise ValueError(f"runtime.{key}={value} must be false, true or auto.")

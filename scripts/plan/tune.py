@@ -1,0 +1,47 @@
+"""`python -m scripts.plan tune`: measures which techniques make a run's step fastest on this machine, and writes them.
+
+    python -m scripts.plan tune model=ssd_mlp_s data=synthetic batch_size=256 seconds=300
+    python train.py runtime=tuned model=ssd_mlp_s data=synthetic batch_size=256
+
+It is what `runtime=auto` does before training; the file can be read, changed and kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scripts.bench.report import table
+from training.config.compose import compose
+from training.config.words import CONF
+from training.config.yaml_text import as_yaml
+from training.environment import describe_environment, pick_device
+from training.process.ranks import SINGLE
+from training.tuning import tuned
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Where the choice goes; any other word is an override of the training configuration."""
+
+    out: str | None = None
+    """Null: conf/runtime/tuned.yaml, so that runtime=tuned asks for it."""
+    seconds: float = 120.0
+
+
+def tune(cfg: TuneConfig, words: list[str]) -> str:
+    """The table of what was tried, and where the choice was written."""
+    composed = compose([*words, f"runtime.tune_seconds={cfg.seconds}"])
+    train = composed.cfg
+    device = pick_device(train.runtime.device.value)
+    _, found = tuned(replace(train, runtime=replace(train.runtime, tune=True)), device, SINGLE)
+    rows: list[tuple[object, ...]] = [("candidate", "ms/step", "steps", "")]
+    rows += [(row["words"], row["step_ms"], row["steps"] or None, row["refusal"] or "") for row in found["tried"]]
+    runtime = {key: value for key, value in found["changes"].items() if key != "accumulation_steps"}
+    file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
+    base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
+    told = f"# The fastest of {len(found['tried'])} on {describe_environment(device)['hardware']}, for: {' '.join(words)}\n"
+    steps = found["changes"].get("accumulation_steps")
+    told += f"# It goes with accumulation_steps={steps}.\n" if steps else ""
+    file.write_text(told + as_yaml({"defaults": [base, "_self_"]} | runtime))
+    return f"{table(rows)}\n\n{found['words']}: written to {file}"
