@@ -54,6 +54,7 @@ def train(composed: Composed) -> dict[str, Any]:
     with failures_explained(training, run.folder):
         ledger = training.warm_up()
     warm_up_seconds = time.perf_counter() - began
+    run.predict(training)
 
     # 3. Where we left off.
     checkpoints = run.checkpoints()

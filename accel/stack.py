@@ -94,6 +94,8 @@ class AccelerationStack:
     ) -> None:
         self.requested: dict[str, bool | str] = {technique.key: technique.value for technique in also}
         self.reasons: dict[str, str] = {}
+        self.kept = 0
+        """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted them."""
         self.techniques: list[Technique] = [*also]
         self.strict, self.device, self.deterministic = on_unavailable == "error", device, deterministic
         refused = []
@@ -230,6 +232,7 @@ class AccelerationStack:
         """
         self.run_until_it_works(run)
         evidence = observe_step(run, blocks, hidden=any(t.hides_blocks() for t in self.techniques))
+        self.kept = sum(calls[-1].saved_bytes for calls in evidence.blocks if calls)
         for technique in self.techniques:
             technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import subprocess
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -99,8 +100,13 @@ def examine(measure: bool = False) -> dict[str, Any]:
     }
     if measure:
         from scripts.timing import rates
+        from training.cards import keep_rates
 
         found["rates"] = rates(device)
+        try:
+            keep_rates(device, found["rates"])
+        except OSError as error:
+            warnings.warn(f"{error.filename} cannot be written ({error.strerror}); plans will not know.", stacklevel=2)
     return found
 
 

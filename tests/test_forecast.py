@@ -107,5 +107,12 @@ def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.Mo
         return Forecast(cfg, spec, gpu=False), counted_peak(words)
 
     forecast, counted = pretended(both)()
-    print(seed, forecast.needs.total/counted, forecast.phase, ' '.join(words[6:]), {k: v.total for k,v in forecast.phases.items()}, counted)
+    print(
+        seed,
+        forecast.needs.total / counted,
+        forecast.phase,
+        " ".join(words[6:]),
+        {k: v.total for k, v in forecast.phases.items()},
+        counted,
+    )
     assert forecast.needs.total == pytest.approx(counted, rel=0.05), (words, forecast.phases)

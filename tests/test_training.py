@@ -26,12 +26,12 @@ from tests.helpers import random_samples, save_latent_set
 from tests.test_models import tiny, woken
 from train import train
 from training.assemble import Training, restore
+from training.cards import peak_flops
 from training.checkpoint.save import Checkpoints
 from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.ema import EMA
 from training.evaluate import evaluate, sample_grid
-from training.cards import peak_flops
 from training.metrics import Meter
 from training.objective import FlowMatching
 from training.optim import Schedule

@@ -18,6 +18,7 @@ from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
+from training.cards import peak_flops
 from training.checkpoint.find import branch_of, weights_file
 from training.checkpoint.load import identity, load, load_latest
 from training.checkpoint.save import Checkpoints
@@ -26,7 +27,6 @@ from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.ema import EMA
-from training.cards import peak_flops
 from training.metrics import Meter
 from training.optim import Schedule, parameter_groups
 from training.pretrained import build_model, weights_for

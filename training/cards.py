@@ -1,21 +1,24 @@
 """What GPUs can do, from the vendors' data sheets: dense products (no sparsity), memory, links.
 
-Sources: nvidia.com/en-us/data-center/{h200,h100,a100,l40s,a40}, .../products/a10-gpu; for the RTX 4090 and 3090 the white
-papers of the Ada and Ampere architectures, whose 16-bit and 8-bit products are those with fp32 accumulation. GiB as the
-drivers report them, rounded down. Links between GPUs as collectives reach them: for Hopper the table in
-torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's NVLink at the share that Hopper reaches; cards
-without NVLink over PCIe.
+Sources: nvidia.com/en-us/data-center/{h200,h100,a100,l40s,a40}, .../products/a10-gpu; for the RTX 4090 and 3090 the
+white papers of the Ada and Ampere architectures, with fp32 accumulation. GiB as drivers report them, rounded down.
+Links between GPUs as collectives reach them: for Hopper the table in torch/_inductor/comm_analysis.py (PyTorch 2.13);
+for A100 its data sheet's NVLink, 300 GB/s a direction, at the share of 450 that Hopper reaches, and InfiniBand of
+200 Gb/s; for cards without NVLink PCIe, by rule of thumb.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from accel.proof import cache_folder
+from accel.text import as_json
 
 GIB = 2**30
 
@@ -86,9 +89,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def rates_file(device: torch.device) -> str:
+def rates_file(device: torch.device) -> Path:
     """Where `doctor --measure` keeps the rates of a device."""
-    return str(cache_folder("rates") / f"{re.sub('[^A-Za-z0-9]+', '-', device_name(device))}.json")
+    return cache_folder("rates") / f"{re.sub('[^A-Za-z0-9]+', '-', device_name(device))}.json"
+
+
+def keep_rates(device: torch.device, rates: Mapping[str, float]) -> None:
+    """Writes the rates that were measured of a device; OSError as the disk gives it."""
+    rates_file(device).parent.mkdir(parents=True, exist_ok=True)
+    rates_file(device).write_text(as_json(rates, indent=1) + "\n")
 
 
 def this_card(device: torch.device, memory: float) -> Card | None:
@@ -98,11 +107,10 @@ def this_card(device: torch.device, memory: float) -> Card | None:
     """
     sheet = card_called(device_name(device))
     try:
-        with open(rates_file(device)) as file:
-            found = {key: float(value) for key, value in json.load(file).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        found = {key: float(value) for key, value in json.loads(rates_file(device).read_text()).items()}
+        fp32, bandwidth = 1e12 * found["fp32_product_tflops"], 1e9 * found["copy_gb_s"]
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):
         return sheet._replace(memory=memory) if sheet else None
-    fp32 = 1e12 * found["fp32_product_tflops"]
     rates = {field: 1e12 * found[name] if name in found else fp32 for field, name in RATES.items()}
     base = sheet or Card(device_name(device), fp32, fp32, fp32, fp32, memory, 0.0, 10e9, 1e9, 10e9, 0.0)
-    return base._replace(**rates, memory=memory, bandwidth=1e9 * found["copy_gb_s"], measured=True)
+    return base._replace(**rates, memory=memory, bandwidth=bandwidth, measured=True)

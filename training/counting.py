@@ -230,13 +230,19 @@ def assumed_kernels(stack: AccelerationStack, model: nn.Module, *_: Any) -> dict
 
 
 def built(cfg: TrainConfig, spec: LatentSpec) -> Training:
-    """The parts of a run without its data, whose optimizer works as a GPU's does where it has the choice."""
-    loader: Any = lambda *_: SimpleNamespace(spec=spec)
+    """The parts of a run without its data."""
+
+    def loader(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(spec=spec)
+
     return assemble(cfg, CPU, parts=Parts(loader, blank_model, assumed_kernels))
 
 
-def passed(cfg: TrainConfig, spec: LatentSpec, depth: int, samples: int) -> Passed:
-    """Counts a forward and backward pass of `samples` samples; the second one, if gradients are accumulated."""
+def passed(cfg: TrainConfig, spec: LatentSpec, depth: int, samples: int, fused: bool = False) -> Passed:
+    """Counts a forward and backward pass of `samples` samples; the second one, if gradients are accumulated.
+
+    `fused`: the blocks run uncompiled here, and their operations count as compiled ones do.
+    """
     again = min(2, cfg.accumulation_steps)
     tracker = Tracker()
     with patch.object(Compile, "backend", PARTITIONER), FakeTensorMode(allow_non_fake_inputs=True):
@@ -254,7 +260,7 @@ def passed(cfg: TrainConfig, spec: LatentSpec, depth: int, samples: int) -> Pass
         if not compiled.hides_blocks():
             blocks = training.model.blocks
             for i, block in enumerate(list(blocks)):
-                blocks[i] = Placed(block, i, tracker, bool(compiled.compiled))
+                blocks[i] = Placed(block, i, tracker, fused or bool(compiled.compiled))
         tracker.in_compiled = compiled.hides_blocks()
         to_host, kept, moved = offload.to_host, [0.0], offload.moved
 
@@ -305,8 +311,8 @@ def updated(cfg: TrainConfig, spec: LatentSpec, depth: int, gpu: bool) -> Update
         step.optimizer_step(gradients, one, one > 0)
         tracker.at("ema")
         training.state.ema.update(0.0 * one)
-    extra = [max(0.0, tracker.peaks[phase, None].live - start) for phase in ("optimizer", "ema")]
-    return Updated(lasting, *extra, tracker.ops)
+    by_optimizer, by_ema = (max(0.0, tracker.peaks[phase, None].live - start) for phase in ("optimizer", "ema"))
+    return Updated(lasting, by_optimizer, by_ema, tracker.ops)
 
 
 def on_a_line(depths: Sequence[int], values: Sequence[float], depth: int) -> float:

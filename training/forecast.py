@@ -1,9 +1,9 @@
 """Predicts a run's memory, time and cost on a card from what training/counting.py counts of its step.
 
 Memory: the peak of live tensors over a whole step, and where it occurs; to that come the driver's context, what the
-caching allocator loses, and latents that lie on the device. Time: each operation takes as long as its FLOPs or its bytes
-need at the card's rates, whichever is longer, and at least as long as a launch; a range, for no kernel reaches a data
-sheet's rates. Communication hides behind computing. No constant here was checked on a GPU yet.
+caching allocator loses, and latents that lie on the device. Time: each operation takes as long as its FLOPs or its
+bytes need at the card's rates, whichever is longer, and at least as long as a launch; a range, for no kernel reaches a
+data sheet's rates. No constant here was checked on a GPU yet.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,10 +19,12 @@ import torch
 
 from accel.members import parts_of
 from data.loader import LatentSpec
-from training.cards import GIB, Card
+from training.assemble import Training
+from training.cards import GIB, Card, this_card
 from training.config.schema import CheckpointPolicyName, TrainConfig
-from training.counting import Op, Passed, Peak, Place, Updated, as_on_a_gpu, on_a_line, passed, updated
+from training.counting import Op, Peak, Place, Updated, as_on_a_gpu, on_a_line, passed, updated
 from training.ema import EMA
+from training.memory import Bytes, lasting_bytes, memory_of
 from training.optim import parameter_groups
 from training.pretrained import build_on_meta
 
@@ -89,7 +92,32 @@ class Forecast:
     def __init__(
         self, cfg: TrainConfig, spec: LatentSpec, *, gpus: int = 1, resident: float = 0.0, gpu: bool = True
     ) -> None:
-        self.cfg, self.spec, self.gpus, self.resident, self.gpu = cfg, spec, gpus, resident, gpu
+        self.describe(cfg, spec, gpus, gpu)
+        self.resident, self.compiled, self.kept_in_blocks = resident, cfg.runtime.compile, None
+        with torch.random.fork_rng([]), as_on_a_gpu() if gpu else nullcontext():
+            self.passes = [passed(cfg, spec, depth, self.samples) for depth in self.depths]
+            self.updates, self.updated_at = [self.update_at(depth) for depth in self.depths], self.depths
+
+    @classmethod
+    def of_run(cls, training: Training) -> Forecast:
+        """Of a run that is warm: what lasts and what its blocks keep is known, so only an eager pass is counted."""
+        own, gpu = cls.__new__(cls), training.device.type == "cuda"
+        own.describe(training.cfg, training.loader.spec, training.ranks.world_size, gpu)
+        own.resident, own.compiled, own.kept_in_blocks = (
+            0.0,
+            training.stack.value("compile") is True,
+            training.stack.kept,
+        )
+        eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False))
+        with torch.random.fork_rng([]), as_on_a_gpu() if gpu else nullcontext():
+            own.passes = [passed(eager, own.spec, depth, own.samples, own.compiled) for depth in own.depths]
+        lasting = Bytes(*(own.shards * size for size in lasting_bytes(training)))
+        moved = sum(lasting) + 2 * (lasting.weights + lasting.averages)
+        own.updates, own.updated_at = [Updated(lasting, 0.0, 0.0, Counter({Op(0, moved, 0, False): 1}))], [own.depth]
+        return own
+
+    def describe(self, cfg: TrainConfig, spec: LatentSpec, gpus: int, gpu: bool) -> None:
+        self.cfg, self.spec, self.gpus, self.gpu = cfg, spec, gpus, gpu
         self.samples = max(1, cfg.batch_size // cfg.accumulation_steps // gpus)
         mode = cfg.runtime.parallel.mode.value
         self.mode = "none" if gpus == 1 else "ddp" if mode in ("auto", "none") else mode
@@ -99,9 +127,6 @@ class Forecast:
         """Blocks after which the next ones are like the first."""
         first = (2 + self.depth % 2) if every_2 else 1
         self.depths = [first, first + self.period] if self.depth > first + self.period else [self.depth]
-        with torch.random.fork_rng([]), as_on_a_gpu() if gpu else nullcontext():
-            self.passes = [passed(cfg, spec, depth, self.samples) for depth in self.depths]
-            self.updates = [self.update_at(depth) for depth in self.depths]
         self.model = build_on_meta(cfg.model, spec)
 
     def update_at(self, depth: int) -> Updated:
@@ -120,21 +145,31 @@ class Forecast:
         other.gpus, other.mode = gpus, mode if gpus > 1 else "none"
         return other
 
-    def grown(self, values: list[float]) -> float:
-        """What all blocks take, from what the counted ones do."""
+    def of_passes(self, values: list[float]) -> float:
+        """What the passes of all blocks take, from what those of the counted ones do."""
         return on_a_line(self.depths, values, self.depth)
 
-    def of_pass(self, field: str) -> float:
-        return self.grown([getattr(p, field) for p in self.passes])
+    def of_updates(self, values: list[float]) -> float:
+        return on_a_line(self.updated_at, values, self.depth)
 
-    def of_update(self, field: str) -> float:
-        return self.grown([getattr(u, field) for u in self.updates])
+    @property
+    def kept(self) -> float:
+        """Bytes that a micro-batch keeps for its backward pass."""
+        return self.of_passes([p.kept for p in self.passes]) + self.kept_otherwise
+
+    @property
+    def kept_otherwise(self) -> float:
+        """What the blocks of a warm run were seen to keep beyond what was counted here: their compiler decided."""
+        if self.kept_in_blocks is None or not self.compiled:
+            return 0.0
+        counted = self.depth * (self.passes[-1].kept - self.passes[0].kept) / max(1, self.depths[-1] - self.depths[0])
+        return self.kept_in_blocks - counted if len(self.depths) > 1 else 0.0
 
     @cached_property
     def lasting(self) -> dict[str, float]:
         """Bytes from one step to the next, of one GPU's share."""
         names = ("weights", "gradients", "averages", "optimizer", "on_host")
-        found = {name: self.grown([getattr(u.lasting, name) for u in self.updates]) for name in names}
+        found = {name: self.of_updates([getattr(u.lasting, name) for u in self.updates]) for name in names}
         shared = {name: size / self.shards for name, size in found.items()}
         if self.cfg.runtime.parallel.cpu_offload and self.shards > 1:
             away = ("weights", "gradients", "optimizer", "averages")
@@ -155,7 +190,8 @@ class Forecast:
         places = [by_role(p.peaks, depth, self.period) for p, depth in zip(self.passes, self.depths, strict=True)]
         found: dict[str, Peak] = {}
         for place in places[0].keys() & places[-1].keys():
-            live, gradients = (self.grown([by[place][i] for by in places]) for i in range(2))
+            live, gradients = (self.of_passes([by[place][i] for by in places]) for i in range(2))
+            live += self.kept_otherwise if place[0] in ("forward", "backward") else 0.0
             if place[0] not in found or live > found[place[0]].live:
                 found[place[0]] = Peak(live, gradients)
         return found
@@ -163,15 +199,15 @@ class Forecast:
     @cached_property
     def phases(self) -> dict[str, Needs]:
         """Phase -> the bytes at its peak."""
-        lasting, kept = self.lasting, self.of_pass("kept")
-        whole = {name: self.grown([getattr(u.lasting, name) for u in self.updates]) for name in ("weights", "gradients")}
+        lasting, kept = self.lasting, self.kept
+        whole = self.of_updates([u.lasting.weights for u in self.updates])
         batches = (self.cfg.accumulation_steps - min(2, self.cfg.accumulation_steps)) * self.batch_bytes
         held = Needs(
             lasting["weights"] + self.gathered, 0.0, lasting["optimizer"], lasting["averages"], 0.0, 0.0, 0.0, 0.0, 0.0
         )
         found = {}
         for phase, peak in self.peaks.items():
-            rest = max(0.0, peak.live - whole["weights"] - peak.gradients)
+            rest = max(0.0, peak.live - whole - peak.gradients)
             share = 0.0 if phase == "forward" and self.cfg.accumulation_steps == 1 else 1.0
             gradients = share * peak.gradients / self.shards + (self.buckets if share else 0.0)
             found[phase] = held._replace(
@@ -218,7 +254,7 @@ class Forecast:
         """Temporary bytes of the optimizer. An update in parts takes what its largest part does."""
         runtime = self.cfg.runtime
         if not runtime.offload_optimizer and runtime.weights.value != "bf16":
-            return self.of_update("optimizer") / self.shards
+            return self.of_updates([u.optimizer for u in self.updates]) / self.shards
         few = build_on_meta(self.cfg.model | {"depth": self.depths[-1]}, self.spec)
         return self.updates[-1].optimizer * largest_part(self.model) / largest_part(few)
 
@@ -233,15 +269,17 @@ class Forecast:
         return Time(*(self.seconds(card, end) + communication for end in ("best", "worst")))
 
     def seconds(self, card: Card, end: str) -> float:
-        of_pass, of_update = (
-            self.grown([sum(n * self.cost(op, card, end) for op, n in c.ops.items()) for c in counted])
-            for counted in (self.passes, self.updates)
-        )
-        flops = self.grown([sum(n * op.flops for op, n in p.ops.items()) for p in self.passes])
+        """Of a step without communication, at `end` of the range."""
+
+        def costs(counted: Sequence[Passed | Updated]) -> list[float]:
+            return [sum(n * self.cost(op, card, end) for op, n in some.ops.items()) for some in counted]
+
+        of_pass, of_update = self.of_passes(costs(self.passes)), self.of_updates(costs(self.updates))
+        flops = self.of_passes([sum(n * op.flops for op, n in p.ops.items()) for p in self.passes])
         hidden = max(0.0, 3.0 * self.model.flops_per_sample() * self.samples - flops)  # in attention and fused kernels
         of_pass += hidden / (self.reached(card)[end] * card.rate(16 if self.narrow else 32, self.cfg.runtime.tf32))
         steps = self.cfg.accumulation_steps
-        moved = steps * self.of_pass("moved") + 2.0 * self.lasting["on_host"]
+        moved = steps * self.of_passes([p.moved for p in self.passes]) + 2.0 * self.lasting["on_host"]
         return steps * of_pass + of_update / self.shards + moved / card.host
 
     @property
@@ -264,7 +302,9 @@ class Forecast:
 
 def largest_part(model: Any) -> int:
     """Elements of the largest part that an update takes at a time."""
-    return max(sum(p.numel() for group in part for p in group["params"]) for part in parts_of(parameter_groups(model, 0.0)))
+    return max(
+        sum(p.numel() for group in part for p in group["params"]) for part in parts_of(parameter_groups(model, 0.0))
+    )
 
 
 def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
@@ -276,3 +316,13 @@ def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place,
         if block is not None and block >= depth - period:
             found[phase, block - depth] = peak
     return found
+
+
+def predicted(training: Training) -> dict[str, float | None]:
+    """What a warm run should come to: `peak_gib` reserved, and `step_ms` at best and at worst, None on a card whose
+    rates are not known. On a GPU the peak to compare with is `memory_reserved_peak`, without the driver's context."""
+    found = Forecast.of_run(training)
+    card = this_card(training.device, memory_of(training.device))
+    time = found.time(card) if card else None
+    ends = {f"step_ms_{end}": 1e3 * getattr(time, end) if time else None for end in ("best", "worst")}
+    return {"peak_gib": (found.needs.total - found.needs.context) / GIB} | ends

@@ -17,6 +17,7 @@ from accel.evidence import graphs, reason_of_last_graph
 from training.process.ranks import SINGLE, Ranks
 from training.step import StepOutput
 
+
 class Meter:
     """Sums over a log window, kept on the device, and the clock of the window.
 

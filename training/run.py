@@ -17,6 +17,7 @@ from accel.ledger import Ledger, LedgerRow
 from accel.proof import FILE as KERNELS_FILE
 from accel.text import as_json
 from data.manifest import make_folder, read_object, write_atomically
+from training.assemble import Training
 from training.checkpoint.find import branch_of, complete, description, verified
 from training.checkpoint.load import MUST_MATCH, difference, identity
 from training.checkpoint.save import Checkpoints
@@ -24,6 +25,7 @@ from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.config.yaml_text import as_yaml, from_yaml, read_config
 from training.environment import describe_environment, pick_device
+from training.forecast import predicted
 from training.metrics_file import NAME as METRICS_FILE
 from training.metrics_file import append_metrics, drop_after, read_metrics
 from training.process import lock
@@ -43,8 +45,8 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Overf
 class Run:
     """One run folder.
 
-    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, kernels.json and tuning.json (where
-    there was a choice), metrics.jsonl, samples/, checkpoints/ and summary.json.
+    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, kernels.json and
+    tuning.json (where there was a choice), metrics.jsonl, samples/, checkpoints/ and summary.json.
     """
 
     def __init__(self, composed: Composed) -> None:
@@ -67,6 +69,7 @@ class Run:
         self.lock: lock.Held | None = None
         self.rows: list[LedgerRow] = []
         """Of the ledger, beside those of the techniques."""
+        self.predicted: dict[str, float | None] | None = None
         self.unlogged = 0
         """Lines of metrics.jsonl that could not be written."""
         self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
@@ -105,6 +108,13 @@ class Run:
                 self.write_json(TUNING_FILE, found)
             self.rows.append(tuning_row(found))
         return self.cfg
+
+    def predict(self, training: Training) -> None:
+        """On a GPU: says what memory and time warm-up lets expect; the summary compares."""
+        if self.device.type == "cuda":
+            self.predicted = predicted(training)
+            told = {name: value if value is None else round(value, 3) for name, value in self.predicted.items()}
+            self.ranks.say(f"predicted: {told}")
 
     def checkpoints(self) -> Checkpoints:
         """Where checkpoints of this run go."""
@@ -237,6 +247,7 @@ class Run:
             "samples_per_s": rate,
             "mfu": latest.get("mfu"),
             "memory_reserved_peak": latest.get("memory_reserved_peak"),
+            "predicted": self.predicted,
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,

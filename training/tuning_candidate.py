@@ -1,6 +1,6 @@
 """One candidate of runtime=auto, in a process of its own: builds the step, warms it up, and takes steps when told to.
 
-    python -m training.tuning_candidate <job>      training/tuning.py starts it and talks to it, a line of JSON at a time
+python -m training.tuning_candidate <job>      training/tuning.py starts it and talks to it, a line of JSON at a time
 """
 
 from __future__ import annotations

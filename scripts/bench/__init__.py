@@ -16,6 +16,7 @@
     saves         what a checkpoint costs, in the background and in the foreground
     precision     fp32, bf16 and fp16 over several seeds
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds over several seeds
+    plan          memory and step time that scripts.plan predicts, beside what is measured
     claims        what guides promise, and what is measured here
     antipatterns  what each known mistake costs here
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scripts.bench.rows import Benchmark
 
 BENCHMARKS = {
-    **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims", "tests")},
+    **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims", "tests", "plan")},
     **{name: "machine" for name in ("doctor", "calibration")},
     **{name: "variants" for name in ("techniques", "mixers")},
     **{name: "seeds" for name in ("precision", "memory")},

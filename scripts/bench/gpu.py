@@ -118,6 +118,7 @@ ITEMS = (
         700,
     ),
     Item("data", "loaders beside the usual pipelines; precompute by parts", ["data", "setting=s256"], TINY, 330),
+    Item("plan", "what `scripts.plan` predicts beside what is measured", ["plan", "setting=b256"], QUICK, 240),
     Item(
         "saves",
         "what a checkpoint costs, in the background and not",

@@ -1,8 +1,8 @@
 """Plans a run before it costs anything: will it fit, how long does it take, what does it cost?
 
     python -m scripts.plan model=ssd_mlp_xl data=synthetic batch_size=256 hardware=h100 price_per_hour=2.5
-    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic       on N GPUs: step time, and where each way stops paying
-    python -m scripts.plan tune model=ssd_mlp_s data=synthetic         measures the fastest runtime keys here (runtime=auto)
+    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic    on N GPUs: where each way stops paying
+    python -m scripts.plan tune model=ssd_mlp_s data=synthetic      measures the fastest runtime keys here
 
 Any word that is none of a command's keys is an override of the training configuration. `--json` prints one object.
 """
@@ -21,15 +21,18 @@ def main(words: list[str]) -> None:
         return
     words = ["json=true" if word == "--json" else word for word in words]
     if words[0] == "scale":
-        from scripts.plan.scale import ScaleConfig, __doc__ as text, scale
+        from scripts.plan.scale import ScaleConfig, scale
+        from scripts.plan.scale import __doc__ as text
 
         print(scale(*own_and_others(ScaleConfig, words[1:], text or "")))
     elif words[0] == "tune":
-        from scripts.plan.tune import TuneConfig, __doc__ as text, tune
+        from scripts.plan.tune import TuneConfig, tune
+        from scripts.plan.tune import __doc__ as text
 
         print(tune(*own_and_others(TuneConfig, words[1:], text or "")))
     elif "=" in words[0]:
-        from scripts.plan.run import PlanConfig, __doc__ as text, report
+        from scripts.plan.run import PlanConfig, report
+        from scripts.plan.run import __doc__ as text
 
         print(report(*own_and_others(PlanConfig, words, text or "")))
     else:

@@ -1,4 +1,4 @@
-"""Seconds of collectives, and what of them computing cannot hide: docs/scaling.md has the formulas and their sources."""
+"""Seconds of collectives, and what of them computing cannot hide; docs/scaling.md has formulas and sources."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> float:
     return 2 * (gpus - 1) / gpus * size / rate + buckets * 2 * ceil(log2(gpus)) * MACHINE_HOP
 
 
-def exposed(
-    way: str, gpus: int, compute: float, parameters: int, gradient_bytes: int, card: Card, calls: int
-) -> float:
+def exposed(way: str, gpus: int, compute: float, parameters: int, gradient_bytes: int, card: Card, calls: int) -> float:
     """Seconds of communication in a step of `compute` seconds that nothing hides.
 
     `way` is ddp, fsdp or hsdp; `calls` are the reduce-scatters of a step with fsdp: one a block, and the root's.

@@ -3,7 +3,7 @@
     python -m scripts.plan model=ssd_mlp_xl data=resident data.path=latents/photos runtime=production batch_size=256 \\
         hardware=h100 price_per_hour=2.5
 
-`hardware` is a name from training/cards.py, or `here` for this machine's GPU at the rates that `python -m scripts.doctor
+`hardware` is a name from training/cards.py, or `here` for this machine at the rates that `python -m scripts.doctor
 --measure` found. Where the run does not fit, the cheapest change that makes it fit is looked for.
 """
 
@@ -98,7 +98,8 @@ def step_time(forecast: Forecast, card: Card) -> Time:
     parameters = sum(p.numel() for p in forecast.model.parameters())
     narrow = 2 if parallel.reduce_dtype.value == "bf16" else 4
     lost = [
-        exposed(forecast.mode, forecast.gpus, compute, parameters, narrow, card, forecast.depth + 1) for compute in alone
+        exposed(forecast.mode, forecast.gpus, compute, parameters, narrow, card, forecast.depth + 1)
+        for compute in alone
     ]
     return Time(alone.best + lost[0], alone.worst + lost[1])
 
@@ -109,11 +110,7 @@ def largest_micro_batch(forecast: Forecast, card: Card) -> int:
     other = max(1, here // 2) if here > 1 else 2
     sizes = {"batch_size": other * forecast.cfg.accumulation_steps * forecast.gpus}
     at_other = Forecast(
-        replace(forecast.cfg, **sizes),
-        forecast.spec,
-        gpus=forecast.gpus,
-        resident=forecast.resident,
-        gpu=forecast.gpu,
+        replace(forecast.cfg, **sizes), forecast.spec, gpus=forecast.gpus, resident=forecast.resident, gpu=forecast.gpu
     )
     most = float("inf")
     for phase, needs in forecast.phases.items():
@@ -168,7 +165,7 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "phase": forecast.phase,
         "parts_gib": {part: size / GIB for part, size in needs._asdict().items()},
         "phases_gib": {phase: some.total / GIB for phase, some in forecast.phases.items()},
-        "kept_mib_a_block_and_sample": forecast.of_pass("kept") / forecast.depth / forecast.samples / 2**20,
+        "kept_mib_a_block_and_sample": forecast.kept / forecast.depth / forecast.samples / 2**20,
         "on_host_gib": forecast.lasting["on_host"] / GIB,
         "micro_batch": forecast.samples,
         "largest_micro_batch": largest_micro_batch(forecast, card),
@@ -183,10 +180,7 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
 
 
 def figures(forecast: Forecast, card: Card) -> dict[str, Any]:
-    return {
-        "peak_gib": forecast.needs.total / GIB,
-        "step_ms": [1e3 * seconds for seconds in step_time(forecast, card)],
-    }
+    return {"peak_gib": forecast.needs.total / GIB, "step_ms": [1e3 * seconds for seconds in step_time(forecast, card)]}
 
 
 def without_effect(cfg: TrainConfig) -> dict[str, str]:
@@ -199,7 +193,9 @@ def without_effect(cfg: TrainConfig) -> dict[str, str]:
     if runtime.attention.value not in ("auto", "math"):
         found["runtime.attention"] = "all kernels but math keep the same tensors; their speed is not told apart"
     if runtime.compile:
-        found["runtime.compile_mode"] = "changes kernels, not what is kept; a compiled block's workspace is an upper bound"
+        found["runtime.compile_mode"] = (
+            "changes kernels, not what is kept; the workspace of a compiled block is a bound"
+        )
     if any(getattr(runtime, key) == "auto" for key in ("fused_add_norm", "fused_scan", "fused_conv")):
         found["fused kernels"] = "auto is planned as on; the trial on the GPU decides"
     return found
@@ -222,7 +218,9 @@ def texts(found: dict[str, Any]) -> str:
         f"micro-batch {found['micro_batch']}, largest that fits {found['largest_micro_batch']}; a block keeps "
         f"{found['kept_mib_a_block_and_sample']:.2f} MiB a sample" + host(found),
         f"{between(found['step_ms'], 'ms a step')}, {between(found['hours'], 'hours', 2)} for {found['steps']} steps"
-        + "".join(f", {part}" for part in (between(found["kwh"], "kWh", 2), between(found["cost"], "in all", 2)) if part),
+        + "".join(
+            f", {part}" for part in (between(found["kwh"], "kWh", 2), between(found["cost"], "in all", 2)) if part
+        ),
     ]
     if change := found["change"]:
         words = " ".join(change["words"])
@@ -243,8 +241,8 @@ def assumptions() -> str:
         f"assumed: {CONTEXT / GIB:.1f} GiB of context and {SLACK:.0%} lost by the allocator; kernels reach "
         f"{REACHED['worst']:.0%} to {REACHED['best']:.0%} of a data sheet's rates, {REACHED_MEASURED['worst']:.0%} to "
         f"{REACHED_MEASURED['best']:.0%} of measured ones; {1e6 * KERNEL:.0f} µs for the smallest kernel, "
-        f"{1e6 * LAUNCH['best']:.0f} to {1e6 * LAUNCH['worst']:.0f} µs for a launch. Evaluation, sampling and saving come "
-        f"on top. On a GPU: not measured yet."
+        f"{1e6 * LAUNCH['best']:.0f} to {1e6 * LAUNCH['worst']:.0f} µs for a launch. Evaluation, sampling and saving "
+        f"come on top. On a GPU: not measured yet."
     )
 
 

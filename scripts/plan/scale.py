@@ -1,7 +1,7 @@
 """`python -m scripts.plan scale`: step time and memory of each way to use N GPUs, and where each stops paying.
 
-    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic
-    python -m scripts.plan scale model=mamba_b data=synthetic gpus=[1,8,64,1024] batch_per_gpu=64 hardware=a100
+python -m scripts.plan scale model=ssd_mlp_xl data=synthetic
+python -m scripts.plan scale model=mamba_b data=synthetic gpus=[1,8,64,1024] batch_per_gpu=64 hardware=a100
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     mfu = flops * cfg.batch_per_gpu / (compute * card.half)
     lines = [
         f"{parameters / 1e6:.0f} M parameters, {flops / 1e9:.0f} GFLOP a sample and step, "
-        f"{one.of_pass('kept') / one.samples / 2**20:.1f} MiB kept a sample",
+        f"{one.kept / one.samples / 2**20:.1f} MiB kept a sample",
         f"assumed: {cfg.hardware}, MFU {mfu:.0%} on one GPU{' (predicted)' * (cfg.mfu is None)}, {cfg.batch_per_gpu} "
         f"samples a GPU, {GPUS_A_MACHINE} GPUs a machine; counted at {counted_at} GPUs with fsdp: {dict(counts)}",
         "",

@@ -40,7 +40,8 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     runtime = {key: value for key, value in found["changes"].items() if key != "accumulation_steps"}
     file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
     base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
-    told = f"# The fastest of {len(found['tried'])} on {describe_environment(device)['hardware']}, for: {' '.join(words)}\n"
+    hardware = describe_environment(device)["hardware"]
+    told = f"# The fastest of {len(found['tried'])} on {hardware}, for: {' '.join(words)}\n"
     steps = found["changes"].get("accumulation_steps")
     told += f"# It goes with accumulation_steps={steps}.\n" if steps else ""
     file.write_text(told + as_yaml({"defaults": [base, "_self_"]} | runtime))

@@ -1,0 +1,213 @@
+"""Runs the candidates of runtime=auto, each in a process of its own, and lets them step in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from training.config.schema import TrainConfig
+
+GAIN = 0.98
+"""Share of the champion's step time that a candidate must stay below."""
+FIRST_STEPS = 4
+"""In the first round; twice as many in each that follows."""
+ENOUGH = 64
+NO_MEMORY = "memory ran out"
+LATE = "the budget was over before it was measured"
+Changes = dict[str, Any]
+"""Runtime key, or accumulation_steps -> plain value."""
+
+
+def words_of(changes: Changes) -> str:
+    """The overrides that a candidate amounts to."""
+    names = {key: key if key == "accumulation_steps" else f"runtime.{key}" for key in changes}
+    return " ".join(f"{names[key]}={str(value).lower()}" for key, value in changes.items()) or "as given"
+
+
+@dataclass
+class Candidate:
+    """One way to take the step, and what was found about it."""
+
+    changes: Changes
+    seconds: list[float] = field(default_factory=list)
+    """Of steps."""
+    refusal: str | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds) if self.seconds else float("inf")
+
+    def as_dict(self) -> dict[str, Any]:
+        ms = round(1e3 * self.median, 4) if self.seconds else None
+        return {"words": words_of(self.changes), "step_ms": ms, "steps": len(self.seconds), "refusal": self.refusal}
+
+
+class Contestant:
+    """A candidate's process: it says when it is warm, then steps when it is told to."""
+
+    def __init__(self, candidate: Candidate, job: dict[str, Any], folder: Path, deadline: float) -> None:
+        self.candidate, self.deadline = candidate, deadline
+        file = Path(tempfile.mkstemp(dir=folder, suffix=".job")[1])
+        file.write_bytes(pickle.dumps(job))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+            environment.pop(name, None)  # it steps alone
+        with file.with_suffix(".log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "training.tuning_candidate", str(file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+            )
+        self.log = file.with_suffix(".log")
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next line that it says; None where it has ended, which is a refusal, or where time is up."""
+        assert self.process.stdout is not None
+        said = b""
+        while not said.endswith(b"\n"):
+            if not select.select([self.process.stdout], [], [], max(0.0, self.deadline - time.monotonic()))[0]:
+                self.end()
+                return None
+            part = os.read(self.process.stdout.fileno(), 65536)
+            if not part:
+                lines = self.log.read_text(errors="replace").strip().splitlines()
+                self.refuse("its process ended" + (f" ({lines[-1][:200]})" if lines else ""))
+                return None
+            said += part
+        return json.loads(said)
+
+    def refuse(self, why: str) -> None:
+        self.candidate.refusal = self.candidate.refusal or why
+        self.end()
+
+    def step(self, steps: int) -> None:
+        """Has it take so many steps, and adds their seconds to the candidate's."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write(f"{steps}\n".encode())
+            self.process.stdin.flush()
+        if said := self.answer():
+            self.candidate.seconds += said.get("seconds", [])
+            if said.get("refusal"):
+                self.refuse(said["refusal"])
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                with suppress(OSError):
+                    pipe.close()
+
+
+class Contest:
+    """Finds the fastest way to take a step, stage by stage, until `deadline` (of time.monotonic).
+
+    `config_of` gives the configuration of a candidate, `job` what else its process has to know.
+    """
+
+    def __init__(self, config_of: Callable[[Changes], TrainConfig], job: dict[str, Any], deadline: float) -> None:
+        self.config_of, self.job, self.deadline = config_of, job, deadline
+        self.tried: list[Candidate] = []
+        self.alive: list[Contestant] = []
+        self.reference: dict[str, Any] | None = None
+        """What the first candidate said of its losses."""
+        self.longest = 0.0
+        """Seconds in which a candidate got warm."""
+
+    def run(self, first: Changes, stages: Sequence[Callable[[Changes], list[Changes]]]) -> Changes:
+        """The changes of the fastest candidate. A stage says what to try beside the best one so far."""
+        best = Candidate(first)
+        self.tried.append(best)
+        with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder, ExitStack() as running:
+            champion = self.started(best, Path(folder), running)
+            for stage in stages:
+                known = [self.config_of(c.changes) for c in self.tried]
+                new = [Candidate(some) for some in stage(best.changes) if self.config_of(some) not in known]
+                if new and time.monotonic() + self.longest < self.deadline:
+                    champion = self.fastest(champion, new, Path(folder), running)
+                    best = champion.candidate if champion else best
+        for candidate in self.tried:
+            candidate.refusal = candidate.refusal or (None if candidate.seconds else LATE)
+        return best.changes
+
+    def fastest(
+        self, champion: Contestant | None, new: Sequence[Candidate], folder: Path, running: ExitStack
+    ) -> Contestant | None:
+        """The fastest of the champion, who stays unless another is clearly faster, and new candidates."""
+        self.tried += new
+        self.alive = [champion] if champion else []
+        everyone = [*self.alive]
+        for candidate in new:
+            if time.monotonic() + self.longest > self.deadline:
+                candidate.refusal = LATE
+            elif contestant := self.started(candidate, folder, running):
+                everyone.append(contestant)
+                self.alive.append(contestant)
+        steps = FIRST_STEPS
+        while self.alive and steps <= ENOUGH and time.monotonic() < self.deadline:
+            for contestant in self.alive:
+                contestant.step(steps)
+            self.alive.sort(key=lambda c: c.candidate.median)
+            kept = max(2, -(-len(self.alive) // 2))
+            for slower in self.alive[kept:]:
+                slower.end()
+            self.alive, steps = [c for c in self.alive[:kept] if not c.candidate.refusal], 2 * steps
+        fit = [c for c in everyone if c.candidate.seconds and not c.candidate.refusal]
+        best = min(fit, key=lambda c: c.candidate.median, default=champion)
+        if champion in fit and best is not None and best.candidate.median > GAIN * champion.candidate.median:
+            best = champion
+        for other in everyone:
+            if other is not best:
+                other.end()
+        return best
+
+    def started(self, candidate: Candidate, folder: Path, running: ExitStack) -> Contestant | None:
+        """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it."""
+        asked = [key for key in candidate.changes if key != "accumulation_steps"]
+        job = self.job | {"cfg": self.config_of(candidate.changes), "asked": asked}
+        began, said, contestant = time.monotonic(), None, None
+        for attempt in range(2):
+            contestant = Contestant(candidate, job, folder, self.deadline)
+            running.callback(contestant.end)
+            said = contestant.answer()
+            if said is None or said["refusal"] != NO_MEMORY or attempt or not self.alive:
+                break
+            contestant.end()
+            for other in self.alive:  # what they show now is what counts of them
+                other.step(FIRST_STEPS)
+                other.end()
+            self.alive = []
+        if said is None or contestant is None:
+            return None
+        self.longest = max(self.longest, time.monotonic() - began)
+        if why := said["refusal"] or self.difference(said):
+            contestant.refuse(why)
+            return None
+        return contestant
+
+    def difference(self, said: dict[str, Any]) -> str | None:
+        """Why its losses are not those of the first candidate; None where they are, within what it may differ."""
+        if self.reference is None:
+            self.reference = said
+            return None
+        tolerance = max(said["tolerance"], self.reference["tolerance"])
+        for name in ("losses", "norms"):
+            for own, wanted in zip(said[name], self.reference[name], strict=True):
+                if not abs(own - wanted) <= tolerance * abs(wanted):
+                    return f"its {name} are {own:.6g} instead of {wanted:.6g}, more than {tolerance:.0e} apart"
+        return None
