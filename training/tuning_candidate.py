@@ -57,7 +57,7 @@ def probed(training: Training, asked: list[str]) -> dict[str, Any]:
     missing = [f"{row.key} is not on: {row.evidence}" for row in ledger if row.key in asked and row.missing]
     outputs = [training.take_step() for _ in range(PROBES)]
     losses, norms = ([float(x) for x in xs] for xs in zip(*((o.loss, o.grad_norm) for o in outputs), strict=True))
-    tolerance = max([LEAST, *(t.loss_rtol for t in training.stack.techniques if t.enabled)])
+    tolerance = max([LEAST, *(t.loss_rtol for t in training.stack.techniques if t.enabled and t.key in asked)])
     told = {"losses": losses, "norms": norms, "tolerance": tolerance}
     return told | {"refusal": "; ".join(missing) or None}
 
