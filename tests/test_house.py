@@ -42,7 +42,7 @@ def test_train_is_short_and_names_no_technique_model_or_loader():
 def test_there_is_one_training_loop():
     """The newcomer's loop of the benchmarks is there to be compared with, and the plan counts collectives."""
     places = {file.relative_to(ROOT).as_posix() for file in CODE if re.search(r"\.backward\(", text(file))}
-    assert places - {"scripts/bench/naive.py", "scripts/plan.py"} == {"training/step.py"}
+    assert places - {"scripts/bench/naive.py", "scripts/plan/network.py"} == {"training/step.py"}
 
 
 @NAMED

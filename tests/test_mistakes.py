@@ -150,7 +150,7 @@ MISTAKES: dict[str, str] = {
     ),
     "scripts.bench compair a b": (
         "bench compair: there is no such command; choose one of ladder, kernels, data, step, saves, hotspots, "
-        "claims, tests, doctor, calibration, techniques, mixers, precision, memory, antipatterns, gpu, publish, "
+        "claims, tests, plan, doctor, calibration, techniques, mixers, precision, memory, antipatterns, gpu, publish, "
         "trace, compare."
     ),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import select
 import statistics
 import subprocess
@@ -13,10 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from training.assemble import plain
 from training.config.schema import TrainConfig
 
 GAIN = 0.98
@@ -60,7 +60,7 @@ class Contestant:
     def __init__(self, candidate: Candidate, job: dict[str, Any], folder: Path, deadline: float) -> None:
         self.candidate, self.deadline = candidate, deadline
         file = Path(tempfile.mkstemp(dir=folder, suffix=".job")[1])
-        file.write_bytes(pickle.dumps(job))
+        file.write_text(json.dumps(job))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
             environment.pop(name, None)  # it steps alone
@@ -179,7 +179,7 @@ class Contest:
     def started(self, candidate: Candidate, folder: Path, running: ExitStack) -> Contestant | None:
         """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it."""
         asked = [key for key in candidate.changes if key != "accumulation_steps"]
-        job = self.job | {"cfg": self.config_of(candidate.changes), "asked": asked}
+        job = self.job | {"cfg": plain(asdict(self.config_of(candidate.changes))), "asked": asked}
         began, said, contestant = time.monotonic(), None, None
         for attempt in range(2):
             contestant = Contestant(candidate, job, folder, self.deadline)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from accel import weights
 from accel.compilation import Compile
 from accel.fused_kernels import FusedKernel
 from accel.members import innermost, kept_by
@@ -306,7 +307,8 @@ def updated(cfg: TrainConfig, spec: LatentSpec, depth: int, gpu: bool) -> Update
     gradients = [p.grad for p in step.parameters if p.grad is not None]
     tracker.know([*step.parameters, *gradients, *own, *training.state.ema.averages])
     start, one = tracker.live, torch.ones(())
-    with tracker:
+    few = max(2**10, sum(p.numel() for p in step.parameters) // 64)
+    with tracker, patch.object(weights, "PART", few):  # what random bits take is reckoned with apart
         tracker.at("optimizer")
         step.optimizer_step(gradients, one, one > 0)
         tracker.at("ema")

@@ -9,7 +9,7 @@ data sheet's rates. No constant here was checked on a GPU yet.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.members import parts_of
+from accel.members import PART, parts_of
 from data.loader import LatentSpec
 from training.assemble import Training
 from training.cards import GIB, Card, this_card
 from training.config.schema import CheckpointPolicyName, TrainConfig
-from training.counting import Op, Peak, Place, Updated, as_on_a_gpu, on_a_line, passed, updated
+from training.counting import Op, Passed, Peak, Place, Updated, as_on_a_gpu, on_a_line, passed, updated
 from training.ema import EMA
 from training.memory import Bytes, lasting_bytes, memory_of
 from training.optim import parameter_groups
@@ -42,6 +42,8 @@ KERNEL = 2e-6
 """Seconds that the smallest kernel takes."""
 LAUNCH = {"best": 4e-6, "worst": 10e-6}
 """Seconds in which the host launches an operation; none where the step is replayed as a graph."""
+DRAW = 19.0
+"""Bytes an element that drawing the bits of stochastic rounding takes, for `PART` elements at a time; as counted."""
 LAUNCH_FUSED = {"best": 0.5e-6, "worst": 2e-6}
 """The same for one that shares its kernel with others."""
 
@@ -256,7 +258,10 @@ class Forecast:
         if not runtime.offload_optimizer and runtime.weights.value != "bf16":
             return self.of_updates([u.optimizer for u in self.updates]) / self.shards
         few = build_on_meta(self.cfg.model | {"depth": self.depths[-1]}, self.spec)
-        return self.updates[-1].optimizer * largest_part(self.model) / largest_part(few)
+        part = largest_part(self.model)
+        draws = runtime.weights.value == "bf16" and runtime.rounding.value == "stochastic"
+        rounding = 4.0 * part + DRAW * min(part, PART) if draws else 0.0
+        return max(rounding, self.updates[-1].optimizer * part / largest_part(few))
 
     @property
     def average_bytes(self) -> float:

@@ -170,7 +170,9 @@ def choice_of(cfg: TrainConfig, device: torch.device, processes: int, folder: Pa
     if found := read(file, cfg):
         return found
     print(f"Trying techniques for at most {cfg.runtime.tune_seconds:.0f} s …", file=sys.stderr, flush=True)
-    contest = Contest(partial(changed, cfg), {"spec": spec, "device": str(device), "processes": processes}, deadline)
+    contest = Contest(
+        partial(changed, cfg), {"spec": spec.as_dict(), "device": str(device), "processes": processes}, deadline
+    )
     chosen = contest.run(needed | technique_changes(cfg, device)[0], stages_of(cfg, device, processes))
     found = {"words": words_of(chosen), "changes": chosen, "tried": [c.as_dict() for c in contest.tried]}
     if any(row["step_ms"] for row in found["tried"]):

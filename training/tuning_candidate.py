@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from training.assemble import Parts, Training, assemble
 from training.config import extensions
+from training.config.compose import typed
 from training.config.schema import TrainConfig
 
 PROBES = 3
@@ -86,11 +86,12 @@ def main() -> int:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    job = pickle.loads(Path(sys.argv[1]).read_bytes())
-    extensions.admit([f"{extensions.KEY}=[{','.join(job['cfg'].extensions)}]"])
-    torch.use_deterministic_algorithms(job["cfg"].deterministic)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    cfg, spec = typed(TrainConfig, job["cfg"], []), LatentSpec(**job["spec"])
+    extensions.admit([f"{extensions.KEY}=[{','.join(cfg.extensions)}]"])
+    torch.use_deterministic_algorithms(cfg.deterministic)
     try:
-        training = built(job["cfg"], job["spec"], torch.device(job["device"]), job["processes"])
+        training = built(cfg, spec, torch.device(job["device"]), job["processes"])
         say(probed(training, job["asked"]))
         for line in sys.stdin:
             say({"seconds": seconds_of(training, int(line))})
