@@ -7,7 +7,6 @@ python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the sam
 
 import training.python  # isort: skip  # noqa: F401
 import os
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,10 +49,8 @@ def train(composed: Composed) -> dict[str, Any]:
     state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
     distances = InRun(training, autoencoder) if cfg.fd_every and autoencoder else None
-    began = time.perf_counter()
     with failures_explained(training, run.folder):
         ledger = training.warm_up()
-    warm_up_seconds = time.perf_counter() - began
     run.predict(training)
 
     # 3. Where we left off.
@@ -98,6 +95,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 if saving:
                     training.note_skipped_data()
                     checkpoints.save(state, described, scores)
+            run.keep_time(state.step, now=bool(saving))
             if done:
                 break
             if asked is Asked.stop:
@@ -113,7 +111,7 @@ def train(composed: Composed) -> dict[str, Any]:
     progress.close()
 
     # 5. What came of it.
-    summary = run.summarise(state, ledger, warm_up_seconds, checkpoints)
+    summary = run.summarise(state, ledger, checkpoints)
     logger.finish(summary)
     ranks.say(f"\nsummary\n{summary_table(summary)}")
     run.close()

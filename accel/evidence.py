@@ -72,6 +72,8 @@ class Evidence:
     graph_breaks: int = 0
     blocks: list[list[BlockEvidence]] = field(default_factory=list)
     """Of every block its calls, one for each micro-batch."""
+    busy_ms: float | None = None
+    """Milliseconds that the device worked; None without a GPU."""
     blocks_uncompiled: bool = False
     """True if the blocks were seen in an uncompiled step, because the compiled one has no blocks to look at."""
     warm_ops: Counter[str] = field(default_factory=Counter)
@@ -279,6 +281,7 @@ def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden
     evidence.ops.update(event.name() for event in events)
     host = on_host(events)
     evidence.products = products_of(host)
+    evidence.busy_ms = busy_ms(events)
     evidence.graphs = graphs()
     evidence.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     if blocks and hidden:
@@ -286,6 +289,13 @@ def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden
             host = on_host(profiled_events(run))
     tell_calls(evidence.blocks, host)
     return evidence
+
+
+def busy_ms(events: Iterable[Any]) -> float | None:
+    """Milliseconds of the device's work among a profiler's events; None where there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return sum(e.duration_ns() for e in events if e.device_type() == torch.autograd.DeviceType.CUDA) / 1e6
 
 
 def observe_ops(run: Callable[[], object]) -> Counter[str]:

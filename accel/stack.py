@@ -56,6 +56,8 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     CudaGraph,
 )
 
+SWITCHES = ("compile", "cuda_graph")
+"""Keys that save launches."""
 ACT_ON_A_BLOCK = (
     *("tf32", "cudnn_benchmark", "residual_in_fp32", "attention"),
     *("gradient_checkpointing", "compile", "precision", "cuda_graph"),
@@ -94,6 +96,8 @@ class AccelerationStack:
     ) -> None:
         self.requested: dict[str, bool | str] = {technique.key: technique.value for technique in also}
         self.reasons: dict[str, str] = {}
+        self.busy_ms: float | None = None
+        """Milliseconds of a step in which the GPU worked, in warm-up."""
         self.kept = 0
         """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted them."""
         self.techniques: list[Technique] = [*also]
@@ -127,6 +131,11 @@ class AccelerationStack:
     def value(self, key: str) -> bool | str:
         """The value of a technique; its off value where the machine cannot have it."""
         return next(technique.value for technique in self.techniques if technique.key == key)
+
+    def left(self) -> list[str]:
+        """Words, such as runtime.compile=true, of switches that are off and can be had on this device."""
+        switches = [type(t) for t in self.techniques if t.key in SWITCHES and not t.enabled]
+        return [f"runtime.{kind.key}=true" for kind in switches if kind(True, self.device).unavailable() is None]
 
     def technique(self, kind: type[Kind]) -> Kind:
         """The technique of a class."""
@@ -232,6 +241,7 @@ class AccelerationStack:
         """
         self.run_until_it_works(run)
         evidence = observe_step(run, blocks, hidden=any(t.hides_blocks() for t in self.techniques))
+        self.busy_ms = evidence.busy_ms
         self.kept = sum(calls[-1].saved_bytes for calls in evidence.blocks if calls)
         for technique in self.techniques:
             technique.compare(run, evidence)

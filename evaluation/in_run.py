@@ -18,6 +18,7 @@ from models.autoencoders import Autoencoder
 from training.assemble import Training
 from training.checkpoint.load import difference
 from training.evaluate import dealt_and_shown
+from training.goodput import CLOCK
 from training.sampling import SampleStream, labels_in_turn, protocol_of
 
 PROTOCOL = "fd_protocol.json"
@@ -69,6 +70,7 @@ class InRun:
             if why:
                 self.training.ranks.say(f"fd_{name} is left out: {why}")
 
+    @CLOCK.spending("evaluation")
     def __call__(self) -> dict[str, float]:
         """Draws and compares; the first process has the figures, the others only the seconds.
 

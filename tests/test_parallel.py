@@ -22,9 +22,9 @@ from tests.faults.zygote import Zygote, said
 from tests.helpers import pairwise
 from tests.pace import limit
 from training.config.compose import ROOT, compose
+from training.environment import refuse_contradictions
 from training.evaluate import dealt
 from training.process.ranks import Ranks
-from training.run import refuse_contradictions
 
 WORDS = [
     *("runtime=eager", "total_samples=48", "batch_size=12", "log_every=1", "schedule.kind=constant"),

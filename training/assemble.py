@@ -27,6 +27,7 @@ from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.ema import EMA
+from training.goodput import CLOCK
 from training.metrics import Meter
 from training.optim import Schedule, parameter_groups
 from training.pretrained import build_model, weights_for
@@ -107,6 +108,7 @@ class Training:
         """Whether as many steps in a row were skipped as end a run, as far as this process knows without waiting."""
         return self.state.meter.skips(self.cfg.guards.max_skipped_in_row)
 
+    @CLOCK.spending("warm_up")
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the state."""
         with self.state.preserved():

@@ -16,6 +16,7 @@ from data.resident import bytes_of_a_sample
 from models.denoiser import Denoiser
 from training.config.build import build
 from training.config.schema import RuntimeConfig
+from training.goodput import CLOCK
 from training.process.ranks import SINGLE, Ranks
 
 
@@ -57,6 +58,7 @@ def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSp
     return spec, min(whole, memory / 2 if given is None else given * 2**30)
 
 
+@CLOCK.spending("warm_up")
 def prove_kernels(
     stack: AccelerationStack, model: Denoiser, spec: LatentSpec, samples: int, folder: Path | None = None
 ) -> dict[str, Any]:

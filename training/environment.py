@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from training.config.compose import ROOT
+from training.config.schema import TrainConfig
 from training.config.secrets import redact_words
 
 PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
@@ -56,3 +58,20 @@ def git_state() -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def refuse_contradictions(cfg: TrainConfig) -> None:
+    """ValueError for a launcher's variables that say something else than the runtime keys; both would be believed."""
+    precision = {"no": "fp32"}.get(found := os.environ.get("ACCELERATE_MIXED_PRECISION", ""), found)
+    wanted = cfg.runtime.precision.value
+    if precision and precision != wanted:
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one (accelerate launch "
+            f"--mixed_precision {'no' if wanted == 'fp32' else wanted})."
+        )
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        if os.environ.get(name, "false").lower() in ("true", "1"):
+            raise ValueError(f"{name} is set, and would be ignored; unset it and use runtime.parallel.mode.")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
+    if backend != "NO" and not cfg.runtime.compile:
+        raise ValueError(f"ACCELERATE_DYNAMO_BACKEND={backend}, but runtime.compile=false; change one of them.")

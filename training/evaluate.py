@@ -13,6 +13,7 @@ from torch import Tensor
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
 from training.assemble import Training
+from training.goodput import CLOCK
 from training.process.progress import counted
 from training.process.ranks import Ranks
 from training.sampling import draw_latents
@@ -23,6 +24,7 @@ MAX_CLASSES = 10
 BUCKETS = 4
 
 
+@CLOCK.spending("evaluation")
 @torch.no_grad()
 def evaluate(training: Training) -> dict[str, float]:
     """`eval_loss` of the averages over the held-out split, with fixed noise and t, and the same by quarters of t.
@@ -72,6 +74,7 @@ def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
         yield together
 
 
+@CLOCK.spending("sampling")
 def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
     """Writes a grid with one row a class (the first ten) and `sampling.per_class` columns; returns `file`.
 

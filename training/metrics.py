@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accel.evidence import graphs, reason_of_last_graph
+from training.goodput import CLOCK
 from training.process.ranks import SINGLE, Ranks
 from training.step import StepOutput
 
@@ -57,6 +58,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
         self.expected_graphs = graphs()
         self.since = time.perf_counter()
+        CLOCK.switch("steps")
 
     def restart(self) -> None:
         self.loss = torch.zeros((), dtype=torch.float64)
@@ -143,6 +145,7 @@ class Meter:
         rate = samples / seconds
         memory = memory_reserved_peak()
         self.sum_waits()
+        CLOCK.move(self.wait, "steps", "data_wait")
         most = self.ranks.reduced(torch.tensor([self.wait, memory or 0.0], dtype=torch.float64), "max").tolist()
         report = {
             "loss": loss,

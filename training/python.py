@@ -4,7 +4,10 @@ Entry points import it before anything else, so any Python from 3.8 on has to be
 """
 
 import sys
+import time
 
+STARTED = time.perf_counter()
+"""When this process began, but for Python itself."""
 OLDEST, NEWEST = (3, 11), (3, 13)
 
 

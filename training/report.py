@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from training.goodput import told as shares
+
 
 def log_line(metrics: Mapping[str, Any], left: str) -> str:
     """One line of the figures that matter while a run goes on, and the time that is left."""
@@ -33,6 +35,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     told = f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged blocks: {names}"
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
     shown |= {"skipped_data": told if damaged else "none"}
+    shown |= {"time": shares(summary["time"])} if "time" in shown else {}
     width = max(len(k) for k in shown)
     return "\n".join(
         f"  {k.ljust(width)}  {v:.6g}" if isinstance(v, float) else f"  {k.ljust(width)}  {v}" for k, v in shown.items()

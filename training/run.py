@@ -15,6 +15,7 @@ import torch
 
 from accel.ledger import Ledger, LedgerRow
 from accel.proof import FILE as KERNELS_FILE
+from accel.stack import AccelerationStack
 from accel.text import as_json
 from data.manifest import make_folder, read_object, write_atomically
 from training.assemble import Training
@@ -24,8 +25,10 @@ from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.config.yaml_text import as_yaml, from_yaml, read_config
-from training.environment import describe_environment, pick_device
+from training.environment import describe_environment, pick_device, refuse_contradictions
 from training.forecast import predicted
+from training.goodput import CLOCK, Account
+from training.goodput import FILE as TIME_FILE
 from training.metrics_file import NAME as METRICS_FILE
 from training.metrics_file import append_metrics, drop_after, read_metrics
 from training.process import lock
@@ -50,7 +53,7 @@ class Run:
     """
 
     def __init__(self, composed: Composed) -> None:
-        cfg = composed.cfg
+        cfg, self.account = composed.cfg, Account()
         self.cfg, self.choices, self.config = cfg, composed.choices, composed.source
         self.ranks = Ranks.from_environment()
         refuse_contradictions(cfg)
@@ -69,6 +72,8 @@ class Run:
         self.lock: lock.Held | None = None
         self.rows: list[LedgerRow] = []
         """Of the ledger, beside those of the techniques."""
+        self.stack: AccelerationStack | None = None
+        """Of the run, once it is warm."""
         self.predicted: dict[str, float | None] | None = None
         self.unlogged = 0
         """Lines of metrics.jsonl that could not be written."""
@@ -99,6 +104,7 @@ class Run:
             raise ValueError(f"{where} cannot be written to ({error.strerror}); choose another folder.") from error
         return True
 
+    @CLOCK.spending("warm_up")
     def tuned(self) -> TrainConfig:
         """The configuration with the techniques that `runtime.tune` found to be fastest; without it as composed."""
         if self.cfg.runtime.tune:
@@ -111,6 +117,7 @@ class Run:
 
     def predict(self, training: Training) -> None:
         """On a GPU: says what memory and time warm-up lets expect; the summary compares."""
+        self.stack = training.stack
         if self.device.type == "cuda":
             self.predicted = predicted(training)
             told = {name: value if value is None else round(value, 3) for name, value in self.predicted.items()}
@@ -167,6 +174,7 @@ class Run:
 
         0 in all processes but the first.
         """
+        self.account.resume(self.folder / TIME_FILE, step)
         kept = drop_after(self.folder / METRICS_FILE, step) if self.ranks.first else []
         return float((kept[-1].get("train_seconds") if kept else None) or 0.0)
 
@@ -174,7 +182,9 @@ class Run:
         """Logs a line. Where it cannot be written a warning says so, once, and the run goes on without."""
         if not self.ranks.first:
             return
-        file = self.folder / METRICS_FILE
+        stack, file = self.stack, self.folder / METRICS_FILE
+        if stack and (line := self.account.advice(metrics, self.cfg.batch_size, stack.busy_ms, stack.left())):
+            print(line, flush=True)
         try:
             append_metrics(file, metrics, torn=self.unlogged > 0)
         except OSError as error:
@@ -184,6 +194,11 @@ class Run:
                     stacklevel=2,
                 )
             self.unlogged += 1
+
+    def keep_time(self, step: int, now: bool = False) -> None:
+        """Writes where the time of the run went, every few seconds or `now`."""
+        if self.ranks.first:
+            self.account.write(self.folder / TIME_FILE, step, now)
 
     def summary_of_all(self) -> dict[str, Any] | None:
         """The summary of a run that has seen `total_samples`; None if there is something to do."""
@@ -222,15 +237,14 @@ class Run:
 
     def stop(self, state: TrainState) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
+        self.keep_time(state.step, now=True)
         kept = "saved" if self.cfg.save_every and state.step else "nothing is saved"
         kept += "" if self.cfg.save_every else ", for save_every=0"
         self.ranks.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.")
         self.close()
         raise SystemExit(EXIT_CODE)
 
-    def summarise(
-        self, state: TrainState, ledger: Ledger, warm_up_seconds: float, saved: Checkpoints
-    ) -> dict[str, Any]:
+    def summarise(self, state: TrainState, ledger: Ledger, saved: Checkpoints) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the times."""
         latest: dict[str, Any] = {}
         for line in read_metrics(self.folder / METRICS_FILE).lines:
@@ -252,14 +266,17 @@ class Run:
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
             "train_seconds": meter.train_seconds,
-            "warm_up_seconds": warm_up_seconds,
+            "warm_up_seconds": CLOCK.seconds["warm_up"],
             "maintenance_seconds": meter.maintenance_seconds,
             "save_stall_seconds": saved.stalled_in_all + saved.stalled,
+            "goodput": self.account.goodput,
+            "time": self.account.seconds,
             "ledger": ledger.as_dict(),
             "checkpoint": str(checkpoints[-1]) if checkpoints else None,
             "sample_grid": str(grids[-1]) if grids else None,
             "run_dir": str(self.folder),
         }
+        self.keep_time(state.step, now=True)
         if self.ranks.first:
             self.write_json("summary.json", summary)
         return summary
@@ -287,23 +304,6 @@ class Run:
             f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
             flush=True,
         )
-
-
-def refuse_contradictions(cfg: TrainConfig) -> None:
-    """ValueError for a launcher's variables that say something else than the runtime keys; both would be believed."""
-    precision = {"no": "fp32"}.get(found := os.environ.get("ACCELERATE_MIXED_PRECISION", ""), found)
-    wanted = cfg.runtime.precision.value
-    if precision and precision != wanted:
-        raise ValueError(
-            f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one (accelerate launch "
-            f"--mixed_precision {'no' if wanted == 'fp32' else wanted})."
-        )
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
-        if os.environ.get(name, "false").lower() in ("true", "1"):
-            raise ValueError(f"{name} is set, and would be ignored; unset it and use runtime.parallel.mode.")
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
-    if backend != "NO" and not cfg.runtime.compile:
-        raise ValueError(f"ACCELERATE_DYNAMO_BACKEND={backend}, but runtime.compile=false; change one of them.")
 
 
 def finished_runs(*parents: Path) -> Iterator[Path]:

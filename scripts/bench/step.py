@@ -25,6 +25,7 @@ from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
 from scripts.timing import Spread, synchronise
+from training.goodput import bound_of, keys_for, reason_of
 
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging")
 
@@ -140,12 +141,9 @@ def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], c
     def propose(*words: str) -> list[str]:
         return [f"runtime.{word}" for word in words if f"runtime.{word}" in left]
 
-    if data_ms > 0.1 * step_ms:
-        reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
-        return Verdict("data-bound", reason, ["data=resident", "data.num_workers (streamed data)"])
-    if cuda and done.busy < 0.8 * step_ms:
-        reason = f"the GPU works for {done.busy:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
-        return Verdict("launch-bound", reason, [*propose("cuda_graph=true", "compile=true"), "a larger batch_size"])
+    busy = done.busy if cuda else None
+    if bound := bound_of(step_ms, data_ms, busy):
+        return Verdict(bound, reason_of(bound, step_ms, data_ms, busy), keys_for(bound, left))
     share = done.products / done.busy if done.busy else 0.0
     reason = f"{share:.0%} of the busy time goes into products"
     if share >= 0.5:

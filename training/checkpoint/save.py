@@ -28,6 +28,7 @@ from data.shards import file_sha256
 from training.checkpoint.find import PART, complete, damage, description, goes_on, step_of
 from training.checkpoint.parts import HostCopies, Kept, Staged, stage
 from training.checkpoint.tensor_file import write_tensors
+from training.goodput import CLOCK
 from training.pretrained import header
 from training.process.progress import Progress
 from training.process.ranks import SINGLE, Ranks
@@ -94,6 +95,7 @@ class Checkpoints:
         except Exception as failure:
             print(f"warning: {failure}", flush=True)
 
+    @CLOCK.spending("saving")
     def save(self, state: Savable, run: dict[str, Any], scores: Mapping[str, float] | None = None) -> Path:
         """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
 
@@ -117,6 +119,7 @@ class Checkpoints:
             self.finish()
         return self.folder / f"step-{state.step}"
 
+    @CLOCK.spending("saving")
     def finish(self, samples: int | None = None) -> None:
         """Waits for the save in flight, if any, and shows how far it is.
 

@@ -1,0 +1,129 @@
+"""Where the time of a run went: every second has one kind, over restarts too; waiting is told once with its cure."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.synthetic import SyntheticLatents
+from tests.test_tuning import SMALL
+from train import train
+from training import goodput
+from training.config.compose import compose
+from training.goodput import Account, Clock, between, told
+
+RUN = [*SMALL, "model.dim=16", "runtime=eager", "batch_size=8", "eval_every=0", "sample_every=0", "log_every=2"]
+
+
+def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
+    now = iter([0.0, 3.0, 5.0, 6.0, 8.0, 9.0, 10.0, 15.0])
+    monkeypatch.setattr(goodput.time, "perf_counter", lambda: next(now))
+    clock = Clock()
+    clock.switch("steps")
+    with clock.spending("evaluation"), clock.spending("saving"):
+        pass
+    clock.move(1.0, "steps", "data_wait")
+    clock.switch("idle")
+    assert dict(clock.seconds) == {
+        "start": 3.0,
+        "steps": 2.0 + 1.0 - 1.0 + 5.0,
+        "evaluation": 2.0,
+        "saving": 2.0,
+        "data_wait": 1.0,
+    }
+
+
+def test_productive_seconds_lie_on_straight_lines():
+    reached = {10: 5.0, 20: 25.0}
+    assert [between(reached, step) for step in (0, 5, 10, 15, 20, 30)] == [0.0, 2.5, 5.0, 15.0, 25.0, 25.0]
+
+
+class Slow(SyntheticLatents):
+    """Takes 20 ms for a batch."""
+
+    def __next__(self) -> Any:
+        time.sleep(0.02)
+        return super().__next__()
+
+
+def run(folder: Path, *words: str) -> tuple[dict[str, Any], float]:
+    """The summary of a run, and the seconds that it took as seen from outside."""
+    composed = compose([*RUN, f"run_dir={folder}", "save_every=10", *words])
+    began = time.perf_counter()
+    return train(composed), time.perf_counter() - began
+
+
+def test_a_run_and_its_restart_add_up_to_the_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """20 steps, of which the last 10 are lost; a pause; 30 steps from the tenth on."""
+    monkeypatch.setattr(goodput, "EVERY", 0.0)
+    run(tmp_path / "imports", "total_samples=8")
+    folder = tmp_path / "run"
+    first, seconds = run(folder, "total_samples=160")
+    began = time.perf_counter() - seconds
+    assert sum(first["time"].values()) == pytest.approx(seconds, rel=0.01, abs=0.02)
+    assert first["goodput"] == pytest.approx(first["time"]["steps"] / sum(first["time"].values()))
+    reached = {int(step): value for step, value in json.loads((folder / goodput.FILE).read_text())["reached"].items()}
+    shutil.rmtree(folder / "checkpoints" / "step-20")
+    (folder / "summary.json").unlink()
+    time.sleep(0.5)
+    second, _ = run(folder, "total_samples=320")
+    account = second["time"]
+    assert sum(account.values()) == pytest.approx(time.perf_counter() - began, rel=0.01, abs=0.03)
+    assert account["idle"] == pytest.approx(0.5, abs=0.1)
+    assert account["redone"] == pytest.approx(reached[20] - reached[10], rel=0.05, abs=1e-3) > 0.0
+    assert account["warm_up"] > first["time"]["warm_up"]
+    assert account["saving"] > first["time"]["saving"] > 0.0
+    shown = told(account)
+    assert "redone" in shown
+    assert sum(float(part.split("%")[0]) for part in shown.split(", ")) == pytest.approx(100.0, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"seconds": {}}', '{"first": "x", "last": 0, "seconds": {}, "reached": {}}']
+)
+def test_a_damaged_account_begins_anew(tmp_path: Path, content: str):
+    (tmp_path / goodput.FILE).write_text(content)
+    account = Account()
+    account.resume(tmp_path / goodput.FILE, 5)
+    assert account.seconds["idle"] == account.seconds["redone"] == 0.0
+    assert account.first == account.began
+
+
+def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
+    file = tmp_path / goodput.FILE
+    account = Account()
+    account.write(file, 3, now=True)
+    later = json.loads(file.read_text()) | {"last": time.time() + 3600.0}
+    file.write_text(json.dumps(later))
+    account = Account()
+    account.resume(file, 3)
+    assert account.seconds["idle"] == 0.0
+
+
+def test_waiting_for_data_is_told_once_with_its_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    quiet, _ = run(tmp_path / "quick", "total_samples=80")
+    assert "data-bound" not in capsys.readouterr().out
+    slow, _ = run(tmp_path / "slow", "total_samples=160", "extensions=[tests]", "data._target_=tests.test_goodput.Slow")
+    said = capsys.readouterr().out
+    assert said.count("data-bound") == 1
+    assert "of the step goes by before a batch is there; try data=resident, data.num_workers" in said
+    assert slow["time"]["data_wait"] == pytest.approx(20 * 0.02, rel=0.2)
+    assert quiet["time"]["data_wait"] < 0.1
+
+
+def test_waiting_for_launches_is_told_with_what_is_left_to_try():
+    account, left = Account(), ["runtime.cuda_graph=true"]
+    window = {"samples_per_s": 1000.0, "data_wait": 0.02}
+    assert account.advice(window, 10, 9.0, left) == ""
+    assert account.advice(window, 10, None, left) == ""
+    assert account.advice(window, 10, 5.0, left) == (
+        "launch-bound: the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches otherwise; "
+        "try runtime.cuda_graph=true, a larger batch_size"
+    )
+    assert account.advice(window, 10, 5.0, left) == ""
+    assert "data-bound: 20%" in account.advice(window | {"data_wait": 0.2}, 10, 5.0, left)
