@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from data.synthetic import SyntheticLatents
+from tests import pace
 from tests.test_tuning import SMALL
 from train import train
 from training import goodput
@@ -66,7 +67,7 @@ def test_a_run_and_its_restart_add_up_to_the_wall_clock(tmp_path: Path, monkeypa
     first, seconds = run(folder, "total_samples=160")
     began = time.perf_counter() - seconds
     assert sum(first["time"].values()) == pytest.approx(seconds, rel=0.01, abs=0.02)
-    assert first["goodput"] == pytest.approx(first["time"]["steps"] / sum(first["time"].values()))
+    assert first["goodput"] == pytest.approx(first["time"]["steps"] / sum(first["time"].values()), rel=0.01)
     reached = {int(step): value for step, value in json.loads((folder / goodput.FILE).read_text())["reached"].items()}
     shutil.rmtree(folder / "checkpoints" / "step-20")
     (folder / "summary.json").unlink()
@@ -74,7 +75,7 @@ def test_a_run_and_its_restart_add_up_to_the_wall_clock(tmp_path: Path, monkeypa
     second, _ = run(folder, "total_samples=320")
     account = second["time"]
     assert sum(account.values()) == pytest.approx(time.perf_counter() - began, rel=0.01, abs=0.03)
-    assert account["idle"] == pytest.approx(0.5, abs=0.1)
+    assert 0.5 <= account["idle"] < pace.limit(1.5)
     assert account["redone"] == pytest.approx(reached[20] - reached[10], rel=0.05, abs=1e-3) > 0.0
     assert account["warm_up"] > first["time"]["warm_up"]
     assert account["saving"] > first["time"]["saving"] > 0.0

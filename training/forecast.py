@@ -8,6 +8,7 @@ data sheet's rates. No constant here was checked on a GPU yet.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -203,7 +204,12 @@ class Forecast:
         """Phase -> the bytes at its peak."""
         lasting, kept = self.lasting, self.kept
         whole = self.of_updates([u.lasting.weights for u in self.updates])
-        batches = (self.cfg.accumulation_steps - min(2, self.cfg.accumulation_steps)) * self.batch_bytes
+        sizes = (self.spec.channels, self.spec.height, self.spec.width)
+        batches = (
+            (self.cfg.accumulation_steps - min(2, self.cfg.accumulation_steps))
+            * self.samples
+            * (4.0 * math.prod(sizes) + 8.0)
+        )
         held = Needs(
             lasting["weights"] + self.gathered, 0.0, lasting["optimizer"], lasting["averages"], 0.0, 0.0, 0.0, 0.0, 0.0
         )
@@ -231,10 +237,6 @@ class Forecast:
     @property
     def needs(self) -> Needs:
         return self.phases[self.phase]
-
-    @property
-    def batch_bytes(self) -> float:
-        return 4.0 * self.samples * self.spec.channels * self.spec.height * self.spec.width + 8.0 * self.samples
 
     @property
     def gathered(self) -> float:
@@ -282,27 +284,25 @@ class Forecast:
         of_pass, of_update = self.of_passes(costs(self.passes)), self.of_updates(costs(self.updates))
         flops = self.of_passes([sum(n * op.flops for op, n in p.ops.items()) for p in self.passes])
         hidden = max(0.0, 3.0 * self.model.flops_per_sample() * self.samples - flops)  # in attention and fused kernels
-        of_pass += hidden / (self.reached(card)[end] * card.rate(16 if self.narrow else 32, self.cfg.runtime.tf32))
+        bits = 32 if self.cfg.runtime.precision.value == "fp32" else 16
+        of_pass += hidden / (reached(card)[end] * card.rate(bits, self.cfg.runtime.tf32))
         steps = self.cfg.accumulation_steps
         moved = steps * self.of_passes([p.moved for p in self.passes]) + 2.0 * self.lasting["on_host"]
         return steps * of_pass + of_update / self.shards + moved / card.host
 
-    @property
-    def narrow(self) -> bool:
-        return self.cfg.runtime.precision.value != "fp32"
-
-    def reached(self, card: Card) -> Mapping[str, float]:
-        return REACHED_MEASURED if card.measured else REACHED
-
     def cost(self, op: Op, card: Card, end: str) -> float:
         """Seconds of one operation: its work on the device, or its launch by the host."""
-        share = self.reached(card)[end]
+        share = reached(card)[end]
         products = op.flops / (share * card.rate(op.bits, self.cfg.runtime.tf32)) if op.flops else 0.0
         moved = op.bytes * (FUSED[end] if op.fused else 1.0) / (share * card.bandwidth)
         if not self.gpu:
             return max(products, moved)
         launch = 0.0 if self.cfg.runtime.cuda_graph else (LAUNCH_FUSED if op.fused else LAUNCH)[end]
         return max(products, moved, 0.0 if op.fused else KERNEL, launch)
+
+
+def reached(card: Card) -> dict[str, float]:
+    return REACHED_MEASURED if card.measured else REACHED
 
 
 def largest_part(model: Any) -> int:
