@@ -43,6 +43,11 @@ def parts_of(groups: Groups) -> list[Groups]:
     return parts
 
 
+def largest_part(groups: Groups) -> int:
+    """Elements of the largest part."""
+    return max(sum(p.numel() for group in part for p in group["params"]) for part in parts_of(groups))
+
+
 def of_class(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
     """The groups with the parameters that are `wanted`; those without any are left out."""
     found = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]

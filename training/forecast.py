@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from accel.members import PART, parts_of
+from accel.members import PART, largest_part
 from data.loader import LatentSpec
 from training.assemble import Training
 from training.cards import GIB, Card, this_card
@@ -205,11 +205,8 @@ class Forecast:
         lasting, kept = self.lasting, self.kept
         whole = self.of_updates([u.lasting.weights for u in self.updates])
         sizes = (self.spec.channels, self.spec.height, self.spec.width)
-        batches = (
-            (self.cfg.accumulation_steps - min(2, self.cfg.accumulation_steps))
-            * self.samples
-            * (4.0 * math.prod(sizes) + 8.0)
-        )
+        more = max(0, self.cfg.accumulation_steps - 2) * self.samples  # two micro-batches are counted
+        batches = more * (4.0 * math.prod(sizes) + 8.0)
         held = Needs(
             lasting["weights"] + self.gathered, 0.0, lasting["optimizer"], lasting["averages"], 0.0, 0.0, 0.0, 0.0, 0.0
         )
@@ -260,10 +257,10 @@ class Forecast:
         if not runtime.offload_optimizer and runtime.weights.value != "bf16":
             return self.of_updates([u.optimizer for u in self.updates]) / self.shards
         few = build_on_meta(self.cfg.model | {"depth": self.depths[-1]}, self.spec)
-        part = largest_part(self.model)
+        part = largest_part(parameter_groups(self.model, 0.0))
         draws = runtime.weights.value == "bf16" and runtime.rounding.value == "stochastic"
         rounding = 4.0 * part + DRAW * min(part, PART) if draws else 0.0
-        return max(rounding, self.updates[-1].optimizer * part / largest_part(few))
+        return max(rounding, self.updates[-1].optimizer * part / largest_part(parameter_groups(few, 0.0)))
 
     @property
     def average_bytes(self) -> float:
@@ -303,13 +300,6 @@ class Forecast:
 
 def reached(card: Card) -> dict[str, float]:
     return REACHED_MEASURED if card.measured else REACHED
-
-
-def largest_part(model: Any) -> int:
-    """Elements of the largest part that an update takes at a time."""
-    return max(
-        sum(p.numel() for group in part for p in group["params"]) for part in parts_of(parameter_groups(model, 0.0))
-    )
 
 
 def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
