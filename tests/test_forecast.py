@@ -94,7 +94,12 @@ def sampled(seed: int) -> list[str]:
     return [*LATENTS, *(" ".join(words)).split()]
 
 
-@pytest.mark.parametrize("seed", range(30))
+def marked(seed: int) -> Any:
+    """Compiled ones take long, so two thirds run with the slow tests."""
+    return pytest.param(seed, marks=[pytest.mark.slow] if "runtime.compile=true" in sampled(seed) or seed % 2 else [])
+
+
+@pytest.mark.parametrize("seed", map(marked, range(30)))
 def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.MonkeyPatch):
     words = sampled(seed)
     if "optim=adamw_8bit" in words:
@@ -107,12 +112,4 @@ def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.Mo
         return Forecast(cfg, spec, gpu=False), counted_peak(words)
 
     forecast, counted = pretended(both)()
-    print(
-        seed,
-        forecast.needs.total / counted,
-        forecast.phase,
-        " ".join(words[6:]),
-        {k: v.total for k, v in forecast.phases.items()},
-        counted,
-    )
     assert forecast.needs.total == pytest.approx(counted, rel=0.05), (words, forecast.phases)

@@ -62,7 +62,7 @@ LESS = [
     (["runtime.residual_in_fp32=false", "runtime.precision=bf16"], "kept"),
     (["runtime.fused_add_norm=auto", "runtime.fused_scan=true"], "kept"),
     (["model=conv_xs", "model.dim=64", "runtime.fused_conv=true"], "kept"),
-    (["runtime.compile=true"], "kept"),
+    pytest.param(["runtime.compile=true"], "kept", marks=pytest.mark.slow),
     (CHECKPOINTS, "kept"),
     ([*CHECKPOINTS, "runtime.checkpoint_policy=every_2"], "kept"),
     ([*CHECKPOINTS, "runtime.checkpoint_policy=selective"], "kept"),

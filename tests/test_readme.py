@@ -15,7 +15,7 @@ from scripts.bench.__main__ import main as bench
 from scripts.bench.rows import Results
 from scripts.doctor import main as doctor
 from scripts.evaluate import EvaluateConfig, evaluate_run
-from scripts.plan import main as plan
+from scripts.plan.__main__ import main as plan
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
@@ -70,7 +70,8 @@ def module(name: str, words: list[str]) -> None:
     elif name == "scripts.report":
         assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":
-        plan([*words, "data.height=4", "data.width=4", "data.count=2", "model.dim=64", "gpus=[1,8]"])
+        small = ["data.height=4", "data.width=4", "data.count=2", "model.dim=64", "model.depth=3"]
+        plan([*words, *small, *(["gpus=[1,8]"] if words[0] == "scale" else [])])
     elif name == "scripts.doctor":
         assert doctor(words) == 0
     elif words[0] == "gpu":

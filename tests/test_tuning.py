@@ -75,6 +75,7 @@ def test_the_budget_is_kept_whatever_hangs(monkeypatch: pytest.MonkeyPatch):
     assert found["tried"][1]["refusal"] == "the budget was over before it was measured"
 
 
+@pytest.mark.slow
 def test_one_that_exhausts_the_memory_is_tried_alone_and_then_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PLANT", "memory:8")
     monkeypatch.setattr(tuning, "stages_of", stages(2))
