@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,24 @@ def test_one_that_exhausts_the_memory_is_tried_alone_and_then_refused(monkeypatc
 
 def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.MonkeyPatch):
     """The first that fits by its forecast; a limit that nothing meets is an error, before anything is tried."""
-    cfg = compose([*SMALL, "batch_size=16", "runtime=auto", "data.height=16", "data.width=16"]).cfg
+    cfg = compose([*SMALL, "model.depth=6", "batch_size=16", "runtime=auto", "data.height=16", "data.width=16"]).cfg
     spec = tuning.latents_of(cfg.data, 0, 1e9)[0]
 
     def needs(**changes: Any) -> float:
         return Forecast(tuning.changed(cfg, changes), spec, gpu=False, resident=2.2 * 64 * 256).needs.total
 
-    for limit, wanted in ((needs(), {}), (needs(accumulation_steps=4), {"accumulation_steps": 4})):
+    recomputed = {"gradient_checkpointing": True, "checkpoint_policy": "blocks"}
+    halves = {"accumulation_steps": 2}
+    for limit, wanted in (
+        (needs(), {}),
+        (needs(**halves), halves),
+        (needs(**recomputed, **halves), recomputed | halves),
+    ):
         monkeypatch.setattr(tuning, "memory_of", lambda _, limit=limit: 1.001 * limit / tuning.USABLE)
         assert tuning.fitting(cfg, CPU, 1)[0] == wanted
     monkeypatch.setattr(tuning, "memory_of", lambda _: 1e5)
     with pytest.raises(ValueError, match=r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"):
-        tuning.fitting(cfg, CPU, 1)
+        tuning.fitting(replace(cfg, batch_size=1), CPU, 1)
 
 
 def test_candidates_go_with_the_rest_of_the_configuration():

@@ -150,8 +150,8 @@ class Contest:
     ) -> Contestant | None:
         """The fastest of the champion, who stays unless another is clearly faster, and new candidates."""
         self.tried += new
-        self.alive = [champion] if champion else []
-        everyone = [*self.alive]
+        everyone = [champion] if champion else []
+        self.alive = [c for c in everyone if c.process.poll() is None]
         for candidate in new:
             if time.monotonic() + self.longest > self.deadline:
                 candidate.refusal = LATE

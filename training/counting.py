@@ -75,6 +75,7 @@ class Tracker(TorchDispatchMode):
         self.peaks: dict[Place, Peak] = {}
         self.ops: Counter[Op] = Counter()
         self.in_compiled = False
+        self.having_gradients: set[int] = set()
         self.known: dict[int, Any] = {}
 
     @classmethod
@@ -110,7 +111,9 @@ class Tracker(TorchDispatchMode):
     def note_gradient(self, parameter: Tensor) -> None:
         """A hook that PyTorch calls when a gradient has been accumulated."""
         assert parameter.grad is not None
-        self.gradients += parameter.grad.nbytes
+        if id(parameter) not in self.having_gradients:  # later micro-batches add to it
+            self.having_gradients.add(id(parameter))
+            self.gradients += parameter.grad.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -106,11 +106,8 @@ class Forecast:
         """Of a run that is warm: what lasts and what its blocks keep is known, so only an eager pass is counted."""
         own, gpu = cls.__new__(cls), training.device.type == "cuda"
         own.describe(training.cfg, training.loader.spec, training.ranks.world_size, gpu)
-        own.resident, own.compiled, own.kept_in_blocks = (
-            0.0,
-            training.stack.value("compile") is True,
-            training.stack.kept,
-        )
+        own.resident, own.kept_in_blocks = 0.0, training.stack.kept
+        own.compiled = training.stack.value("compile") is True
         eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False))
         with torch.random.fork_rng([]), as_on_a_gpu() if gpu else nullcontext():
             own.passes = [passed(eager, own.spec, depth, own.samples, own.compiled) for depth in own.depths]
@@ -268,12 +265,12 @@ class Forecast:
         parts = EMA(self.model, 1.0).parts
         return 4.0 * max(sum(average.numel() for _, average in part) for part in parts) / self.shards
 
-    def time(self, card: Card, communication: float = 0.0) -> Time:
-        """Seconds of a step; `communication` are those that computing cannot hide."""
-        return Time(*(self.seconds(card, end) + communication for end in ("best", "worst")))
+    def time(self, card: Card) -> Time:
+        """Seconds of a step, without communication."""
+        return Time(self.seconds(card, "best"), self.seconds(card, "worst"))
 
     def seconds(self, card: Card, end: str) -> float:
-        """Of a step without communication, at `end` of the range."""
+        """The time at one end of the range."""
 
         def costs(counted: Sequence[Passed | Updated]) -> list[float]:
             return [sum(n * self.cost(op, card, end) for op, n in some.ops.items()) for some in counted]
@@ -317,6 +314,7 @@ def predicted(training: Training) -> dict[str, float | None]:
     """What a warm run should come to: `peak_gib` reserved, and `step_ms` at best and at worst, None on a card whose
     rates are not known. On a GPU the peak to compare with is `memory_reserved_peak`, without the driver's context."""
     found = Forecast.of_run(training)
+    training.stack.on_process()  # the small models set flags of their own
     card = this_card(training.device, memory_of(training.device))
     time = found.time(card) if card else None
     ends = {f"step_ms_{end}": 1e3 * getattr(time, end) if time else None for end in ("best", "worst")}

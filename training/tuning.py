@@ -43,6 +43,8 @@ FILE = "tuning.json"
 """Of a run folder."""
 USABLE = 0.95
 """Share of the device's memory that a forecast may take."""
+WORTH = 8
+"""Samples of a micro-batch below which recomputing is tried first."""
 KINDS = {"attention": AttentionName, "checkpoint_policy": CheckpointPolicyName, "compile_scope": CompileScope}
 KERNELS = ("fused_add_norm", "fused_scan", "fused_conv")
 
@@ -113,19 +115,19 @@ def fitting(cfg: TrainConfig, device: torch.device, processes: int) -> tuple[Cha
     """
     memory = memory_of(device)
     spec, resident = latents_of(cfg.data, cfg.seed, memory)
-    policies = ("selective", "blocks")
+    policies = () if cfg.runtime.gradient_checkpointing else ("selective", "blocks")
     recompute: list[Changes] = [{}, *({"gradient_checkpointing": True, "checkpoint_policy": p} for p in policies)]
     most = cfg.batch_size // processes
     steps = [n for n in (cfg.accumulation_steps << k for k in range(20)) if n <= most and most % n == 0]
+    how = {"gpus": processes, "resident": resident, "gpu": device.type == "cuda"}
     tried: list[float] = []
-    for changes in ({**some, "accumulation_steps": n} for some in recompute for n in steps[:: 1 if not some else 2]):
-        needs = Forecast(
-            changed(cfg, changes), spec, gpus=processes, resident=resident, gpu=device.type == "cuda"
-        ).needs
-        tried.append(needs.total)
-        if needs.total <= USABLE * memory:
-            given = {"accumulation_steps": cfg.accumulation_steps}
-            return {k: v for k, v in changes.items() if given.get(k) != v}, spec
+    for some, n in ((some, n) for some in recompute for n in steps):
+        if some is not recompute[-1] and most // n < min(WORTH, most // cfg.accumulation_steps):
+            continue
+        changes = some | ({"accumulation_steps": n} if n != cfg.accumulation_steps else {})
+        tried.append(Forecast(changed(cfg, changes), spec, **how).needs.total)
+        if tried[-1] <= USABLE * memory:
+            return changes, spec
     raise ValueError(
         f"runtime.tune=true: a step needs {min(tried) / 2**30:.3g} GiB at least, of {memory / 2**30:.3g}; "
         f"use a smaller model or batch_size, or ask `python -m scripts.plan` for what makes it fit."
@@ -136,17 +138,10 @@ def facts_of(cfg: TrainConfig, spec: LatentSpec, device: torch.device, processes
     """All that a choice depends on, as a hash."""
     sources = sorted(file for part in ("accel", "models", "training") for file in (ROOT / part).rglob("*.py"))
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
-    sizes = (
-        spec.channels,
-        spec.height,
-        spec.width,
-        spec.num_classes,
-        cfg.batch_size,
-        cfg.accumulation_steps,
-        processes,
-    )
-    parts = (device_name(device), version("torch"), code, cfg.model, cfg.optim, cfg.runtime, cfg.deterministic, sizes)
-    return hashlib.sha256(repr((*parts, memory_of(device))).encode()).hexdigest()[:32]
+    latents = (spec.channels, spec.height, spec.width, spec.num_classes)
+    of_run = (cfg.model, cfg.optim, cfg.runtime, cfg.deterministic, cfg.batch_size, cfg.accumulation_steps, processes)
+    machine = (device_name(device), memory_of(device), version("torch"), code)
+    return hashlib.sha256(repr((machine, latents, of_run)).encode()).hexdigest()[:32]
 
 
 def tuned(
@@ -170,9 +165,8 @@ def choice_of(cfg: TrainConfig, device: torch.device, processes: int, folder: Pa
     if found := read(file, cfg):
         return found
     print(f"Trying techniques for at most {cfg.runtime.tune_seconds:.0f} s …", file=sys.stderr, flush=True)
-    contest = Contest(
-        partial(changed, cfg), {"spec": spec.as_dict(), "device": str(device), "processes": processes}, deadline
-    )
+    job = {"spec": spec.as_dict(), "device": str(device), "processes": processes}
+    contest = Contest(partial(changed, cfg), job, deadline)
     chosen = contest.run(needed | technique_changes(cfg, device)[0], stages_of(cfg, device, processes))
     found = {"words": words_of(chosen), "changes": chosen, "tried": [c.as_dict() for c in contest.tried]}
     if any(row["step_ms"] for row in found["tried"]):
