@@ -17,6 +17,35 @@ FAULTS = {
 }
 
 
+class Fixed(Denoiser):
+    """Knows its depth itself."""
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        height: int,
+        width: int,
+        num_classes: int,
+        dim: int,
+        head_dim: int,
+        patch_size: int,
+        mixer: Any,
+        mlp_ratio: float,
+        drop_path: float,
+    ) -> None:
+        image = {"channels": channels, "height": height, "width": width, "num_classes": num_classes}
+        sizes = {"dim": dim, "depth": 3, "head_dim": head_dim, "patch_size": patch_size, "mlp_ratio": mlp_ratio}
+        super().__init__(**image, **sizes, mixer=mixer, drop_path=drop_path)
+
+
+class Looking(Denoiser):
+    """Looks at a value, which fake tensors have not."""
+
+    def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
+        return super().forward(x, *others, **more) * (1.0 if float(x.sum()) else 2.0)
+
+
 class Planted(Denoiser):
     def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
         fault = FAULTS.get(len(x))

@@ -21,6 +21,9 @@ from training.goodput import Account, Clock, between, told
 RUN = [*SMALL, "model.dim=16", "runtime=eager", "batch_size=8", "eval_every=0", "sample_every=0", "log_every=2"]
 
 
+NEVER = json.dumps({"first": 0.0, "last": 0.0, "seconds": dict.fromkeys(goodput.KINDS, float("nan")), "reached": {}})
+
+
 def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
     now = iter([0.0, 3.0, 5.0, 6.0, 8.0, 9.0, 10.0, 15.0])
     monkeypatch.setattr(goodput.time, "perf_counter", lambda: next(now))

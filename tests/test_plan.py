@@ -192,6 +192,17 @@ def test_a_warm_run_predicts_what_the_plan_does(compiled: bool, monkeypatch: pyt
     assert predicted(training)["peak_gib"] == pytest.approx(plan, rel=0.05)
 
 
+def test_models_of_other_makes_are_counted_whole_or_refused():
+    words = [word for word in BASE if word != "model.depth=6"]
+    of_ours = forecast_of([*words, "model.depth=3"], PlanConfig(), H200).needs.total
+    own = ["extensions=[tests]", "model._target_=tests.planted_tuning."]
+    fixed = forecast_of([*words, own[0], f"{own[1]}Fixed", "~model.depth"], PlanConfig(), H200)
+    assert fixed.depths == [3]
+    assert fixed.needs.total == pytest.approx(of_ours, rel=1e-3)
+    with pytest.raises(ValueError, match=r"model._target_=tests.planted_tuning.Looking: its step cannot be counted"):
+        forecast_of([*BASE, own[0], f"{own[1]}Looking"], PlanConfig(), H200)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

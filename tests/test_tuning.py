@@ -59,8 +59,9 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.
     assert tuning.tuned(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(found))
     (tmp_path / tuning.FILE).write_text(json.dumps({"words": "", "changes": {"accumulation_steps": 2}, "tried": []}))
     assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 2
-    for damaged in ("{", "[]", '{"changes": {"no_such_key": 1}}', '{"changes": {"accumulation_steps": 3}}'):
-        (tmp_path / tuning.FILE).write_text(damaged)
+    wrong = ({"no_such_key": True}, {"compile": "x"}, {"accumulation_steps": 3})
+    for content in ("{", "[]", *(json.dumps({"changes": some, "words": "", "tried": []}) for some in wrong)):
+        (tmp_path / tuning.FILE).write_text(content)
         assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 4
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,36 +19,25 @@ from typing import NamedTuple
 import torch
 
 from accel.members import PART, largest_part
+from accel.technique import first_line
 from data.loader import LatentSpec
 from training.assemble import Training
 from training.cards import GIB, Card, this_card
 from training.config.schema import CheckpointPolicyName, TrainConfig
-from training.counting import Op, Passed, Peak, Place, Updated, as_on_a_gpu, on_a_line, passed, updated
+from training.counting import Passed, Updated, as_on_a_gpu, on_a_line, passed, updated, with_depth
 from training.ema import EMA
 from training.memory import Bytes, lasting_bytes, memory_of
 from training.optim import parameter_groups
 from training.pretrained import build_on_meta
+from training.roofline import Running, Time, seconds_of
+from training.tracker import Op, Peak, Place
 
 CONTEXT = 0.6 * GIB
 """The driver's context, and the workspaces of cuBLAS and cuDNN."""
 SLACK = 0.04
 """Share of the live bytes by which the caching allocator reserves more."""
-REACHED = {"best": 0.85, "worst": 0.5}
-"""Share of a data sheet's rates that kernels reach."""
-REACHED_MEASURED = {"best": 1.0, "worst": 0.7}
-"""The same of rates that were measured with large products and copies."""
-FUSED = {"best": 0.15, "worst": 0.5}
-"""Share of its bytes that an operation in a compiled block still moves."""
-KERNEL = 2e-6
-"""Seconds that the smallest kernel takes."""
-LAUNCH = {"best": 4e-6, "worst": 10e-6}
-"""Seconds in which the host launches an operation; none where the step is replayed as a graph."""
 DRAW = 19.0
 """Bytes an element that drawing the bits of stochastic rounding takes, for `PART` elements at a time; as counted."""
-LAUNCH_FUSED = {"best": 0.5e-6, "worst": 2e-6}
-"""The same for one that shares its kernel with others."""
-
-
 UPDATES: dict[str, Updated] = {}
 
 
@@ -72,24 +61,12 @@ class Needs(NamedTuple):
         return sum(self)
 
 
-class Time(NamedTuple):
-    """Seconds of a step at best and at worst."""
-
-    best: float
-    worst: float
-
-    @property
-    def middle(self) -> float:
-        """The geometric mean."""
-        return (self.best * self.worst) ** 0.5
-
-
 class Forecast:
     """What a configuration takes of one GPU of `gpus` that share each batch.
 
     `spec` describes its latents, `resident` are bytes of them on the device. `gpu=False` counts what this machine's CPU
     would do: techniques that it cannot have are off. Random number generators stay as they are, process-wide flags do
-    not: building a run sets them both ways. Counting takes seconds.
+    not: building a run sets them both ways. Counting takes seconds. ValueError for a model that cannot be counted.
     """
 
     def __init__(
@@ -97,7 +74,7 @@ class Forecast:
     ) -> None:
         self.describe(cfg, spec, gpus, gpu)
         self.resident, self.compiled, self.kept_in_blocks = resident, cfg.runtime.compile, None
-        with torch.random.fork_rng([]), as_on_a_gpu() if gpu else nullcontext():
+        with self.counting():
             self.passes = [passed(cfg, spec, depth, self.samples) for depth in self.depths]
             self.updates, self.updated_at = [self.update_at(depth) for depth in self.depths], self.depths
 
@@ -109,7 +86,7 @@ class Forecast:
         own.resident, own.kept_in_blocks = 0.0, training.stack.kept
         own.compiled = training.stack.value("compile") is True
         eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False))
-        with torch.random.fork_rng([]), as_on_a_gpu() if gpu else nullcontext():
+        with own.counting():
             own.passes = [passed(eager, own.spec, depth, own.samples, own.compiled) for depth in own.depths]
         lasting = Bytes(*(own.shards * size for size in lasting_bytes(training)))
         moved = sum(lasting) + 2 * (lasting.weights + lasting.averages)
@@ -121,13 +98,28 @@ class Forecast:
         self.samples = max(1, cfg.batch_size // cfg.accumulation_steps // gpus)
         mode = cfg.runtime.parallel.mode.value
         self.mode = "none" if gpus == 1 else "ddp" if mode in ("auto", "none") else mode
-        self.depth: int = cfg.model["depth"]
+        self.model = build_on_meta(cfg.model, spec)
+        self.depth = self.model.depth
         every_2 = cfg.runtime.gradient_checkpointing and cfg.runtime.checkpoint_policy is CheckpointPolicyName.every_2
         self.period = 2 if every_2 else 1
         """Blocks after which the next ones are like the first."""
         first = (2 + self.depth % 2) if every_2 else 1
-        self.depths = [first, first + self.period] if self.depth > first + self.period else [self.depth]
-        self.model = build_on_meta(cfg.model, spec)
+        few = "depth" in cfg.model and self.depth > first + self.period
+        self.depths = [first, first + self.period] if few else [self.depth]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """ValueError for a model of the user's own that does something else with fake tensors than compute."""
+        try:
+            with torch.random.fork_rng([]), as_on_a_gpu() if self.gpu else nullcontext():
+                yield
+        except (ValueError, ImportError):
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"model._target_={self.cfg.model.get('_target_')}: its step cannot be counted without a device "
+                f"({first_line(error)}); `python -m scripts.bench step` measures it."
+            ) from error
 
     def update_at(self, depth: int) -> Updated:
         """`updated`, which knows no batch: once for all forecasts of a process that differ in nothing else."""
@@ -253,7 +245,7 @@ class Forecast:
         runtime = self.cfg.runtime
         if not runtime.offload_optimizer and runtime.weights.value != "bf16":
             return self.of_updates([u.optimizer for u in self.updates]) / self.shards
-        few = build_on_meta(self.cfg.model | {"depth": self.depths[-1]}, self.spec)
+        few = build_on_meta(with_depth(self.cfg.model, self.depths[-1]), self.spec)
         part = largest_part(parameter_groups(self.model, 0.0))
         draws = runtime.weights.value == "bf16" and runtime.rounding.value == "stochastic"
         rounding = 4.0 * part + DRAW * min(part, PART) if draws else 0.0
@@ -271,32 +263,19 @@ class Forecast:
 
     def seconds(self, card: Card, end: str) -> float:
         """The time at one end of the range."""
+        device = Running(card, self.cfg.runtime.tf32, self.cfg.runtime.cuda_graph, self.gpu)
 
         def costs(counted: Sequence[Passed | Updated]) -> list[float]:
-            return [sum(n * self.cost(op, card, end) for op, n in some.ops.items()) for some in counted]
+            return [sum(n * seconds_of(op, device, end) for op, n in some.ops.items()) for some in counted]
 
         of_pass, of_update = self.of_passes(costs(self.passes)), self.of_updates(costs(self.updates))
         flops = self.of_passes([sum(n * op.flops for op, n in p.ops.items()) for p in self.passes])
         hidden = max(0.0, 3.0 * self.model.flops_per_sample() * self.samples - flops)  # in attention and fused kernels
         bits = 32 if self.cfg.runtime.precision.value == "fp32" else 16
-        of_pass += hidden / (reached(card)[end] * card.rate(bits, self.cfg.runtime.tf32))
+        of_pass += seconds_of(Op(int(hidden), 0, bits, False), device, end)
         steps = self.cfg.accumulation_steps
         moved = steps * self.of_passes([p.moved for p in self.passes]) + 2.0 * self.lasting["on_host"]
         return steps * of_pass + of_update / self.shards + moved / card.host
-
-    def cost(self, op: Op, card: Card, end: str) -> float:
-        """Seconds of one operation: its work on the device, or its launch by the host."""
-        share = reached(card)[end]
-        products = op.flops / (share * card.rate(op.bits, self.cfg.runtime.tf32)) if op.flops else 0.0
-        moved = op.bytes * (FUSED[end] if op.fused else 1.0) / (share * card.bandwidth)
-        if not self.gpu:
-            return max(products, moved)
-        launch = 0.0 if self.cfg.runtime.cuda_graph else (LAUNCH_FUSED if op.fused else LAUNCH)[end]
-        return max(products, moved, 0.0 if op.fused else KERNEL, launch)
-
-
-def reached(card: Card) -> dict[str, float]:
-    return REACHED_MEASURED if card.measured else REACHED
 
 
 def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:

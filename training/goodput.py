@@ -9,6 +9,7 @@ process did since it wrote its account last, seconds before, counts here too.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from bisect import bisect_right
@@ -18,10 +19,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from accel.text import as_json
+from accel.text import as_json, is_figure
 from data.manifest import write_atomically
 from training.python import STARTED
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a file of ours ends with where it is not there, or has values of another type."""
 FILE = "time.json"
 """Of a run folder."""
 KINDS = ("start", "warm_up", "steps", "data_wait", "evaluation", "sampling", "saving", "redone", "idle")
@@ -90,10 +93,12 @@ class Account:
 
         A damaged one is lost: the account then begins with this process.
         """
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        with suppress(*UNREADABLE):
             found = json.loads(file.read_text())
             seconds = {kind: float(found["seconds"][kind]) for kind in KINDS}
             reached = {int(at): float(value) for at, value in found["reached"].items()}
+            if not all(0.0 <= value < math.inf for value in (*seconds.values(), *reached.values())):
+                return
             idle, first = max(0.0, self.began - float(found["last"])), float(found["first"])
             redone = max(0.0, seconds["steps"] - between(reached, step))
             moved = {"idle": idle, "redone": redone, "steps": -redone}
@@ -167,8 +172,9 @@ def keys_for(bound: str, left: Collection[str]) -> list[str]:
     return [*(word for word in wanted if word in left), "a larger batch_size"]
 
 
-def told(seconds: Mapping[str, float]) -> str:
-    """The kinds with their shares, largest first, in one line."""
-    whole = max(1e-9, sum(seconds.values()))
-    shown = sorted(((s, kind) for kind, s in seconds.items() if s > 0.0005 * whole), reverse=True)
+def told(seconds: Any) -> str:
+    """The kinds with their shares, largest first, in one line; nothing of what is no account."""
+    known = {k: float(s) for k, s in seconds.items() if is_figure(s)} if isinstance(seconds, dict) else {}
+    whole = max(1e-9, sum(known.values()))
+    shown = sorted(((s, kind) for kind, s in known.items() if s > 0.0005 * whole), reverse=True)
     return ", ".join(f"{s / whole:.1%} {kind}" for s, kind in shown)

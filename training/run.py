@@ -27,7 +27,7 @@ from training.config.schema import TrainConfig
 from training.config.yaml_text import as_yaml, from_yaml, read_config
 from training.environment import describe_environment, pick_device, refuse_contradictions
 from training.forecast import predicted
-from training.goodput import CLOCK, Account
+from training.goodput import CLOCK, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE
 from training.metrics_file import NAME as METRICS_FILE
 from training.metrics_file import append_metrics, drop_after, read_metrics
@@ -40,9 +40,6 @@ from training.state import TrainState
 from training.tuning import FILE as TUNING_FILE
 from training.tuning import ledger_row as tuning_row
 from training.tuning import tuned
-
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
-"""What reading an earlier run ends with where a file of it is not there, or has values of another type."""
 
 
 class Run:
@@ -119,7 +116,11 @@ class Run:
         """On a GPU: says what memory and time warm-up lets expect; the summary compares."""
         self.stack = training.stack
         if self.device.type == "cuda":
-            self.predicted = predicted(training)
+            try:
+                self.predicted = predicted(training)
+            except ValueError as error:
+                warnings.warn(f"nothing is predicted: {error}", stacklevel=2)
+                return
             told = {name: value if value is None else round(value, 3) for name, value in self.predicted.items()}
             self.ranks.say(f"predicted: {told}")
 

@@ -36,6 +36,7 @@ from training.config.compose import ROOT
 from training.config.schema import AttentionName, CheckpointPolicyName, CompileScope, TrainConfig
 from training.contest import Changes, Contest, words_of
 from training.forecast import Forecast
+from training.goodput import UNREADABLE
 from training.memory import memory_of
 from training.process.ranks import Ranks
 
@@ -51,6 +52,9 @@ KERNELS = ("fused_add_norm", "fused_scan", "fused_conv")
 
 def changed(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """The configuration with a candidate's changes, tuning done; ValueError where they do not go together."""
+    for key, value in changes.items():
+        if type(value) is not (int if key == "accumulation_steps" else str if key in KINDS else bool):
+            raise ValueError(f"{key}={value} is of another type than that key.")
     runtime = {k: KINDS[k](v) if k in KINDS else v for k, v in changes.items() if k != "accumulation_steps"}
     steps = changes.get("accumulation_steps", cfg.accumulation_steps)
     found = replace(cfg, accumulation_steps=steps, runtime=replace(cfg.runtime, tune=False, **runtime))
@@ -125,7 +129,11 @@ def fitting(cfg: TrainConfig, device: torch.device, processes: int) -> tuple[Cha
         if some is not recompute[-1] and most // n < min(WORTH, most // cfg.accumulation_steps):
             continue
         changes = some | ({"accumulation_steps": n} if n != cfg.accumulation_steps else {})
-        tried.append(Forecast(changed(cfg, changes), spec, **how).needs.total)
+        try:
+            tried.append(Forecast(changed(cfg, changes), spec, **how).needs.total)
+        except ValueError as error:
+            warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
+            return {}, spec
         if tried[-1] <= USABLE * memory:
             return changes, spec
     raise ValueError(
@@ -180,7 +188,7 @@ def choice_of(cfg: TrainConfig, device: torch.device, processes: int, folder: Pa
 
 def read(file: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     """A choice that was written down; None where there is none, or it is damaged, or does not go with `cfg`."""
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    with suppress(*UNREADABLE):
         found = json.loads(file.read_text())
         changed(cfg, found["changes"])
         ledger_row(found)

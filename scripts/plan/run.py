@@ -23,8 +23,9 @@ from training.cards import GIB, Card, this_card
 from training.components import latents_of
 from training.config.compose import compose
 from training.config.schema import TrainConfig
-from training.forecast import CONTEXT, KERNEL, LAUNCH, REACHED, REACHED_MEASURED, SLACK, Forecast, Time
+from training.forecast import CONTEXT, SLACK, Forecast
 from training.memory import memory_of
+from training.roofline import KERNEL, LAUNCH, REACHED, REACHED_MEASURED, Time
 
 HERE = "here"
 USEFUL = 0.99
@@ -196,6 +197,10 @@ def without_effect(cfg: TrainConfig) -> dict[str, str]:
         found["runtime.compile_mode"] = (
             "changes kernels, not what is kept; the workspace of a compiled block is a bound"
         )
+    if runtime.precision.value == "fp8":
+        found["runtime.fp8_recipe"] = "scales are small beside what they scale; their cost is not told apart"
+    if runtime.parallel.bucket_cap_mb != 25 or runtime.parallel.nccl:
+        found["runtime.parallel"] = "buckets are reckoned as 25 MiB, and NCCL as it comes"
     if any(getattr(runtime, key) == "auto" for key in ("fused_add_norm", "fused_scan", "fused_conv")):
         found["fused kernels"] = "auto is planned as on; the trial on the GPU decides"
     return found

@@ -48,8 +48,7 @@ class History:
         self.checkpoint = (complete(folder / "checkpoints") or [None])[-1]
         self.state = dict(flat(description(self.checkpoint))) if self.checkpoint else {}
         self.summary = read(folder / "summary.json")
-        seconds = read(folder / "time.json").get("seconds")
-        self.time: dict[str, Any] = seconds if isinstance(seconds, dict) else {}
+        self.time = read(folder / "time.json").get("seconds")
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
         self.grids = sorted((int(f.stem.removeprefix("step-")), f) for f in (folder / "samples").glob("step-*.png"))
         files = {file.name: read(file) for file in sorted((folder / "evaluation").glob("*.json"))}
@@ -100,7 +99,7 @@ class History:
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
             "git commit": f"{commit}{changed}" if commit else None,
             "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
-            "time": told({kind: float(s) for kind, s in self.time.items() if is_figure(s)}) or None,
+            "time": told(self.time) or None,
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
             "finished": "yes" if self.summary else "no: there is no summary.json, and figures are the last logged ones",
         }

@@ -195,5 +195,5 @@ def go_on(folder: Path, good: Good, total: int) -> None:
     run.show_rehearsal()
     run.keep_metrics_before(2)
     run.append_metrics({"step": 3, "loss": 1.0})
-    summary_table(run.summarise(good.training.state, Ledger(), 0.0, run.checkpoints()))
+    summary_table(run.summarise(good.training.state, Ledger(), run.checkpoints()))
     run.close()
