@@ -59,8 +59,6 @@ class Updated(NamedTuple):
     lasting: Bytes
     optimizer: float
     """Bytes that the optimizer takes beside what lasts."""
-    ema: float
-    """The same of the averages."""
     ops: Counter[Op]
 
 
@@ -198,8 +196,7 @@ def updated(cfg: TrainConfig, spec: LatentSpec, depth: int, gpu: bool) -> Update
         step.optimizer_step(gradients, one, one > 0)
         tracker.at("ema")
         training.state.ema.update(0.0 * one)
-    by_optimizer, by_ema = (max(0.0, tracker.peaks[phase, None].live - start) for phase in ("optimizer", "ema"))
-    return Updated(lasting, by_optimizer, by_ema, tracker.ops)
+    return Updated(lasting, max(0.0, tracker.peaks["optimizer", None].live - start), tracker.ops)
 
 
 def on_a_line(depths: Sequence[int], values: Sequence[float], depth: int) -> float:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from accel.fused_kernels import FusedKernel
 from accel.members import PART, largest_part
 from accel.technique import first_line
 from data.loader import LatentSpec
@@ -85,12 +86,13 @@ class Forecast:
         own.describe(training.cfg, training.loader.spec, training.ranks.world_size, gpu)
         own.resident, own.kept_in_blocks = 0.0, training.stack.kept
         own.compiled = training.stack.value("compile") is True
-        eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False))
+        kernels = {t.key: t.value is True for t in training.stack.techniques if isinstance(t, FusedKernel)}
+        eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False, **kernels))
         with own.counting():
             own.passes = [passed(eager, own.spec, depth, own.samples, own.compiled) for depth in own.depths]
         lasting = Bytes(*(own.shards * size for size in lasting_bytes(training)))
         moved = sum(lasting) + 2 * (lasting.weights + lasting.averages)
-        own.updates, own.updated_at = [Updated(lasting, 0.0, 0.0, Counter({Op(0, moved, 0, False): 1}))], [own.depth]
+        own.updates, own.updated_at = [Updated(lasting, 0.0, Counter({Op(0, moved, 0, False): 1}))], [own.depth]
         return own
 
     def describe(self, cfg: TrainConfig, spec: LatentSpec, gpus: int, gpu: bool) -> None:
