@@ -125,6 +125,13 @@ def test_candidates_go_with_the_rest_of_the_configuration():
     assert not any("model" in some for some in sharded)
 
 
+def test_what_is_chosen_by_time_is_not_deterministic():
+    with pytest.raises(ValueError, match=r"runtime.tune=true chooses techniques by their time, so runs differ"):
+        compose([*SMALL, "runtime=auto", "deterministic=true"])
+    with pytest.raises(ValueError, match=r"runtime.tune_seconds=0.0 must be above 0"):
+        compose([*SMALL, "runtime.tune_seconds=0"])
+
+
 def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tuning, "stages_of", stages(2))
     run = [*SMALL, "runtime=auto", "batch_size=8", "total_samples=32", f"run_dir={tmp_path / 'run'}", "save_every=2"]

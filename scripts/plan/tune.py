@@ -8,7 +8,7 @@ It is what `runtime=auto` does before training; the file can be read, changed an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.bench.report import table
@@ -34,7 +34,7 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     composed = compose([*words, f"runtime.tune_seconds={cfg.seconds}"])
     train = composed.cfg
     device = pick_device(train.runtime.device.value)
-    _, found = tuned(replace(train, runtime=replace(train.runtime, tune=True)), device, SINGLE)
+    _, found = tuned(train, device, SINGLE)
     rows: list[tuple[object, ...]] = [("candidate", "ms/step", "steps", "")]
     rows += [(row["words"], row["step_ms"], row["steps"] or None, row["refusal"] or "") for row in found["tried"]]
     runtime = {key: value for key, value in found["changes"].items() if key != "accumulation_steps"}

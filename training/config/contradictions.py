@@ -13,7 +13,12 @@ DECIDE_ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
 
 
 def check_compile(runtime: Any, accumulation_steps: int, deterministic: bool) -> None:
-    """ValueError for a mode of compiling that does not go with the rest."""
+    """ValueError for a mode of compiling, or a choice by time, that does not go with the rest."""
+    if runtime.tune and deterministic:
+        raise ValueError(
+            "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down with `python -m "
+            "scripts.plan tune` and use runtime=tuned with deterministic=true."
+        )
     mode = runtime.compile_mode.value
     if not runtime.compile:
         return
