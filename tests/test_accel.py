@@ -48,7 +48,7 @@ def test_every_technique_is_enrolled():
     assert {key_of(variant) for variant in VARIANTS} == {kind.key for kind in TECHNIQUES}
     assert {kind.key for kind in TECHNIQUES} | {option for kind in TECHNIQUES for option in kind.options} == set(
         EAGER
-    ) - {"device", "on_unavailable", "mode", "timeout_minutes", "nccl"}  # of the process group
+    ) - {"device", "on_unavailable", "tune", "tune_seconds", "mode", "timeout_minutes", "nccl"}  # the last: processes'
 
 
 @pytest.mark.parametrize(

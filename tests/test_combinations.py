@@ -46,7 +46,7 @@ def test_every_loader_is_here():
 @pytest.mark.parametrize(("model", "data", "runtime"), pairwise(FAMILIES, list(DATA), choices("runtime")))
 def test_two_steps(model, data, runtime, run):
     words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", "eval_every=1", *DATA[data]]
-    summary = run(*words, *TINY_MODEL)
+    summary = run(*words, *TINY_MODEL, *(["runtime.tune_seconds=1"] if runtime == "auto" else []))
     assert summary["steps"] == 2
     assert 0 < summary["loss"] < 20
     assert summary["ledger"]["compile"]["active"] is (runtime in ("production", "max"))

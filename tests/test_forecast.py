@@ -99,7 +99,7 @@ def marked(seed: int) -> Any:
     return pytest.param(seed, marks=[pytest.mark.slow] if "runtime.compile=true" in sampled(seed) or seed % 2 else [])
 
 
-@pytest.mark.parametrize("seed", map(marked, range(30)))
+@pytest.mark.parametrize("seed", [marked(seed) for seed in range(30)])
 def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.MonkeyPatch):
     words = sampled(seed)
     if "optim=adamw_8bit" in words:
