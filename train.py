@@ -95,7 +95,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 if saving:
                     training.note_skipped_data()
                     checkpoints.save(state, described, scores)
-            run.keep_time(state.step, now=bool(saving))
+            run.keep_time(state, now=bool(saving))
             if done:
                 break
             if asked is Asked.stop:

@@ -292,10 +292,14 @@ def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden
 
 
 def busy_ms(events: Iterable[Any]) -> float | None:
-    """Milliseconds of the device's work among a profiler's events; None where there is no GPU."""
+    """Milliseconds of the device's work among a profiler's events; None where there is no GPU.
+
+    Annotations, which the profiler shows on the device too, span the kernels inside them and count as nothing.
+    """
     if not torch.cuda.is_available():
         return None
-    return sum(e.duration_ns() for e in events if e.device_type() == torch.autograd.DeviceType.CUDA) / 1e6
+    work = (e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation())
+    return sum(e.duration_ns() for e in work) / 1e6
 
 
 def observe_ops(run: Callable[[], object]) -> Counter[str]:

@@ -1,8 +1,8 @@
 """Accounts for every second of a run, from its first start on and over all restarts, and says what to do about waiting.
 
 start: imports, building, loading. warm_up: trials, tuning, compiling, the steps of warm-up. steps: training; the one
-productive kind. data_wait: nothing to train on. evaluation, sampling, saving: training waits for them. redone: steps
-that a process took which was killed before it saved them. idle: no process, as far as anyone knows; what a killed
+productive kind. data_wait: nothing to train on. evaluation, sampling, saving, logging: training waits for them. redone:
+steps that a process took which was killed before it saved them. idle: no process, as far as anyone knows; what a killed
 process did since it wrote its account last, seconds before, counts here too.
 """
 
@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -21,17 +22,20 @@ from typing import Any
 
 from accel.text import as_json, is_figure
 from data.manifest import write_atomically
+from training.config.schema import TrainConfig
 from training.python import STARTED
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a file of ours ends with where it is not there, or has values of another type."""
 FILE = "time.json"
 """Of a run folder."""
-KINDS = ("start", "warm_up", "steps", "data_wait", "evaluation", "sampling", "saving", "redone", "idle")
+KINDS = ("start", "warm_up", "steps", "data_wait", "evaluation", "sampling", "saving", "logging", "redone", "idle")
 EVERY = 5.0
 """Seconds after which the account is written again."""
 MOST = 512
 """Steps of which it is kept when they were taken."""
+EARLIEST = 1.5e9
+"""Unix time before which no run began."""
 WAITING, BUSY = 0.1, 0.8
 """Share of a step above which waiting for data, and below which the device's work, counts as what bounds it."""
 
@@ -91,20 +95,25 @@ class Account:
     def resume(self, file: Path, step: int) -> None:
         """Takes over the account that earlier processes of a run left, which goes on at `step`.
 
-        A damaged one is lost: the account then begins with this process.
+        A damaged one is lost, with a warning: the account then begins with this process.
         """
-        with suppress(*UNREADABLE):
+        if not file.exists():
+            return
+        try:
             found = json.loads(file.read_text())
             seconds = {kind: float(found["seconds"][kind]) for kind in KINDS}
             reached = {int(at): float(value) for at, value in found["reached"].items()}
-            if not all(0.0 <= value < math.inf for value in (*seconds.values(), *reached.values())):
-                return
-            idle, first = max(0.0, self.began - float(found["last"])), float(found["first"])
-            redone = max(0.0, seconds["steps"] - between(reached, step))
-            moved = {"idle": idle, "redone": redone, "steps": -redone}
+            first, last = float(found["first"]), float(found["last"])
+            if not (EARLIEST < first <= last < math.inf) or not all(0.0 <= s < math.inf for s in seconds.values()):
+                raise ValueError("no account has such times")
+            redone = min(max(0.0, seconds["steps"] - between(reached, step)), seconds["steps"])
+            moved = {"idle": max(0.0, self.began - last), "redone": redone, "steps": -redone}
             self.earlier = {kind: value + moved.get(kind, 0.0) for kind, value in seconds.items()}
             self.first = min(first, self.began)
             self.reached = {at: value for at, value in reached.items() if at <= step}
+        except UNREADABLE as error:
+            what = f"{file} cannot be read ({type(error).__name__}); the account of the run's time begins anew."
+            warnings.warn(what, stacklevel=3)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -117,26 +126,31 @@ class Account:
         """The share of steps in all the time since the first start."""
         return self.seconds["steps"] / max(1e-9, sum(self.seconds.values()))
 
-    def write(self, file: Path, step: int, now: bool = False) -> None:
-        """Writes the account if it was not written for a while, or `now`. A disk that refuses it costs the account."""
-        if not now and time.perf_counter() - self.written < EVERY:
-            return
+    @property
+    def due(self) -> bool:
+        """Whether it was not written for a while."""
+        return time.perf_counter() - self.written >= EVERY
+
+    def write(self, file: Path, step: int) -> None:
+        """Writes the account. A disk that refuses it costs the account."""
         seconds, self.written = self.seconds, time.perf_counter()
         self.reached[step] = seconds["steps"]
-        self.reached = dict(list(self.reached.items())[-MOST:])
+        if len(self.reached) > MOST:  # the older, the farther apart
+            items = list(self.reached.items())
+            self.reached = dict(items[: -MOST // 2 : 2] + items[-MOST // 2 :])
         found = {"first": self.first, "last": time.time(), "seconds": seconds, "reached": self.reached}
         with suppress(OSError):
             write_atomically(file, as_json(found) + "\n")
 
-    def advice(self, metrics: Mapping[str, Any], batch_size: int, busy_ms: float | None, left: Collection[str]) -> str:
+    def advice(self, metrics: Mapping[str, Any], cfg: TrainConfig, busy_ms: float | None, left: Collection[str]) -> str:
         """What a window's figures suggest to try, as a line; each bound is told once, and none is an empty line."""
-        step_ms = 1e3 * batch_size / metrics["samples_per_s"] if metrics.get("samples_per_s") else 0.0
+        step_ms = 1e3 * cfg.batch_size / metrics["samples_per_s"] if metrics.get("samples_per_s") else 0.0
         bound = bound_of(step_ms, metrics["data_wait"] * step_ms, busy_ms)
         if bound is None or bound in self.told:
             return ""
         self.told.add(bound)
         return f"{bound}: {reason_of(bound, step_ms, metrics['data_wait'] * step_ms, busy_ms)}; try " + ", ".join(
-            keys_for(bound, left)
+            keys_for(bound, left, cfg.data)
         )
 
 
@@ -164,10 +178,11 @@ def reason_of(bound: str, step_ms: float, data_ms: float, busy_ms: float | None)
     return f"the GPU works for {busy_ms:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
 
 
-def keys_for(bound: str, left: Collection[str]) -> list[str]:
-    """What to try; of runtime keys only those that are `left`: to be had here, and not on."""
+def keys_for(bound: str, left: Collection[str], data: Mapping[str, Any]) -> list[str]:
+    """What to try with this `data`; of runtime keys only those that are `left`: to be had here, and not on."""
     if bound == "data-bound":
-        return ["data=resident", "data.num_workers (streamed data)"]
+        streamed = ["data=resident", "more data.num_workers"]
+        return ["a larger data.device_memory_gib", "data.storage=int8"] if "storage" in data else streamed
     wanted = ("runtime.cuda_graph=true", "runtime.compile=true")
     return [*(word for word in wanted if word in left), "a larger batch_size"]
 

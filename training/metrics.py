@@ -64,7 +64,7 @@ class Meter:
         self.loss = torch.zeros((), dtype=torch.float64)
         self.skipped = self.backed_off = 0.0
         self.steps = self.carried = 0
-        self.wait = 0.0
+        self.wait = self.moved_wait = 0.0
         self.since = time.perf_counter()
 
     @contextmanager
@@ -87,12 +87,19 @@ class Meter:
             began, ended = self.waits.popleft()
             self.wait += began.elapsed_time(ended) / 1e3
 
+    def move_wait(self) -> None:
+        """Has the waits of the window that are known by now count as waiting, not as steps."""
+        self.sum_waits()
+        CLOCK.move(self.wait - self.moved_wait, "steps", "data_wait")
+        self.moved_wait = self.wait
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         if on_gpu():
             torch.cuda.synchronize()  # what is queued is training
         start, compiled = time.perf_counter(), graphs()
-        yield
+        with CLOCK.spending("logging"):
+            yield
         self.expected_graphs += graphs() - compiled
         seconds = time.perf_counter() - start
         self.since += seconds
@@ -145,7 +152,7 @@ class Meter:
         rate = samples / seconds
         memory = memory_reserved_peak()
         self.sum_waits()
-        CLOCK.move(self.wait, "steps", "data_wait")
+        self.move_wait()
         most = self.ranks.reduced(torch.tensor([self.wait, memory or 0.0], dtype=torch.float64), "max").tolist()
         report = {
             "loss": loss,

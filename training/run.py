@@ -184,7 +184,7 @@ class Run:
         if not self.ranks.first:
             return
         stack, file = self.stack, self.folder / METRICS_FILE
-        if stack and (line := self.account.advice(metrics, self.cfg.batch_size, stack.busy_ms, stack.left())):
+        if stack and (line := self.account.advice(metrics, self.cfg, stack.busy_ms, stack.left())):
             print(line, flush=True)
         try:
             append_metrics(file, metrics, torn=self.unlogged > 0)
@@ -196,10 +196,11 @@ class Run:
                 )
             self.unlogged += 1
 
-    def keep_time(self, step: int, now: bool = False) -> None:
+    def keep_time(self, state: TrainState, now: bool = False) -> None:
         """Writes where the time of the run went, every few seconds or `now`."""
-        if self.ranks.first:
-            self.account.write(self.folder / TIME_FILE, step, now)
+        if self.ranks.first and (now or self.account.due):
+            state.meter.move_wait()
+            self.account.write(self.folder / TIME_FILE, state.step)
 
     def summary_of_all(self) -> dict[str, Any] | None:
         """The summary of a run that has seen `total_samples`; None if there is something to do."""
@@ -238,7 +239,7 @@ class Run:
 
     def stop(self, state: TrainState) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
-        self.keep_time(state.step, now=True)
+        self.keep_time(state, now=True)
         kept = "saved" if self.cfg.save_every and state.step else "nothing is saved"
         kept += "" if self.cfg.save_every else ", for save_every=0"
         self.ranks.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.")
@@ -247,6 +248,7 @@ class Run:
 
     def summarise(self, state: TrainState, ledger: Ledger, saved: Checkpoints) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the times."""
+        self.keep_time(state, now=True)
         latest: dict[str, Any] = {}
         for line in read_metrics(self.folder / METRICS_FILE).lines:
             latest |= line
@@ -277,7 +279,6 @@ class Run:
             "sample_grid": str(grids[-1]) if grids else None,
             "run_dir": str(self.folder),
         }
-        self.keep_time(state.step, now=True)
         if self.ranks.first:
             self.write_json("summary.json", summary)
         return summary

@@ -131,7 +131,9 @@ class Verdict(NamedTuple):
     keys: list[str]
 
 
-def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], cuda: bool) -> Verdict:
+def verdict(
+    step_ms: float, data_ms: float, done: Work, left: Collection[str], cuda: bool, data: Mapping[str, Any] | None = None
+) -> Verdict:
     """Data, then launches, then the kind of work that takes most of the device's time.
 
     `left` are the words, such as runtime.compile=true, that this machine can do and this run has not on; only these
@@ -143,7 +145,7 @@ def verdict(step_ms: float, data_ms: float, done: Work, left: Collection[str], c
 
     busy = done.busy if cuda else None
     if bound := bound_of(step_ms, data_ms, busy):
-        return Verdict(bound, reason_of(bound, step_ms, data_ms, busy), keys_for(bound, left))
+        return Verdict(bound, reason_of(bound, step_ms, data_ms, busy), keys_for(bound, left, data or {}))
     share = done.products / done.busy if done.busy else 0.0
     reason = f"{share:.0%} of the busy time goes into products"
     if share >= 0.5:
@@ -164,7 +166,7 @@ def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
     active = {row.key: row.active for row in workload.ledger}
     left = {c.word for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value}
     median = Spread.of(step_ms).median
-    found = verdict(median, device["data"], done, left, workload.device.type == "cuda")
+    found = verdict(median, device["data"], done, left, workload.device.type == "cuda", workload.cfg.data)
     shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
     return {
         **workload.figures(step_ms),
