@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import statistics
@@ -21,9 +22,11 @@ from training.config.schema import TrainConfig
 
 GAIN = 0.98
 """Share of the champion's step time that a candidate must stay below."""
-FIRST_STEPS = 4
-"""In the first round; twice as many in each that follows."""
-ENOUGH = 64
+STEPS = 4
+"""That a candidate takes before it is the next one's turn; in the first round each has one turn, then two, four, …"""
+MOST_TURNS = 16
+ALONE = 4
+"""Turns of those that cannot be in memory together, one after the other."""
 NO_MEMORY = "memory ran out"
 LATE = "the budget was over before it was measured"
 Changes = dict[str, Any]
@@ -43,14 +46,22 @@ class Candidate:
     changes: Changes
     seconds: list[float] = field(default_factory=list)
     """Of steps."""
+    turns: list[float] = field(default_factory=list)
+    """Median seconds a step, of each turn of this stage."""
     refusal: str | None = None
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds) if self.seconds else float("inf")
+    def shares(self, champion: Candidate) -> list[float]:
+        """Its step time as shares of the champion's in the same turns, sorted: a machine's drift meets both alike."""
+        pairs = zip(self.turns, champion.turns, strict=False)  # without pairs nothing is known, which is slow
+        return sorted(own / its for own, its in pairs) or [math.inf]
+
+    def beats(self, champion: Candidate) -> bool:
+        """Whether it is clearly faster: by the median of its turns, and in three of four turns."""
+        shares = self.shares(champion)
+        return statistics.median(shares) < GAIN and shares[math.ceil(0.75 * len(shares)) - 1] < 1
 
     def as_dict(self) -> dict[str, Any]:
-        ms = round(1e3 * self.median, 4) if self.seconds else None
+        ms = round(1e3 * statistics.median(self.seconds), 4) if self.seconds else None
         return {"words": words_of(self.changes), "step_ms": ms, "steps": len(self.seconds), "refusal": self.refusal}
 
 
@@ -94,16 +105,20 @@ class Contestant:
         self.candidate.refusal = self.candidate.refusal or why
         self.end()
 
-    def step(self, steps: int) -> None:
-        """Has it take so many steps, and adds their seconds to the candidate's."""
+    def step(self, turns: int = 1) -> None:
+        """Has it take its turns, and adds their seconds to the candidate's."""
         assert self.process.stdin is not None
-        with suppress(OSError):
-            self.process.stdin.write(f"{steps}\n".encode())
-            self.process.stdin.flush()
-        if said := self.answer():
-            self.candidate.seconds += said.get("seconds", [])
-            if said.get("refusal"):
+        for _ in range(turns):
+            if self.process.poll() is not None:
+                return
+            with suppress(OSError):
+                self.process.stdin.write(f"{STEPS}\n".encode())
+                self.process.stdin.flush()
+            if (said := self.answer()) and said.get("refusal"):
                 self.refuse(said["refusal"])
+            elif said:
+                self.candidate.seconds += said["seconds"]
+                self.candidate.turns.append(statistics.median(said["seconds"]))
 
     def end(self) -> None:
         self.process.kill()
@@ -148,33 +163,46 @@ class Contest:
     def fastest(
         self, champion: Contestant | None, new: Sequence[Candidate], folder: Path, running: ExitStack
     ) -> Contestant | None:
-        """The fastest of the champion, who stays unless another is clearly faster, and new candidates."""
+        """The champion, or the fastest of the new candidates if that is clearly faster."""
         self.tried += new
         everyone = [champion] if champion else []
         self.alive = [c for c in everyone if c.process.poll() is None]
+        for contestant in self.alive:
+            contestant.candidate.turns.clear()  # only turns of the same minutes are compared
         for candidate in new:
             if time.monotonic() + self.longest > self.deadline:
                 candidate.refusal = LATE
             elif contestant := self.started(candidate, folder, running):
                 everyone.append(contestant)
                 self.alive.append(contestant)
-        steps = FIRST_STEPS
-        while self.alive and steps <= ENOUGH and time.monotonic() < self.deadline:
-            for contestant in self.alive:
-                contestant.step(steps)
-            self.alive.sort(key=lambda c: c.candidate.median)
-            kept = max(2, -(-len(self.alive) // 2))
-            for slower in self.alive[kept:]:
-                slower.end()
-            self.alive, steps = [c for c in self.alive[:kept] if not c.candidate.refusal], 2 * steps
-        fit = [c for c in everyone if c.candidate.seconds and not c.candidate.refusal]
-        best = min(fit, key=lambda c: c.candidate.median, default=champion)
-        if champion in fit and best is not None and best.candidate.median > GAIN * champion.candidate.median:
-            best = champion
+        if not everyone:
+            return None
+        best = self.raced(everyone)
         for other in everyone:
             if other is not best:
                 other.end()
         return best
+
+    def raced(self, everyone: list[Contestant]) -> Contestant:
+        """Lets those that are alive step in turn, round by round; the slower half is out after each."""
+        turns, pace = 1, everyone[0]
+
+        def share(contestant: Contestant) -> float:
+            return statistics.median(contestant.candidate.shares(pace.candidate))
+
+        while (len(self.alive) > 1 or turns < ALONE) and turns <= MOST_TURNS and time.monotonic() < self.deadline:
+            for _ in range(turns):
+                for contestant in self.alive:
+                    contestant.step()
+            others = sorted((c for c in self.alive if c is not pace), key=share)
+            for slower in others[max(1, -(-len(others) // 2)) :]:
+                slower.end()
+                everyone.remove(slower)
+            self.alive, turns = [c for c in self.alive if c.process.poll() is None], 2 * turns
+            if pace.candidate.refusal and self.alive:
+                pace = self.alive[0]
+        best = min((c for c in everyone if c.candidate.turns and not c.candidate.refusal), key=share, default=pace)
+        return best if pace.candidate.refusal or best.candidate.beats(pace.candidate) else pace
 
     def started(self, candidate: Candidate, folder: Path, running: ExitStack) -> Contestant | None:
         """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it."""
@@ -189,7 +217,7 @@ class Contest:
                 break
             contestant.end()
             for other in self.alive:  # what they show now is what counts of them
-                other.step(FIRST_STEPS)
+                other.step(ALONE)
                 other.end()
             self.alive = []
         if said is None or contestant is None:

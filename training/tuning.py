@@ -2,7 +2,7 @@
 
 Every candidate is a process of its own (training/tuning_candidate.py) that has built and warmed up the whole step: one
 that crashes, hangs or exhausts the memory costs itself. They step in turn; the slower half is out after each round, and
-the rest take twice as many steps (successive halving, Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943). A
+the rest have twice as many turns (successive halving, Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943). A
 candidate may change how a step is computed, never what: its losses must be those of the settings as given, within the
 tolerances that the techniques state. What was chosen is kept in a cache and in the run folder.
 """
