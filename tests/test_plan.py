@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.plan.__main__ import main
 from scripts.plan.network import all_reduce, collectives, exposed, gather
@@ -15,7 +18,7 @@ from training.assemble import assemble
 from training.cards import CARDS, GIB, card_called, keep_rates, this_card
 from training.config.compose import compose
 from training.forecast import Forecast, predicted
-from training.memory import kept_at
+from training.memory import kept_at, lasting_bytes
 
 H200, CPU = CARDS["h200"], torch.device("cpu")
 SMALL = ["model=ssd_mlp_xs", "data=synthetic", "data.height=8", "data.width=8", "data.count=4", "model.dim=64"]
@@ -45,6 +48,8 @@ def test_what_nothing_hides_is_added():
     lone = exposed("hsdp", 64, 0.0, 10**9, 4, H200._replace(intra=1e18, inter=1e9), 1)
     assert lone == pytest.approx(2 * 7 / 8 * 0.5, rel=1e-3)
     assert exposed("ddp", 64, 0.0, 10**9, 2, H200, 1) < 0.6 * exposed("ddp", 64, 0.0, 10**9, 4, H200, 1)
+    assert exposed("ddp", 64, 0.0, 10**9, 0, H200, 1) == 0.0  # a micro-batch that is not the last reduces nothing
+    assert 0.0 < exposed("fsdp", 64, 0.0, 10**9, 0, H200, 29) < 0.7 * exposed("fsdp", 64, 0.0, 10**9, 4, H200, 29)
 
 
 @cache
@@ -117,6 +122,27 @@ def test_sharding_cuts_the_state():
     assert away.lasting["weights"] == 0.0 < away.lasting["on_host"]
     whole = forecast(f"{mode}fsdp", "runtime.parallel.reshard_after_forward=false", gpus=2)
     assert whole.gathered > forecast(f"{mode}fsdp", gpus=2).gathered > 0.0
+    once, often = (forecast(f"{mode}fsdp", f"accumulation_steps={n}", gpus=8).phases["backward"] for n in (1, 4))
+    assert often.gradients >= 8 * once.gradients > 0.0  # whole until the last micro-batch
+
+
+def test_one_of_many_processes_predicts_as_one_that_is_alone():
+    """In a process group as in none; and one that cannot predict leaves the run's flags as they were."""
+    training = assemble(compose(BASE).cfg, CPU)
+    training.warm_up()
+    alone = predicted(training)
+    training.held = lasting_bytes(training).weights + lasting_bytes(training).averages + GIB
+    assert predicted(training)["peak_gib"] == pytest.approx(alone["peak_gib"] + 1.0)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        among = Forecast(training.cfg, training.loader.spec, gpus=2, gpu=False).needs.total
+    finally:
+        dist.destroy_process_group()
+    assert among == Forecast(training.cfg, training.loader.spec, gpus=2, gpu=False).needs.total
+    failing = patch("training.forecast.passed", side_effect=ValueError("no"))
+    with failing, patch.object(training.stack, "on_process") as on, pytest.raises(ValueError, match="no"):
+        predicted(training)
+    on.assert_called_once()
 
 
 def test_kept_bytes_are_those_of_a_real_forward_pass():
@@ -169,6 +195,8 @@ def test_measured_rates_take_the_place_of_a_data_sheets(monkeypatch: pytest.Monk
     assert this_card(CPU, 1e9) is None
     with pytest.raises(ValueError, match=r"hardware=here: the rates of this machine are not known; run `python -m"):
         planned(PlanConfig(hardware="here"), BASE)
+    keep_rates(CPU, {"fp32_product_tflops": 0.0, "copy_gb_s": 10.0})
+    assert this_card(CPU, 1e9) is None
     keep_rates(CPU, {"fp32_product_tflops": 0.1, "copy_gb_s": 10.0})
     card = this_card(CPU, 1e9)
     assert card is not None
@@ -178,7 +206,9 @@ def test_measured_rates_take_the_place_of_a_data_sheets(monkeypatch: pytest.Monk
     assert found["step_ms"][0] > 1e3 * 3 * forecast().model.flops_per_sample() * 32 / 1e11 > 0
     assert card_called("NVIDIA H100 PCIe").half == 756e12
     assert card_called("NVIDIA H100 80GB HBM3").half == 989e12
-    assert card_called("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert card_called("NVIDIA A100 80GB PCIe").watts == 300
+    for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 3090 Ti", "H100 80GB HBM3 MIG 1g.10gb"):
+        assert card_called(f"NVIDIA {other}") is None
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import operator
+import os
+import re
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +22,7 @@ from scripts.plan.__main__ import main
 from tests import pace
 from train import train
 from training import contest, tuning
-from training.config.compose import compose
+from training.config.compose import ROOT, compose
 from training.forecast import Forecast
 from training.process.ranks import SINGLE
 
@@ -66,6 +70,18 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.
         assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 4
 
 
+def test_a_choice_is_kept_only_for_a_run_that_it_fits(tmp_path: Path):
+    """That of another number of processes is none, nor that for other memory or other code."""
+    cfg = compose(PLANTED).cfg
+    (tmp_path / tuning.FILE).write_text(json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []}))
+    assert tuning.read(tmp_path / tuning.FILE, cfg, CPU, 2) is not None
+    assert tuning.read(tmp_path / tuning.FILE, cfg, CPU, 4) is None
+    facts = tuning.facts_of(cfg, CPU, 1, {}, 0.0)
+    assert facts == tuning.facts_of(cfg, CPU, 1, {}, 0.0)
+    assert facts != tuning.facts_of(cfg, CPU, 1, {"accumulation_steps": 2}, 0.0)
+    assert facts != tuning.facts_of(replace(cfg, extensions=[]), CPU, 1, {}, 0.0)
+
+
 def test_the_budget_is_kept_whatever_hangs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PLANT", "hang:8")
     monkeypatch.setattr(tuning, "stages_of", stages(2))
@@ -75,7 +91,42 @@ def test_the_budget_is_kept_whatever_hangs(monkeypatch: pytest.MonkeyPatch):
     new, found = tuning.tuned(cfg, CPU, SINGLE)
     assert time.monotonic() - began < budget + 5
     assert new.accumulation_steps == 1
-    assert found["tried"][1]["refusal"] == "the budget was over before it was measured"
+    assert found["tried"][0]["step_ms"] > 0.0
+    assert re.fullmatch(r"it was not warm after \d+ s", found["tried"][1]["refusal"])
+
+
+def test_a_candidate_ends_with_all_that_it_started_and_with_its_parent(tmp_path: Path):
+    """What a process starts may hold the GPU: it is ended with it, also where the parent has no time to do so."""
+    program = (
+        "import json, subprocess, sys, time; from pathlib import Path; from training import tuning_candidate as own;"
+        "job = json.loads(Path(sys.argv[1]).read_text()); own.end_with(job['parent']);"
+        "child = subprocess.Popen(['sleep', '600']); Path(job['told']).write_text(str(child.pid)); time.sleep(600)"
+    )
+    start = (
+        "import os, sys, time; from pathlib import Path; from training import contest;"
+        f"contest.PROGRAM = ['-c', {program!r}];"
+        "job = {'told': sys.argv[1]};"
+        "one = contest.Contestant(contest.Candidate({}), job, Path(sys.argv[2]), time.monotonic() + 99);"
+        "told = Path(sys.argv[1]);"
+        "[time.sleep(0.05) for _ in range(2000) if not told.exists() or not told.read_text()];"
+        "one.end() if sys.argv[3] == 'end' else os._exit(0)"
+    )
+    for how in ("end", "die"):
+        told = tmp_path / how
+        subprocess.run([sys.executable, "-c", start, told, tmp_path, how], check=True, timeout=pace.limit(60), cwd=ROOT)
+        child = int(told.read_text())
+        until = time.monotonic() + pace.limit(10)
+        while alive(child) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not alive(child), how
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.slow
@@ -122,15 +173,17 @@ def test_candidates_go_with_the_rest_of_the_configuration():
     assert "accumulation_steps=2" in words()
     assert "accumulation_steps=2" not in words("batch_size=6", processes=2)
     assert {"accumulation_steps=2", "accumulation_steps=8"} <= words("accumulation_steps=4")
-    sharded = words("runtime.parallel.mode=fsdp", processes=2)
-    assert not any("model" in some for some in sharded)
 
 
-def test_what_is_chosen_by_time_is_not_deterministic():
+def test_what_cannot_be_chosen_by_time_is_refused():
     with pytest.raises(ValueError, match=r"runtime.tune=true chooses techniques by their time, so runs differ"):
         compose([*SMALL, "runtime=auto", "deterministic=true"])
     with pytest.raises(ValueError, match=r"runtime.tune_seconds=0.0 must be above 0"):
         compose([*SMALL, "runtime.tune_seconds=0"])
+    with pytest.raises(ValueError, match=r"runtime.tune=true does not go with runtime.parallel.mode=fsdp: it measures"):
+        compose([*SMALL, "runtime=auto", "runtime.parallel.mode=fsdp"])
+    with pytest.raises(ValueError, match=r"runtime.tune_seconds=1800.0 must be below the 30.0? minutes of runtime.par"):
+        compose([*SMALL, "runtime=auto", "runtime.tune_seconds=1800", "runtime.parallel.timeout_minutes=30"])
 
 
 def test_a_drift_of_the_machine_or_a_lucky_turn_chooses_nothing():
@@ -160,11 +213,19 @@ def test_tune_writes_a_runtime_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     chosen = {"compile": True, "compile_scope": "model", "accumulation_steps": 2}
-    found = {"words": tuning.words_of(chosen), "changes": chosen, "tried": []}
+    row = {"words": tuning.words_of(chosen), "step_ms": 5.0, "steps": 8, "refusal": None}
+    found = {"words": tuning.words_of(chosen), "changes": chosen, "tried": [row]}
     monkeypatch.setattr("training.tuning.choice_of", lambda *_: found)
     out = tmp_path / "tuned.yaml"
     main(["tune", *SMALL, f"out={out}"])
     assert f"written to {out}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"out=.*there is no folder"):
+        main(["tune", *SMALL, f"out={tmp_path / 'no' / 'tuned.yaml'}"])
+    with pytest.raises(ValueError, match=r"runtime=fast would be based on itself"):
+        main(["tune", *SMALL, "runtime=fast", f"out={tmp_path / 'fast.yaml'}"])
+    monkeypatch.setitem(row, "step_ms", None)
+    with pytest.raises(ValueError, match=r"seconds=120.0: nothing was measured .* give more seconds"):
+        main(["tune", *SMALL, f"out={out}"])
     text = out.read_text()
     assert "# It goes with accumulation_steps=2." in text
     assert text.endswith("defaults:\n- fast\n- _self_\ncompile: true\ncompile_scope: model\n")

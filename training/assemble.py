@@ -55,13 +55,13 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
     return stack.on_optimizer(make)(parameter_groups(model, node.get("weight_decay", 0.0)))
 
 
-def build_stack(cfg: TrainConfig, device: torch.device) -> AccelerationStack:
+def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> AccelerationStack:
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable` is error, and if
-    several processes would train apart from each other."""
+    several processes would train apart from each other. `alone`: for one of them, whatever the others do."""
     strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
     promise = promised(resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0))
     stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=[OptimizerState(promise, device)])
-    if world_size() > 1 and stack.value("parallel") == "none":
+    if world_size() > 1 and stack.value("parallel") == "none" and not alone:
         reason = stack.reasons.get("parallel", "Each would train a model of its own; use auto, or start one process.")
         mode = cfg.runtime.parallel.mode.value
         raise ValueError(f"runtime.parallel.mode={mode} with {world_size()} processes: {reason}")
@@ -84,6 +84,8 @@ class Training:
     step: TrainStep
     kernels: dict[str, Any]
     """The choice of fused kernels and what it rests on; empty where there was nothing to choose."""
+    held: int = 0
+    """Bytes that lay on the GPU before warm-up: weights, averages, latents, networks that score or decode."""
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
@@ -111,6 +113,7 @@ class Training:
     @CLOCK.spending("warm_up")
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the state."""
+        self.held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         with self.state.preserved():
             self.step.schedule(0)
             return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
@@ -122,6 +125,7 @@ class Parts(NamedTuple):
     loader: Callable[..., LatentLoader] = build_loader
     model: Callable[..., Denoiser] = build_model
     kernels: Callable[..., dict[str, Any]] = prove_kernels
+    stack: Callable[..., AccelerationStack] = build_stack
 
 
 def assemble(
@@ -144,7 +148,7 @@ def assemble(
     model = parts.model(cfg.model, loader.spec, device)
 
     # What makes it fast, then the optimizer: sharding replaces parameters.
-    stack = build_stack(cfg, device)
+    stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
     model = stack.on_model(model)

@@ -10,6 +10,7 @@ for A100 its data sheet's NVLink, 300 GB/s a direction, at the share of 450 that
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,6 +57,9 @@ CARDS = {
     "h100": Card("H100", 1979e12, 989e12, 494e12, 67e12, 79 * GIB, 3.35e12, 370e9, 50e9, 50e9, 700),
     "h100_pcie": Card("H100 PCIe", 1513e12, 756e12, 378e12, 51e12, 79 * GIB, 2.0e12, 50e9, 25e9, 50e9, 350),
     "a100": Card("A100", 312e12, 312e12, 156e12, 19.5e12, 79 * GIB, 2.04e12, 247e9, 25e9, 25e9, 400),
+    "a100_40": Card("A100-SXM4-40GB", 312e12, 312e12, 156e12, 19.5e12, 39 * GIB, 1.555e12, 247e9, 25e9, 25e9, 400),
+    "a100_pcie": Card("A100 80GB PCIe", 312e12, 312e12, 156e12, 19.5e12, 79 * GIB, 1.935e12, 25e9, 12e9, 25e9, 300),
+    "a100_pcie_40": Card("A100-PCIE-40GB", 312e12, 312e12, 156e12, 19.5e12, 39 * GIB, 1.555e12, 25e9, 12e9, 25e9, 250),
     "l40s": Card("L40S", 733e12, 362e12, 183e12, 91.6e12, 44 * GIB, 864e9, 25e9, 12e9, 25e9, 350),
     "a40": Card("A40", 149.7e12, 149.7e12, 74.8e12, 37.4e12, 44 * GIB, 696e9, 25e9, 12e9, 25e9, 300),
     "a10": Card("A10", 125e12, 125e12, 62.5e12, 31.2e12, 22 * GIB, 600e9, 25e9, 12e9, 25e9, 150),
@@ -68,7 +72,7 @@ RATES |= {"fp32": "fp32_product_tflops"}
 
 def card_called(name: str) -> Card | None:
     """The card of a driver's name, such as "NVIDIA H100 80GB HBM3"; None where its rates are not known."""
-    if "Laptop" in name or "NVL" in name:  # lower rates than the boards of the same name
+    if re.search(r"Laptop|NVL|MIG|\b(Ti|D)\b", name):  # other rates than the boards of the same name
         return None
     fitting = [card for card in CARDS.values() if re.search(rf"\b{card.name}\b", name)]
     return max(fitting, key=lambda card: len(card.name), default=None)
@@ -109,6 +113,8 @@ def this_card(device: torch.device, memory: float) -> Card | None:
     try:
         found = {key: float(value) for key, value in json.loads(rates_file(device).read_text()).items()}
         fp32, bandwidth = 1e12 * found["fp32_product_tflops"], 1e9 * found["copy_gb_s"]
+        if not all(0.0 < value < math.inf for value in found.values()):
+            raise ValueError
     except (OSError, ValueError, TypeError, AttributeError, LookupError):
         return sheet._replace(memory=memory) if sheet else None
     rates = {field: 1e12 * found[name] if name in found else fp32 for field, name in RATES.items()}

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ ALONE = 4
 """Turns of those that cannot be in memory together, one after the other."""
 NO_MEMORY = "memory ran out"
 LATE = "the budget was over before it was measured"
+PROGRAM = ["-m", "training.tuning_candidate"]
 Changes = dict[str, Any]
 """Runtime key, or accumulation_steps -> plain value."""
 
@@ -69,31 +71,37 @@ class Contestant:
     """A candidate's process: it says when it is warm, then steps when it is told to."""
 
     def __init__(self, candidate: Candidate, job: dict[str, Any], folder: Path, deadline: float) -> None:
-        self.candidate, self.deadline = candidate, deadline
-        file = Path(tempfile.mkstemp(dir=folder, suffix=".job")[1])
-        file.write_text(json.dumps(job))
+        self.candidate, self.deadline, self.ended = candidate, deadline, False
+        descriptor, name = tempfile.mkstemp(dir=folder, suffix=".job")
+        file = Path(name)
+        with open(descriptor, "w") as opened:
+            json.dump(job | {"parent": os.getpid()}, opened)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
             environment.pop(name, None)  # it steps alone
-        with file.with_suffix(".log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "training.tuning_candidate", str(file)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
+        self.answers, theirs = os.pipe()  # anything may print to standard output
         self.log = file.with_suffix(".log")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *PROGRAM, str(file), str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs],
+                env=environment,
+                start_new_session=True,  # with what it starts, so that all of it can be ended
+            )
+        os.close(theirs)
 
-    def answer(self) -> dict[str, Any] | None:
+    def answer(self, deadline: float | None = None) -> dict[str, Any] | None:
         """The next line that it says; None where it has ended, which is a refusal, or where time is up."""
-        assert self.process.stdout is not None
         said = b""
         while not said.endswith(b"\n"):
-            if not select.select([self.process.stdout], [], [], max(0.0, self.deadline - time.monotonic()))[0]:
+            left = (deadline or self.deadline) - time.monotonic()
+            if not select.select([self.answers], [], [], max(0.0, left))[0]:
                 self.end()
                 return None
-            part = os.read(self.process.stdout.fileno(), 65536)
+            part = os.read(self.answers, 65536)
             if not part:
                 lines = self.log.read_text(errors="replace").strip().splitlines()
                 self.refuse("its process ended" + (f" ({lines[-1][:200]})" if lines else ""))
@@ -109,7 +117,7 @@ class Contestant:
         """Has it take its turns, and adds their seconds to the candidate's."""
         assert self.process.stdin is not None
         for _ in range(turns):
-            if self.process.poll() is not None:
+            if self.ended:
                 return
             with suppress(OSError):
                 self.process.stdin.write(f"{STEPS}\n".encode())
@@ -121,12 +129,16 @@ class Contestant:
                 self.candidate.turns.append(statistics.median(said["seconds"]))
 
     def end(self) -> None:
-        self.process.kill()
+        if self.ended:
+            return
+        self.ended = True
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                with suppress(OSError):
-                    pipe.close()
+        os.close(self.answers)
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
 
 
 class Contest:
@@ -150,6 +162,8 @@ class Contest:
         self.tried.append(best)
         with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder, ExitStack() as running:
             champion = self.started(best, Path(folder), running)
+            if champion:
+                champion.step()  # whatever becomes of the others, its time is known
             for stage in stages:
                 known = [self.config_of(c.changes) for c in self.tried]
                 new = [Candidate(some) for some in stage(best.changes) if self.config_of(some) not in known]
@@ -166,7 +180,7 @@ class Contest:
         """The champion, or the fastest of the new candidates if that is clearly faster."""
         self.tried += new
         everyone = [champion] if champion else []
-        self.alive = [c for c in everyone if c.process.poll() is None]
+        self.alive = [c for c in everyone if not c.ended]
         for contestant in self.alive:
             contestant.candidate.turns.clear()  # only turns of the same minutes are compared
         for candidate in new:
@@ -198,21 +212,25 @@ class Contest:
             for slower in others[max(1, -(-len(others) // 2)) :]:
                 slower.end()
                 everyone.remove(slower)
-            self.alive, turns = [c for c in self.alive if c.process.poll() is None], 2 * turns
+            self.alive, turns = [c for c in self.alive if not c.ended], 2 * turns
             if pace.candidate.refusal and self.alive:
                 pace = self.alive[0]
         best = min((c for c in everyone if c.candidate.turns and not c.candidate.refusal), key=share, default=pace)
         return best if pace.candidate.refusal or best.candidate.beats(pace.candidate) else pace
 
     def started(self, candidate: Candidate, folder: Path, running: ExitStack) -> Contestant | None:
-        """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it."""
+        """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it.
+
+        One that may hang has half of the time that is left, so that the others are measured.
+        """
         asked = [key for key in candidate.changes if key != "accumulation_steps"]
         job = self.job | {"cfg": plain(asdict(self.config_of(candidate.changes))), "asked": asked}
         began, said, contestant = time.monotonic(), None, None
         for attempt in range(2):
             contestant = Contestant(candidate, job, folder, self.deadline)
             running.callback(contestant.end)
-            said = contestant.answer()
+            now = time.monotonic()
+            said = contestant.answer(None if self.reference is None else now + (self.deadline - now) / 2)
             if said is None or said["refusal"] != NO_MEMORY or attempt or not self.alive:
                 break
             contestant.end()
@@ -221,6 +239,7 @@ class Contest:
                 other.end()
             self.alive = []
         if said is None or contestant is None:
+            candidate.refusal = candidate.refusal or f"it was not warm after {time.monotonic() - began:.0f} s"
             return None
         self.longest = max(self.longest, time.monotonic() - began)
         if why := said["refusal"] or self.difference(said):

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -29,7 +30,7 @@ from accel.proof import Proof
 from accel.stack import TECHNIQUES, AccelerationStack
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser
-from training.assemble import Parts, Training, assemble
+from training.assemble import Parts, Training, assemble, build_stack
 from training.config.schema import AttentionName, ParallelConfig, ParallelMode, TrainConfig
 from training.memory import Bytes, lasting_bytes
 from training.pretrained import build_on_meta
@@ -119,7 +120,7 @@ def built(cfg: TrainConfig, spec: LatentSpec) -> Training:
     def loader(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(spec=spec)
 
-    return assemble(cfg, CPU, parts=Parts(loader, blank_model, assumed_kernels))
+    return assemble(cfg, CPU, parts=Parts(loader, blank_model, assumed_kernels, partial(build_stack, alone=True)))
 
 
 def passed(cfg: TrainConfig, spec: LatentSpec, depth: int, samples: int, fused: bool = False) -> Passed:

@@ -84,13 +84,15 @@ class Forecast:
         """Of a run that is warm: what lasts and what its blocks keep is known, so only an eager pass is counted."""
         own, gpu = cls.__new__(cls), training.device.type == "cuda"
         own.describe(training.cfg, training.loader.spec, training.ranks.world_size, gpu)
-        own.resident, own.kept_in_blocks = 0.0, training.stack.kept
+        own.kept_in_blocks = training.stack.kept
         own.compiled = training.stack.value("compile") is True
         kernels = {t.key: t.value is True for t in training.stack.techniques if isinstance(t, FusedKernel)}
         eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False, **kernels))
         with own.counting():
             own.passes = [passed(eager, own.spec, depth, own.samples, own.compiled) for depth in own.depths]
-        lasting = Bytes(*(own.shards * size for size in lasting_bytes(training)))
+        here = lasting_bytes(training)
+        own.resident = max(0.0, float(training.held - here.weights - here.averages))
+        lasting = Bytes(*(own.shards * size for size in here))
         moved = sum(lasting) + 2 * (lasting.weights + lasting.averages)
         own.updates, own.updated_at = [Updated(lasting, 0.0, Counter({Op(0, moved, 0, False): 1}))], [own.depth]
         return own
@@ -205,7 +207,8 @@ class Forecast:
         for phase, peak in self.peaks.items():
             rest = max(0.0, peak.live - whole - peak.gradients)
             share = 0.0 if phase == "forward" and self.cfg.accumulation_steps == 1 else 1.0
-            gradients = share * peak.gradients / self.shards + (self.buckets if share else 0.0)
+            cut = self.shards if self.cfg.accumulation_steps == 1 else 1  # they are whole until the last micro-batch
+            gradients = share * peak.gradients / cut + (self.buckets if share else 0.0)
             found[phase] = held._replace(
                 gradients=gradients, kept=min(kept, rest), workspace=max(0.0, rest - kept) + batches
             )
@@ -294,8 +297,10 @@ def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place,
 def predicted(training: Training) -> dict[str, float | None]:
     """What a warm run should come to: `peak_gib` reserved, and `step_ms` at best and at worst, None on a card whose
     rates are not known. On a GPU the peak to compare with is `memory_reserved_peak`, without the driver's context."""
-    found = Forecast.of_run(training)
-    training.stack.on_process()  # the small models set flags of their own
+    try:
+        found = Forecast.of_run(training)
+    finally:
+        training.stack.on_process()  # the small models set flags of their own
     card = this_card(training.device, memory_of(training.device))
     time = found.time(card) if card else None
     ends = {f"step_ms_{end}": 1e3 * getattr(time, end) if time else None for end in ("best", "worst")}

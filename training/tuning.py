@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +114,10 @@ def can_be_had(cfg: TrainConfig, changes: Changes, device: torch.device, process
     return cfg.batch_size % steps == 0 and not (changes.get("cuda_graph") and processes > 1)
 
 
-def fitting(cfg: TrainConfig, device: torch.device, processes: int) -> tuple[Changes, LatentSpec]:
-    """What the memory demands, and the latents: more micro-batches, then checkpointing.
+def fitting(cfg: TrainConfig, device: torch.device, processes: int) -> tuple[Changes, LatentSpec, float]:
+    """What the memory demands: more micro-batches, then checkpointing; the latents; bytes that candidates lack.
 
-    ValueError if nothing makes the step fit.
+    These are the run's latents on the device, and copies that ddp sends. ValueError if nothing makes the step fit.
     """
     memory = memory_of(device)
     spec, resident = latents_of(cfg.data, cfg.seed, memory)
@@ -130,26 +132,28 @@ def fitting(cfg: TrainConfig, device: torch.device, processes: int) -> tuple[Cha
             continue
         changes = some | ({"accumulation_steps": n} if n != cfg.accumulation_steps else {})
         try:
-            tried.append(Forecast(changed(cfg, changes), spec, **how).needs.total)
+            forecast = Forecast(changed(cfg, changes), spec, **how)
+            tried.append(forecast.needs.total)
         except ValueError as error:
             warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
-            return {}, spec
+            return {}, spec, resident
         if tried[-1] <= USABLE * memory:
-            return changes, spec
+            return changes, spec, resident + forecast.buckets
     raise ValueError(
         f"runtime.tune=true: a step needs {min(tried) / 2**30:.3g} GiB at least, of {memory / 2**30:.3g}; "
         f"use a smaller model or batch_size, or ask `python -m scripts.plan` for what makes it fit."
     )
 
 
-def facts_of(cfg: TrainConfig, spec: LatentSpec, device: torch.device, processes: int) -> str:
-    """All that a choice depends on, as a hash."""
-    sources = sorted(file for part in ("accel", "models", "training") for file in (ROOT / part).rglob("*.py"))
+def facts_of(cfg: TrainConfig, device: torch.device, processes: int, *of_memory: Any) -> str:
+    """All that a choice depends on, as a hash; `of_memory` is what `fitting` found."""
+    own = [spec.submodule_search_locations or [] for name in cfg.extensions if (spec := find_spec(name))]
+    folders = [*(ROOT / part for part in ("accel", "models", "training")), *map(Path, chain.from_iterable(own))]
+    sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
-    latents = (spec.channels, spec.height, spec.width, spec.num_classes)
     of_run = (cfg.model, cfg.optim, cfg.runtime, cfg.deterministic, cfg.batch_size, cfg.accumulation_steps, processes)
     machine = (device_name(device), memory_of(device), version("torch"), code)
-    return hashlib.sha256(repr((machine, latents, of_run)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((machine, of_memory, of_run)).encode()).hexdigest()[:32]
 
 
 def tuned(
@@ -160,20 +164,23 @@ def tuned(
     The first process measures, alone on its device; all take its choice. ValueError if the step does not fit.
     """
     found = ranks.agreed(lambda: choice_of(cfg, device, ranks.world_size, folder))
-    return changed(cfg, found["changes"]), found
+    new = changed(cfg, found["changes"])
+    ranks.check_batch(new.batch_size, new.accumulation_steps)
+    return new, found
 
 
 def choice_of(cfg: TrainConfig, device: torch.device, processes: int, folder: Path | None) -> dict[str, Any]:
     """`words`, `changes` and `tried` of what was chosen before, or is measured now."""
     deadline = time.monotonic() + cfg.runtime.tune_seconds
-    if folder is not None and (found := read(folder / FILE, cfg)):
+    if folder is not None and (found := read(folder / FILE, cfg, device, processes)):
         return found
-    needed, spec = fitting(cfg, device, processes)
-    file = cache_folder("tuning") / f"{facts_of(cfg, spec, device, processes)}.json"
-    if found := read(file, cfg):
+    needed, spec, held = fitting(cfg, device, processes)
+    latents = (spec.channels, spec.height, spec.width, spec.num_classes)
+    file = cache_folder("tuning") / f"{facts_of(cfg, device, processes, needed, latents, held)}.json"
+    if found := read(file, cfg, device, processes):
         return found
     print(f"Trying techniques for at most {cfg.runtime.tune_seconds:.0f} s …", file=sys.stderr, flush=True)
-    job = {"spec": spec.as_dict(), "device": str(device), "processes": processes}
+    job = {"spec": spec.as_dict(), "device": str(device), "processes": processes, "held": int(held)}
     contest = Contest(partial(changed, cfg), job, deadline)
     chosen = contest.run(needed | technique_changes(cfg, device)[0], stages_of(cfg, device, processes))
     found = {"words": words_of(chosen), "changes": chosen, "tried": [c.as_dict() for c in contest.tried]}
@@ -186,13 +193,13 @@ def choice_of(cfg: TrainConfig, device: torch.device, processes: int, folder: Pa
     return found
 
 
-def read(file: Path, cfg: TrainConfig) -> dict[str, Any] | None:
-    """A choice that was written down; None where there is none, or it is damaged, or does not go with `cfg`."""
+def read(file: Path, cfg: TrainConfig, device: torch.device, processes: int) -> dict[str, Any] | None:
+    """A choice that was written down; None where there is none, or it is damaged, or cannot be had in this run."""
     with suppress(*UNREADABLE):
         found = json.loads(file.read_text())
         changed(cfg, found["changes"])
         ledger_row(found)
-        return found
+        return found if can_be_had(cfg, found["changes"], device, processes) else None
     return None
 
 

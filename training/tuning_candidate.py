@@ -1,13 +1,17 @@
 """One candidate of runtime=auto, in a process of its own: builds the step, warms it up, and takes steps when told to.
 
-python -m training.tuning_candidate <job>      training/tuning.py starts it and talks to it, a line of JSON at a time
+python -m training.tuning_candidate <job> <descriptor>      training/contest.py starts it and talks to it
+
+It is told how many steps to take by lines on standard input, and answers by lines of JSON on the descriptor.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +27,7 @@ from data.synthetic import SyntheticLatents
 from training.assemble import Parts, Training, assemble
 from training.config import extensions
 from training.config.compose import typed
-from training.config.schema import TrainConfig
+from training.config.schema import ParallelConfig, ParallelMode, TrainConfig
 
 PROBES = 3
 """Steps whose losses and gradient norms are compared with those of the first candidate."""
@@ -42,7 +46,9 @@ def built(cfg: TrainConfig, spec: LatentSpec, device: torch.device, processes: i
         return made
 
     torch.manual_seed(cfg.seed)
-    training = assemble(replace(cfg, batch_size=cfg.batch_size // processes), device, parts=Parts(loader=loader))
+    runtime = replace(cfg.runtime, parallel=ParallelConfig(mode=ParallelMode.none))
+    alone = replace(cfg, batch_size=cfg.batch_size // processes, runtime=runtime)
+    training = assemble(alone, device, parts=Parts(loader=loader))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter, average in zip(training.state.ema.parameters, training.state.ema.averages, strict=True):
@@ -80,20 +86,37 @@ def seconds_of(training: Training, steps: int) -> list[float]:
     return taken
 
 
+def end_with(parent: int) -> None:
+    """Ends this process, and those that it started, within a second after `parent`, however that ends."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
 def main() -> int:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed goes to the log
+    answers = os.fdopen(int(sys.argv[2]), "w")
 
     def say(content: dict[str, Any]) -> None:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
     job = json.loads(Path(sys.argv[1]).read_text())
+    end_with(job["parent"])
     cfg, spec = typed(TrainConfig, job["cfg"], []), LatentSpec(**job["spec"])
     extensions.admit([f"{extensions.KEY}=[{','.join(cfg.extensions)}]"])
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(cfg.deterministic)
+    device = torch.device(job["device"])
+    held: list[torch.Tensor] = []  # in the place of what the run holds besides
     try:
-        training = built(cfg, spec, torch.device(job["device"]), job["processes"])
+        if device.type == "cuda":
+            held.append(torch.empty(job["held"], dtype=torch.uint8, device=device))
+        training = built(cfg, spec, device, job["processes"])
         say(probed(training, job["asked"]))
         for line in sys.stdin:
             say({"seconds": seconds_of(training, int(line))})

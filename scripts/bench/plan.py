@@ -19,6 +19,7 @@ from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Workload, time_steps
 from training.cards import this_card
+from training.components import latents_of
 from training.forecast import Forecast
 from training.memory import memory_of
 
@@ -45,8 +46,10 @@ def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
     device, spec = workload.device, workload.loader.spec
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
     figures = workload.figures(step_ms)
-    found = Forecast(workload.cfg, spec, gpu=device.type == "cuda")
-    card = this_card(device, memory_of(device))
+    memory = memory_of(device)
+    resident = latents_of(workload.cfg.data, workload.cfg.seed, memory)[1]
+    found = Forecast(workload.cfg, spec, resident=resident, gpu=device.type == "cuda")
+    card = this_card(device, memory)
     time = found.time(card) if card else None
     bytes_predicted, measured = found.needs.total - found.needs.context, workload.memory_peak
     return figures | {

@@ -40,8 +40,9 @@ def exposed(way: str, gpus: int, compute: float, parameters: int, gradient_bytes
     """Seconds of communication in a step of `compute` seconds that nothing hides.
 
     `way` is ddp, fsdp or hsdp; `calls` are the reduce-scatters of a step with fsdp: one a block, and the root's.
+    `gradient_bytes`, of one parameter, are 0 in a micro-batch after which more are accumulated.
     """
-    if gpus == 1:
+    if gpus == 1 or (way == "ddp" and not gradient_bytes):
         return 0.0
     forward, backward = compute / 3, 2 * compute / 3
     size, gradients = 4.0 * parameters, float(gradient_bytes * parameters)
@@ -52,8 +53,8 @@ def exposed(way: str, gpus: int, compute: float, parameters: int, gradient_bytes
         return max(0.0, reduction - last - backward) + last
     shards = gpus if way == "fsdp" else min(gpus, GPUS_A_MACHINE)
     one = gather(size / calls, shards, card)  # a pass gathers as often as it reduces
-    reduction = calls * gather(gradients / calls, shards, card)
-    if way == "hsdp":  # then each part with those of its like, all network cards at once
+    reduction = calls * gather(gradients / calls, shards, card) if gradients else 0.0
+    if way == "hsdp" and gradients:  # then each part with those of its like, all network cards at once
         reduction += all_reduce(gradients / shards, gpus // shards, card.inter, calls)
     return one + max(0.0, calls * one - forward) + max(0.0, calls * one + reduction - backward)
 

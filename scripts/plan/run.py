@@ -98,11 +98,12 @@ def step_time(forecast: Forecast, card: Card) -> Time:
     alone, parallel = forecast.time(card), forecast.cfg.runtime.parallel
     parameters = sum(p.numel() for p in forecast.model.parameters())
     narrow = 2 if parallel.reduce_dtype.value == "bf16" else 4
-    lost = [
-        exposed(forecast.mode, forecast.gpus, compute, parameters, narrow, card, forecast.depth + 1)
-        for compute in alone
-    ]
-    return Time(alone.best + lost[0], alone.worst + lost[1])
+    steps = forecast.cfg.accumulation_steps
+
+    def lost(compute: float, gradient_bytes: int) -> float:
+        return exposed(forecast.mode, forecast.gpus, compute, parameters, gradient_bytes, card, forecast.depth + 1)
+
+    return Time(*(whole + (steps - 1) * lost(whole / steps, 0) + lost(whole / steps, narrow) for whole in alone))
 
 
 def largest_micro_batch(forecast: Forecast, card: Card) -> int:

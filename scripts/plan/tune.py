@@ -30,16 +30,23 @@ class TuneConfig:
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:
-    """The table of what was tried, and where the choice was written."""
+    """The table of what was tried, and where the choice was written; ValueError where it cannot be, or is none."""
     composed = compose([*words, f"runtime.tune_seconds={cfg.seconds}"])
     train = composed.cfg
+    file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
+    if not file.parent.is_dir():
+        raise ValueError(f"out={file}: there is no folder {file.parent}; make it, or choose another file.")
+    base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
+    if base == file.stem:
+        raise ValueError(f"runtime={base} would be based on itself in {file}; start from another one, as runtime=fast.")
     device = pick_device(train.runtime.device.value)
     _, found = tuned(train, device, SINGLE)
+    if not any(row["step_ms"] for row in found["tried"]):
+        told = "; ".join(f"{row['words']}: {row['refusal']}" for row in found["tried"])
+        raise ValueError(f"seconds={cfg.seconds}: nothing was measured ({told}); give more seconds.")
     rows: list[tuple[object, ...]] = [("candidate", "ms/step", "steps", "")]
     rows += [(row["words"], row["step_ms"], row["steps"] or None, row["refusal"] or "") for row in found["tried"]]
     runtime = {key: value for key, value in found["changes"].items() if key != "accumulation_steps"}
-    file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
-    base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
     hardware = describe_environment(device)["hardware"]
     told = f"# The fastest of {len(found['tried'])} on {hardware}, for: {' '.join(words)}\n"
     steps = found["changes"].get("accumulation_steps")

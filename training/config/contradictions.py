@@ -12,13 +12,32 @@ WHOLE = ("torch.optim.Adafactor",)
 DECIDE_ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
 
 
-def check_compile(runtime: Any, accumulation_steps: int, deterministic: bool) -> None:
-    """ValueError for a mode of compiling, or a choice by time, that does not go with the rest."""
-    if runtime.tune and deterministic:
+def check_tune(runtime: Any, deterministic: bool) -> None:
+    """ValueError for a choice by time that cannot be made."""
+    if runtime.tune_seconds <= 0:
+        raise ValueError(f"runtime.tune_seconds={runtime.tune_seconds} must be above 0.")
+    if not runtime.tune:
+        return
+    if deterministic:
         raise ValueError(
             "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down with `python -m "
             "scripts.plan tune` and use runtime=tuned with deterministic=true."
         )
+    mode = runtime.parallel.mode.value
+    if mode in ("fsdp", "hsdp"):
+        raise ValueError(
+            f"runtime.tune=true does not go with runtime.parallel.mode={mode}: it measures in one process, which holds "
+            f"the whole model; use runtime.parallel.mode=ddp, or runtime=production."
+        )
+    if runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:
+        raise ValueError(
+            f"runtime.tune_seconds={runtime.tune_seconds} must be below the {runtime.parallel.timeout_minutes} minutes "
+            f"of runtime.parallel.timeout_minutes, for which other processes wait."
+        )
+
+
+def check_compile(runtime: Any, accumulation_steps: int, deterministic: bool) -> None:
+    """ValueError for a mode of compiling that does not go with the rest."""
     mode = runtime.compile_mode.value
     if not runtime.compile:
         return

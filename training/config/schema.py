@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from models.solver import Solver
-from training.config.contradictions import check_compile, check_graph, check_sharding
+from training.config.contradictions import check_compile, check_graph, check_sharding, check_tune
 
 
 class Device(str, Enum):
@@ -161,11 +161,10 @@ class RuntimeConfig:
     def check(self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None) -> None:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
-        if self.tune_seconds <= 0:
-            raise ValueError(f"runtime.tune_seconds={self.tune_seconds} must be above 0.")
         for key in ("fused_add_norm", "fused_scan", "fused_conv"):
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise ValueError(f"runtime.{key}={value} must be false, true or auto.")
+        check_tune(self, deterministic)
         check_compile(self, accumulation_steps, deterministic)
         check_sharding(self, optimizer)
         check_graph(self, optimizer)
