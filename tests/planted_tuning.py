@@ -50,9 +50,9 @@ class Planted(Denoiser):
     def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
         fault = FAULTS.get(len(x))
         if fault == "slow":
-            time.sleep(0.1)
+            time.sleep(0.05)
         if fault == "slower":
-            time.sleep(0.3)
+            time.sleep(0.1)
         if fault == "hang":
             time.sleep(3600)
         if fault == "crash":

@@ -90,7 +90,7 @@ def test_tokens_that_are_no_multiple_are_padded():
     assert not assemble("dit", **EIGHT)[0].blocks[0].layers[1].w2.config.pad_inner_dim  # 16 tokens
 
 
-POLICIES = [None, "blocks", "every_2", "selective"]
+POLICIES = [None, "blocks", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("every_2", "selective"))]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

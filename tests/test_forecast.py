@@ -95,8 +95,8 @@ def sampled(seed: int) -> list[str]:
 
 
 def marked(seed: int) -> Any:
-    """Compiled ones take long, so two thirds run with the slow tests."""
-    return pytest.param(seed, marks=[pytest.mark.slow] if "runtime.compile=true" in sampled(seed) or seed % 2 else [])
+    """Compiled ones take long, so most run with the slow tests."""
+    return pytest.param(seed, marks=[pytest.mark.slow] if "runtime.compile=true" in sampled(seed) or seed % 4 else [])
 
 
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(30)])
