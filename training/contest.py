@@ -24,10 +24,10 @@ from training.config.schema import TrainConfig
 GAIN = 0.98
 """Share of the champion's step time that a candidate must stay below."""
 STEPS = 4
-"""That a candidate takes before it is the next one's turn; in the first round each has one turn, then two, four, …"""
+"""That a candidate takes before it is the next one's turn."""
+TURNS = 4
+"""In the first round; twice as many in each that follows. Candidates that cannot be in memory together have one round."""
 MOST_TURNS = 16
-ALONE = 4
-"""Turns of those that cannot be in memory together, one after the other."""
 NO_MEMORY = "memory ran out"
 LATE = "the budget was over before it was measured"
 PROGRAM = ["-m", "training.tuning_candidate"]
@@ -199,12 +199,12 @@ class Contest:
 
     def raced(self, everyone: list[Contestant]) -> Contestant:
         """Lets those that are alive step in turn, round by round; the slower half is out after each."""
-        turns, pace = 1, everyone[0]
+        turns, pace = TURNS, everyone[0]
 
         def share(contestant: Contestant) -> float:
             return statistics.median(contestant.candidate.shares(pace.candidate))
 
-        while (len(self.alive) > 1 or turns < ALONE) and turns <= MOST_TURNS and time.monotonic() < self.deadline:
+        while (len(self.alive) > 1 or turns == TURNS) and turns <= MOST_TURNS and time.monotonic() < self.deadline:
             for _ in range(turns):
                 for contestant in self.alive:
                     contestant.step()
@@ -235,7 +235,7 @@ class Contest:
                 break
             contestant.end()
             for other in self.alive:  # what they show now is what counts of them
-                other.step(ALONE)
+                other.step(TURNS)
                 other.end()
             self.alive = []
         if said is None or contestant is None:
