@@ -26,7 +26,7 @@ GAIN = 0.98
 STEPS = 4
 """That a candidate takes before it is the next one's turn."""
 TURNS = 4
-"""In the first round; twice as many in each that follows. Candidates that cannot be in memory together have one round."""
+"""In the first round; twice as many in each that follows. Those that cannot be in memory together have one round."""
 MOST_TURNS = 16
 NO_MEMORY = "memory ran out"
 LATE = "the budget was over before it was measured"
