@@ -28,6 +28,7 @@ STEPS = 4
 TURNS = 4
 """In the first round; twice as many in each that follows. Those that cannot be in memory together have one round."""
 MOST_TURNS = 16
+PATIENCE = 0.75
 NO_MEMORY = "memory ran out"
 LATE = "the budget was over before it was measured"
 PROGRAM = ["-m", "training.tuning_candidate"]
@@ -221,7 +222,7 @@ class Contest:
     def started(self, candidate: Candidate, folder: Path, running: ExitStack) -> Contestant | None:
         """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it.
 
-        One that may hang has half of the time that is left, so that the others are measured.
+        One that may hang has `PATIENCE` of the time that is left, so that the others are measured.
         """
         asked = [key for key in candidate.changes if key != "accumulation_steps"]
         job = self.job | {"cfg": plain(asdict(self.config_of(candidate.changes))), "asked": asked}
@@ -230,7 +231,7 @@ class Contest:
             contestant = Contestant(candidate, job, folder, self.deadline)
             running.callback(contestant.end)
             now = time.monotonic()
-            said = contestant.answer(None if self.reference is None else now + (self.deadline - now) / 2)
+            said = contestant.answer(None if self.reference is None else now + PATIENCE * (self.deadline - now))
             if said is None or said["refusal"] != NO_MEMORY or attempt or not self.alive:
                 break
             contestant.end()
