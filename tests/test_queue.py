@@ -90,11 +90,11 @@ def entries(folder: Path) -> dict[str, dict]:
 
 def test_faults_at_random_rows_lose_no_finished_row(tmp_path, planted, capsys, monkeypatch):
     # However long a slow machine takes to start the process, a row that then hung has had nearly all of its time.
-    monkeypatch.setattr(gpu, "START_UP", limit(10.0) - 0.5)
+    monkeypatch.setattr(gpu, "START_UP", limit(15.0) - 0.5)
     draw = random.Random(0)
     at = dict(zip(draw.sample(range(ROWS), 4), ("raise", "memory", "hang", "kill"), strict=True))
     planted(at)
-    start(tmp_path, limit_s=limit(10.0))
+    start(tmp_path, limit_s=limit(15.0))
     found = entries(tmp_path)
     assert list(found) == [f"row {i}" for i in range(ROWS)]
     said = {fault: found[f"row {row}"]["error"] for row, fault in at.items()}
@@ -104,7 +104,7 @@ def test_faults_at_random_rows_lose_no_finished_row(tmp_path, planted, capsys, m
     assert said["kill"] == "the process was ended by SIGKILL"
     assert [found[f"row {i}"]["value"] for i in range(ROWS) if i not in at] == [i for i in range(ROWS) if i not in at]
     before = (tmp_path / "rows.jsonl").read_bytes()
-    start(tmp_path, limit_s=limit(10.0))
+    start(tmp_path, limit_s=limit(15.0))
     assert (tmp_path / "rows.jsonl").read_bytes() == before
     assert "nothing remains" in capsys.readouterr().out
 
