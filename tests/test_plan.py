@@ -17,7 +17,7 @@ from scripts.plan.run import CHANGES, PlanConfig, forecast_of, largest_micro_bat
 from training.assemble import assemble
 from training.cards import CARDS, GIB, card_called, keep_rates, this_card
 from training.config.compose import compose
-from training.forecast import Forecast, predicted
+from training.forecast import PASSES, Forecast, predicted
 from training.memory import kept_at, lasting_bytes
 
 H200, CPU = CARDS["h200"], torch.device("cpu")
@@ -110,6 +110,15 @@ def test_every_key_moves_the_prediction_the_right_way():
     assert ms(*wide, "runtime.offload_optimizer=true") > ms(*wide)
 
 
+def test_what_is_counted_alike_is_counted_once():
+    """Another optimizer, and more processes with as many samples each, change no pass; a key of the blocks does."""
+    with patch("training.forecast.passed", side_effect=ValueError("counts")):
+        forecast("optim=sgd", "runtime.offload_optimizer=true")
+        forecast("batch_size=64", gpus=2)
+        with pytest.raises(ValueError, match="counts"):
+            forecast("runtime.precision=bf16", "optim=sgd", "seed=1")
+
+
 def test_sharding_cuts_the_state():
     one = forecast()
     memory = {way: one.on(64, way).needs.total for way in ("ddp", "fsdp", "hsdp")}
@@ -134,10 +143,12 @@ def test_one_of_many_processes_predicts_as_one_that_is_alone():
     training.held = lasting_bytes(training).weights + lasting_bytes(training).averages + GIB
     assert predicted(training)["peak_gib"] == pytest.approx(alone["peak_gib"] + 1.0)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    PASSES.clear()
     try:
         among = Forecast(training.cfg, training.loader.spec, gpus=2, gpu=False).needs.total
     finally:
         dist.destroy_process_group()
+        PASSES.clear()
     assert among == Forecast(training.cfg, training.loader.spec, gpus=2, gpu=False).needs.total
     failing = patch("training.forecast.passed", side_effect=ValueError("no"))
     with failing, patch.object(training.stack, "on_process") as on, pytest.raises(ValueError, match="no"):

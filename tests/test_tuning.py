@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +41,30 @@ def stages(*steps: int) -> Any:
 
 
 def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A whole batch and halves are slow, quarters quick; eighths quicker in nothing but wrong, and sixteenths crash."""
-    monkeypatch.setenv("PLANT", "slow:16,slower:8,wrong:2,crash:1")
-    monkeypatch.setattr(tuning, "stages_of", stages(2, 4, 8, 16))
+    """A whole batch is slow, halves are quick, quarters wrong."""
+    monkeypatch.setenv("PLANT", "slow:16,wrong:4")
+    monkeypatch.setattr(tuning, "stages_of", stages(2, 4))
     monkeypatch.setattr(contest, "TURNS", 1)
     monkeypatch.setattr(contest, "MOST_TURNS", 2)
     cfg = compose(PLANTED).cfg
     new, found = tuning.tuned(cfg, CPU, SINGLE)
-    assert new.accumulation_steps == 4
+    assert new.accumulation_steps == 2
     assert not new.runtime.tune
     rows = {row["words"]: row for row in found["tried"]}
     assert rows["as given"]["step_ms"] > 50
-    assert "more than 1e-03 apart" in rows["accumulation_steps=8"]["refusal"]
-    assert "its process ended" in rows["accumulation_steps=16"]["refusal"]
-    assert rows["accumulation_steps=4"]["steps"] > rows["accumulation_steps=2"]["steps"]
+    assert "more than 1e-03 apart" in rows["accumulation_steps=4"]["refusal"]
     row = tuning.ledger_row(found)
-    assert (row.active, row.missing) == ("accumulation_steps=4", False)
+    assert (row.active, row.missing) == ("accumulation_steps=2", False)
     assert "as given: " in row.evidence
 
     monkeypatch.setattr(tuning, "Contest", None)  # what is known is not tried again
     assert tuning.tuned(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(found))
-    (tmp_path / tuning.FILE).write_text(json.dumps({"words": "", "changes": {"accumulation_steps": 2}, "tried": []}))
-    assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 2
+    (tmp_path / tuning.FILE).write_text(json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []}))
+    assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 8
     wrong = ({"no_such_key": True}, {"compile": "x"}, {"accumulation_steps": 3})
     for content in ("{", "[]", *(json.dumps({"changes": some, "words": "", "tried": []}) for some in wrong)):
         (tmp_path / tuning.FILE).write_text(content)
-        assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 4
+        assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 2
 
 
 def test_a_choice_is_kept_only_for_a_run_that_it_fits(tmp_path: Path):
@@ -81,43 +79,111 @@ def test_a_choice_is_kept_only_for_a_run_that_it_fits(tmp_path: Path):
     assert facts != tuning.facts_of(replace(cfg, extensions=[]), CPU, 1, {}, 0.0)
 
 
-def test_the_budget_is_kept_whatever_hangs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PLANT", "hang:8")
-    monkeypatch.setattr(tuning, "stages_of", stages(2))
-    budget = pace.limit(12)
-    cfg = compose([*PLANTED, f"runtime.tune_seconds={budget}"]).cfg
-    began = time.monotonic()
-    new, found = tuning.tuned(cfg, CPU, SINGLE)
-    assert time.monotonic() - began < budget + 5
-    assert new.accumulation_steps == 1
-    assert found["tried"][0]["step_ms"] > 0.0
-    assert re.fullmatch(r"it was not warm after \d+ s", found["tried"][1]["refusal"])
+ACTOR = """
+import json, os, signal, sys, time
+from pathlib import Path
+role, answers = json.loads(Path(sys.argv[1]).read_text())["cfg"]["role"], os.fdopen(int(sys.argv[2]), "w")
+def say(**content): print(json.dumps(content), file=answers, flush=True)
+if role == "hangs": time.sleep(600)
+if role == "crashes": os.kill(os.getpid(), signal.SIGSEGV)
+say(losses=[1.0], norms=[2.2 if role == "other norms" else 2.0], tolerance=1e-3, refusal=None)
+for line in sys.stdin:
+    if role == "hangs later": time.sleep(600)
+    if role == "memory": say(refusal="memory ran out")
+    else: say(seconds=[{"slow": 4.0, "slower": 8.0, "quick": 2.0}.get(role, 1.0)] * int(line))
+"""
 
 
-def test_a_candidate_ends_with_all_that_it_started_and_with_its_parent(tmp_path: Path):
-    """What a process starts may hold the GPU: it is ended with it, also where the parent has no time to do so."""
-    program = (
-        "import json, subprocess, sys, time; from pathlib import Path; from training import tuning_candidate as own;"
-        "job = json.loads(Path(sys.argv[1]).read_text()); own.end_with(job['parent']);"
-        "child = subprocess.Popen(['sleep', '600']); Path(job['told']).write_text(str(child.pid)); time.sleep(600)"
+@dataclass
+class Role:
+    """In the place of a configuration."""
+
+    role: str
+
+
+def contest_of(first: str, *stages: list[str], budget: float = 60.0) -> tuple[str, dict[str, contest.Candidate]]:
+    """What actors come to, each a process that says what its role would."""
+    config_of: Any = lambda changes: Role(**changes)  # noqa: E731
+    held = contest.Contest(config_of, {}, time.monotonic() + pace.limit(budget))
+    chosen = held.run({"role": first}, [lambda _, own=own: [{"role": role} for role in own] for own in stages])
+    return chosen["role"], {candidate.changes["role"]: candidate for candidate in held.tried}
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "PROGRAM", ["-c", ACTOR])
+
+
+@pytest.mark.usefixtures("actors")
+def test_the_slower_half_is_out_after_each_round(monkeypatch: pytest.MonkeyPatch):
+    """And whoever crashes, exhausts the memory or computes something else is refused with the reason."""
+    monkeypatch.setattr(contest, "TURNS", 1)
+    monkeypatch.setattr(contest, "MOST_TURNS", 2)
+    chosen, tried = contest_of("slow", ["slower", "quick"], ["crashes", "quicker", "memory", "other norms"])
+    assert chosen == "quicker"
+    assert len(tried["quicker"].seconds) > len(tried["slower"].seconds) == contest.STEPS
+    assert "its process ended" in str(tried["crashes"].refusal)
+    assert tried["memory"].refusal == "memory ran out"
+    assert "its norms are 2.2 instead of 2, more than 1e-03 apart" in str(tried["other norms"].refusal)
+
+
+@pytest.mark.usefixtures("actors")
+def test_the_budget_is_kept_whatever_hangs():
+    """One that never gets warm leaves a quarter of the time; one that hangs in a step ends with the budget."""
+    for role, refusal in (("hangs", r"it was not warm after \d+ s"), ("hangs later", None)):
+        began = time.monotonic()
+        chosen, tried = contest_of("quick", [role], budget=3.0)
+        assert time.monotonic() - began < pace.limit(3.0) + 5
+        assert chosen == "quick"
+        assert tried["quick"].seconds
+        assert re.fullmatch(refusal or contest.LATE, str(tried[role].refusal))
+
+
+STARTS = (
+    "import subprocess, sys, time; from pathlib import Path;"
+    "told = Path(sys.argv[1]).with_suffix('.told');"
+    "told.write_text(str(subprocess.Popen(['sleep', '600']).pid));"
+)
+"""A candidate that starts a process; what a process starts may hold the GPU."""
+
+
+def test_a_candidate_ends_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(contest, "PROGRAM", ["-c", STARTS + "time.sleep(600)"])
+    one = contest.Contestant(contest.Candidate({}), {"cfg": {}}, tmp_path, time.monotonic() + 99)
+    child = int(told_in(tmp_path))
+    one.end()
+    until_dead(child)
+
+
+def test_a_candidate_ends_with_its_parent(tmp_path: Path):
+    """Also where the parent has no time to say so."""
+    own = STARTS + "from training.tuning_candidate import end_with; end_with(int(sys.argv[2])); time.sleep(600)"
+    parent = (
+        "import os, subprocess, sys; one = os.path.join(sys.argv[1], 'one');"
+        f"subprocess.Popen([sys.executable, '-c', {own!r}, one, str(os.getpid())], start_new_session=True);"
+        "sys.stdin.read()"
     )
-    start = (
-        "import os, sys, time; from pathlib import Path; from training import contest;"
-        f"contest.PROGRAM = ['-c', {program!r}];"
-        "job = {'told': sys.argv[1]};"
-        "one = contest.Contestant(contest.Candidate({}), job, Path(sys.argv[2]), time.monotonic() + 99);"
-        "told = Path(sys.argv[1]);"
-        "[time.sleep(0.05) for _ in range(2000) if not told.exists() or not told.read_text()];"
-        "one.end() if sys.argv[3] == 'end' else os._exit(0)"
-    )
-    for how in ("end", "die"):
-        told = tmp_path / how
-        subprocess.run([sys.executable, "-c", start, told, tmp_path, how], check=True, timeout=pace.limit(60), cwd=ROOT)
-        child = int(told.read_text())
-        until = time.monotonic() + pace.limit(10)
-        while alive(child) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not alive(child), how
+    with subprocess.Popen([sys.executable, "-c", parent, tmp_path], stdin=subprocess.PIPE, cwd=ROOT) as process:
+        child = int(told_in(tmp_path))
+        process.kill()
+    until_dead(child)
+
+
+def told_in(folder: Path) -> str:
+    """What the candidate wrote, as soon as it has."""
+    until = time.monotonic() + pace.limit(60)
+    while time.monotonic() < until:
+        if found := [text for file in folder.glob("*.told") if (text := file.read_text())]:
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError("the candidate never began")
+
+
+def until_dead(process: int) -> None:
+    until = time.monotonic() + pace.limit(20)
+    while alive(process) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(process)
 
 
 def alive(process: int) -> bool:

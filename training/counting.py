@@ -87,6 +87,13 @@ def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int
     return replace(cfg, model=model, runtime=runtime, **batch)
 
 
+def for_a_pass(cfg: TrainConfig, depth: int, samples: int) -> TrainConfig:
+    """The configuration whose passes are counted: two micro-batches stand for all, and no optimizer plays a part."""
+    small = of_few_blocks(cfg, depth, samples, min(2, cfg.accumulation_steps))
+    runtime = replace(small.runtime, offload_optimizer=False, fused_adamw=False)
+    return replace(small, optim={"_target_": "torch.optim.SGD"}, runtime=runtime)
+
+
 def with_depth(node: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """The model's node with another number of blocks; the same where it is no key, and the model is counted whole."""
     return dict(node) | ({"depth": depth} if "depth" in node else {})
@@ -123,17 +130,16 @@ def built(cfg: TrainConfig, spec: LatentSpec) -> Training:
     return assemble(cfg, CPU, parts=Parts(loader, blank_model, assumed_kernels, partial(build_stack, alone=True)))
 
 
-def passed(cfg: TrainConfig, spec: LatentSpec, depth: int, samples: int, fused: bool = False) -> Passed:
-    """Counts a forward and backward pass of `samples` samples; the second one, if gradients are accumulated.
+def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
+    """Counts a forward and backward pass of a micro-batch of `for_a_pass`; the second, if gradients are accumulated.
 
     `fused`: the blocks run uncompiled here, and their operations count as compiled ones do.
     """
-    again = min(2, cfg.accumulation_steps)
+    again = cfg.accumulation_steps
+    samples = cfg.batch_size // again
     tracker = Tracker()
     with patch.object(Compile, "backend", PARTITIONER), FakeTensorMode(allow_non_fake_inputs=True):
-        small = of_few_blocks(cfg, depth, samples, again)
-        plain = replace(small.runtime, offload_optimizer=False)
-        training = built(replace(small, optim={"_target_": "torch.optim.SGD"}, runtime=plain), spec)
+        training = built(cfg, spec)
         step, offload = training.step, training.stack.technique(OffloadActivations)
         numbers = torch.zeros(samples, dtype=torch.int64)
         latents = [torch.zeros(samples, spec.channels, spec.height, spec.width) for _ in range(again)]

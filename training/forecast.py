@@ -25,7 +25,7 @@ from data.loader import LatentSpec
 from training.assemble import Training
 from training.cards import GIB, Card, this_card
 from training.config.schema import CheckpointPolicyName, TrainConfig
-from training.counting import Passed, Updated, as_on_a_gpu, on_a_line, passed, updated, with_depth
+from training.counting import Passed, Updated, as_on_a_gpu, for_a_pass, on_a_line, passed, updated, with_depth
 from training.ema import EMA
 from training.memory import Bytes, lasting_bytes, memory_of
 from training.optim import parameter_groups
@@ -39,7 +39,9 @@ SLACK = 0.04
 """Share of the live bytes by which the caching allocator reserves more."""
 DRAW = 19.0
 """Bytes an element that drawing the bits of stochastic rounding takes, for `PART` elements at a time; as counted."""
+PASSES: dict[str, Passed] = {}
 UPDATES: dict[str, Updated] = {}
+"""What was counted in this process: forecasts that differ in one key share the rest."""
 
 
 class Needs(NamedTuple):
@@ -76,7 +78,7 @@ class Forecast:
         self.describe(cfg, spec, gpus, gpu)
         self.resident, self.compiled, self.kept_in_blocks = resident, cfg.runtime.compile, None
         with self.counting():
-            self.passes = [passed(cfg, spec, depth, self.samples) for depth in self.depths]
+            self.passes = [self.pass_at(depth) for depth in self.depths]
             self.updates, self.updated_at = [self.update_at(depth) for depth in self.depths], self.depths
 
     @classmethod
@@ -89,7 +91,7 @@ class Forecast:
         kernels = {t.key: t.value is True for t in training.stack.techniques if isinstance(t, FusedKernel)}
         eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False, **kernels))
         with own.counting():
-            own.passes = [passed(eager, own.spec, depth, own.samples, own.compiled) for depth in own.depths]
+            own.passes = [passed(for_a_pass(eager, depth, own.samples), own.spec, own.compiled) for depth in own.depths]
         here = lasting_bytes(training)
         own.resident = max(0.0, float(training.held - here.weights - here.averages))
         lasting = Bytes(*(own.shards * size for size in here))
@@ -125,8 +127,16 @@ class Forecast:
                 f"({first_line(error)}); `python -m scripts.bench step` measures it."
             ) from error
 
+    def pass_at(self, depth: int) -> Passed:
+        """`passed`, once for all forecasts of a process that differ in nothing that it counts."""
+        small = for_a_pass(self.cfg, depth, self.samples)
+        key = repr((small, self.spec.as_dict(), self.gpu))
+        if key not in PASSES:
+            PASSES[key] = passed(small, self.spec)
+        return PASSES[key]
+
     def update_at(self, depth: int) -> Updated:
-        """`updated`, which knows no batch: once for all forecasts of a process that differ in nothing else."""
+        """`updated`, which knows no batch, as `pass_at`."""
         runtime = self.cfg.runtime
         how = (runtime.weights, runtime.rounding, runtime.offload_optimizer, runtime.fused_adamw)
         key = repr((self.cfg.model, self.spec.as_dict(), self.cfg.optim, self.cfg.max_grad_norm, how, self.gpu, depth))
