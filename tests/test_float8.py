@@ -259,7 +259,8 @@ def test_samples_are_drawn_in_8_bits_too(whole):
 
 
 @HERE
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_processes_train_in_8_bits(mode, zygote: Zygote, whole, tmp_path):
     """Each has scales of its own, so what they train differs from one process within rounding to 8 bits."""
     words = [*RUN, "runtime.gradient_checkpointing=true", f"runtime.parallel.mode={mode}"]
