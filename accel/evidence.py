@@ -212,7 +212,8 @@ def profiled_events(run: Callable[[], object]) -> list[Any]:
     torch.profiler would parse them into its own classes, which takes several times as long as a small step.
     """
     device = "cuda" if torch.cuda.is_available() else None
-    with torch.autograd.profiler.profile(use_device=device, record_shapes=True) as profiler:
+    profiler = torch.autograd.profiler.profile(use_device=device, record_shapes=True)
+    with profiler:
         run()  # the profiler waits for the device at its end
     assert profiler.kineto_results is not None
     return list(profiler.kineto_results.events())

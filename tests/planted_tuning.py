@@ -49,7 +49,7 @@ class Planted(Denoiser):
     def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
         fault = FAULTS.get(len(x))
         if fault == "slow":
-            time.sleep(0.05)
+            time.sleep(0.15)
         if fault == "memory":
             raise torch.OutOfMemoryError("planted")
         found = super().forward(x, *others, **more)
