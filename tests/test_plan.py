@@ -112,6 +112,7 @@ def test_every_key_moves_the_prediction_the_right_way():
 
 def test_what_is_counted_alike_is_counted_once():
     """Another optimizer, and more processes with as many samples each, change no pass; a key of the blocks does."""
+    forecast()
     with patch("training.forecast.passed", side_effect=ValueError("counts")):
         forecast("optim=sgd", "runtime.offload_optimizer=true")
         forecast("batch_size=64", gpus=2)
