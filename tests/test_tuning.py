@@ -57,6 +57,7 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.
     assert "as given: " in row.evidence
 
     monkeypatch.setattr(tuning, "Contest", None)  # what is known is not tried again
+    monkeypatch.setattr(tuning, "Forecast", None)  # and what fits is not counted again
     assert tuning.tuned(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(found))
     (tmp_path / tuning.FILE).write_text(json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []}))
     assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 8
@@ -102,8 +103,8 @@ class Role:
 
 def contest_of(first: str, *stages: list[str], budget: float = 60.0) -> tuple[str, dict[str, contest.Candidate]]:
     """What actors come to, each a process that says what its role would."""
-    config_of: Any = lambda changes: Role(**changes)  # noqa: E731
-    held = contest.Contest(config_of, {}, time.monotonic() + pace.limit(budget))
+    make: Any = Role
+    held = contest.Contest(lambda changes: make(**changes), {}, time.monotonic() + pace.limit(budget))
     chosen = held.run({"role": first}, [lambda _, own=own: [{"role": role} for role in own] for own in stages])
     return chosen["role"], {candidate.changes["role"]: candidate for candidate in held.tried}
 
@@ -206,10 +207,11 @@ def test_one_that_exhausts_the_memory_is_tried_alone_and_then_refused(monkeypatc
 def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.MonkeyPatch):
     """The first that fits by its forecast; a limit that nothing meets is an error, before anything is tried."""
     cfg = compose([*SMALL, "model.depth=6", "batch_size=16", "runtime=auto", "data.height=16", "data.width=16"]).cfg
-    spec = tuning.latents_of(cfg.data, 0, 1e9)[0]
+    spec, resident = tuning.latents_of(cfg.data, 0, 1e9)
+    assert resident == 2.2 * 64 * 256
 
     def needs(**changes: Any) -> float:
-        return Forecast(tuning.changed(cfg, changes), spec, gpu=False, resident=2.2 * 64 * 256).needs.total
+        return Forecast(tuning.changed(cfg, changes), spec, gpu=False, resident=resident).needs.total
 
     recomputed = {"gradient_checkpointing": True, "checkpoint_policy": "blocks"}
     halves = {"accumulation_steps": 2}
@@ -219,10 +221,10 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
         (needs(**recomputed, **halves), recomputed | halves),
     ):
         monkeypatch.setattr(tuning, "memory_of", lambda _, limit=limit: 1.001 * limit / tuning.USABLE)
-        assert tuning.fitting(cfg, CPU, 1)[0] == wanted
+        assert tuning.fitting(cfg, CPU, 1, spec, resident)[0] == wanted
     monkeypatch.setattr(tuning, "memory_of", lambda _: 1e5)
     with pytest.raises(ValueError, match=r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"):
-        tuning.fitting(replace(cfg, batch_size=1), CPU, 1)
+        tuning.fitting(replace(cfg, batch_size=1), CPU, 1, spec, resident)
 
 
 def test_candidates_go_with_the_rest_of_the_configuration():

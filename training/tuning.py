@@ -114,13 +114,15 @@ def can_be_had(cfg: TrainConfig, changes: Changes, device: torch.device, process
     return cfg.batch_size % steps == 0 and not (changes.get("cuda_graph") and processes > 1)
 
 
-def fitting(cfg: TrainConfig, device: torch.device, processes: int) -> tuple[Changes, LatentSpec, float]:
-    """What the memory demands: more micro-batches, then checkpointing; the latents; bytes that candidates lack.
+def fitting(
+    cfg: TrainConfig, device: torch.device, processes: int, spec: LatentSpec, resident: float
+) -> tuple[Changes, float]:
+    """What the memory demands: more micro-batches, then checkpointing; and the bytes that candidates lack.
 
-    These are the run's latents on the device, and copies that ddp sends. ValueError if nothing makes the step fit.
+    These are the run's latents, `resident` on the device, and copies that ddp sends. ValueError if nothing makes the
+    step fit.
     """
     memory = memory_of(device)
-    spec, resident = latents_of(cfg.data, cfg.seed, memory)
     policies = () if cfg.runtime.gradient_checkpointing else ("selective", "blocks")
     recompute: list[Changes] = [{}, *({"gradient_checkpointing": True, "checkpoint_policy": p} for p in policies)]
     most = cfg.batch_size // processes
@@ -136,24 +138,25 @@ def fitting(cfg: TrainConfig, device: torch.device, processes: int) -> tuple[Cha
             tried.append(forecast.needs.total)
         except ValueError as error:
             warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
-            return {}, spec, resident
+            return {}, resident
         if tried[-1] <= USABLE * memory:
-            return changes, spec, resident + forecast.buckets
+            return changes, resident + forecast.buckets
     raise ValueError(
         f"runtime.tune=true: a step needs {min(tried) / 2**30:.3g} GiB at least, of {memory / 2**30:.3g}; "
         f"use a smaller model or batch_size, or ask `python -m scripts.plan` for what makes it fit."
     )
 
 
-def facts_of(cfg: TrainConfig, device: torch.device, processes: int, *of_memory: Any) -> str:
-    """All that a choice depends on, as a hash; `of_memory` is what `fitting` found."""
+def facts_of(cfg: TrainConfig, device: torch.device, processes: int, *latents: Any) -> str:
+    """All that a choice depends on, as a hash; `latents` describe those of the run."""
     own = [spec.submodule_search_locations or [] for name in cfg.extensions if (spec := find_spec(name))]
     folders = [*(ROOT / part for part in ("accel", "models", "training")), *map(Path, chain.from_iterable(own))]
     sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
-    of_run = (cfg.model, cfg.optim, cfg.runtime, cfg.deterministic, cfg.batch_size, cfg.accumulation_steps, processes)
+    of_run = (cfg.model, cfg.objective, cfg.optim, cfg.max_grad_norm, cfg.runtime, cfg.deterministic)
+    batch = (cfg.batch_size, cfg.accumulation_steps, processes)
     machine = (device_name(device), memory_of(device), version("torch"), code)
-    return hashlib.sha256(repr((machine, of_memory, of_run)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((machine, latents, of_run, batch)).encode()).hexdigest()[:32]
 
 
 def tuned(
@@ -174,11 +177,12 @@ def choice_of(cfg: TrainConfig, device: torch.device, processes: int, folder: Pa
     deadline = time.monotonic() + cfg.runtime.tune_seconds
     if folder is not None and (found := read(folder / FILE, cfg, device, processes)):
         return found
-    needed, spec, held = fitting(cfg, device, processes)
-    latents = (spec.channels, spec.height, spec.width, spec.num_classes)
-    file = cache_folder("tuning") / f"{facts_of(cfg, device, processes, needed, latents, held)}.json"
+    spec, resident = latents_of(cfg.data, cfg.seed, memory_of(device))
+    latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident)
+    file = cache_folder("tuning") / f"{facts_of(cfg, device, processes, *latents)}.json"
     if found := read(file, cfg, device, processes):
         return found
+    needed, held = fitting(cfg, device, processes, spec, resident)
     print(f"Trying techniques for at most {cfg.runtime.tune_seconds:.0f} s …", file=sys.stderr, flush=True)
     job = {"spec": spec.as_dict(), "device": str(device), "processes": processes, "held": int(held)}
     contest = Contest(partial(changed, cfg), job, deadline)
