@@ -200,12 +200,6 @@ def probed(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[
             blocks[i] = block
 
 
-def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    """The activities that the profiler can record on this machine: the host, and the GPU where there is one."""
-    device = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [torch.profiler.ProfilerActivity.CPU, *device]
-
-
 def profiled_events(run: Callable[[], object]) -> list[Any]:
     """The profiler's events of one call of `run`, host and device, as recorded.
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel.parallel import world_size
+from accel.processes import environment
 from accel.technique import blocks_of, first_line
 
 PATIENCE = 120.0
@@ -231,11 +232,10 @@ def attended(folder: Path) -> tuple[dict[str, Any], str]:
     """Runs one trial; returns what it wrote last, and how it ended. It is killed after `PATIENCE` without news."""
     file = folder / "found.json"
     file.unlink(missing_ok=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     command = [sys.executable, "-m", "accel.trial", str(folder)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment()
         )
     state: dict[str, Any] = {}
     hung, since, seen = False, time.monotonic(), None

@@ -19,6 +19,12 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
+    """The activities that the profiler can record on this machine: the host, and the GPU where there is one."""
+    device = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [torch.profiler.ProfilerActivity.CPU, *device]
+
+
 def seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds from an idle device to an idle device."""
     synchronise(device)

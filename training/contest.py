@@ -6,7 +6,6 @@ import json
 import math
 import os
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel import processes
 from training.assemble import plain
 from training.config.schema import TrainConfig
 
@@ -29,6 +29,7 @@ TURNS = 4
 """In the first round; twice as many in each that follows. Those that cannot be in memory together have one round."""
 MOST_TURNS = 16
 PATIENCE = 0.75
+"""Share of the time that is left in which a candidate must get warm."""
 NO_MEMORY = "memory ran out"
 LATE = "the budget was over before it was measured"
 PROGRAM = ["-m", "training.tuning_candidate"]
@@ -77,7 +78,7 @@ class Contestant:
         file = Path(name)
         with open(descriptor, "w") as opened:
             json.dump(job | {"parent": os.getpid()}, opened)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = processes.environment()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
             environment.pop(name, None)  # it steps alone
         self.answers, theirs = os.pipe()  # anything may print to standard output
@@ -133,13 +134,8 @@ class Contestant:
         if self.ended:
             return
         self.ended = True
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        processes.end(self.process)
         os.close(self.answers)
-        assert self.process.stdin is not None
-        with suppress(OSError):
-            self.process.stdin.close()
 
 
 class Contest:
@@ -222,7 +218,7 @@ class Contest:
     def started(self, candidate: Candidate, folder: Path, running: ExitStack) -> Contestant | None:
         """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it.
 
-        One that may hang has `PATIENCE` of the time that is left, so that the others are measured.
+        After the first each has `PATIENCE` of the time that is left, so that one that hangs leaves time for the others.
         """
         asked = [key for key in candidate.changes if key != "accumulation_steps"]
         job = self.job | {"cfg": plain(asdict(self.config_of(candidate.changes))), "asked": asked}

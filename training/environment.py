@@ -1,4 +1,4 @@
-"""Describes the machine: device, versions, hardware, and the state of the code."""
+"""The machine: which device, whether it is deterministic; its versions, hardware, and the state of the code."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_deterministic(on: bool) -> None:
+    """Has PyTorch take deterministic algorithms only, cuBLAS included, or whichever it likes."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -40,8 +40,9 @@ SLACK = 0.04
 DRAW = 19.0
 """Bytes an element that drawing the bits of stochastic rounding takes, for `PART` elements at a time; as counted."""
 PASSES: dict[str, Passed] = {}
+"""All passes that this process has counted. Forecasts of other optimizers, or of more processes, count none again."""
 UPDATES: dict[str, Updated] = {}
-"""What was counted in this process: forecasts that differ in one key share the rest."""
+"""All updates that this process has counted. Forecasts of other batches or kernels count none again."""
 
 
 class Needs(NamedTuple):
@@ -128,7 +129,7 @@ class Forecast:
             ) from error
 
     def pass_at(self, depth: int) -> Passed:
-        """`passed`, once for all forecasts of a process that differ in nothing that it counts."""
+        """`passed`, or what it came to when an earlier forecast called it with the same configuration."""
         small = for_a_pass(self.cfg, depth, self.samples)
         key = repr((small, self.spec.as_dict(), self.gpu))
         if key not in PASSES:
@@ -136,7 +137,7 @@ class Forecast:
         return PASSES[key]
 
     def update_at(self, depth: int) -> Updated:
-        """`updated`, which knows no batch, as `pass_at`."""
+        """The same of `updated`, which depends on no batch."""
         runtime = self.cfg.runtime
         how = (runtime.weights, runtime.rounding, runtime.offload_optimizer, runtime.fused_adamw)
         key = repr((self.cfg.model, self.spec.as_dict(), self.cfg.optim, self.cfg.max_grad_norm, how, self.gpu, depth))

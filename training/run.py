@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import warnings
@@ -25,7 +24,7 @@ from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.config.yaml_text import as_yaml, from_yaml, read_config
-from training.environment import describe_environment, pick_device, refuse_contradictions
+from training.environment import describe_environment, pick_device, refuse_contradictions, set_deterministic
 from training.forecast import predicted
 from training.goodput import CLOCK, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE
@@ -85,9 +84,7 @@ class Run:
             "overrides": composed.overrides,
         }
         torch.manual_seed(cfg.seed)
-        if cfg.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(cfg.deterministic)
+        set_deterministic(cfg.deterministic)
 
     def hold(self) -> bool:
         """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in it."""

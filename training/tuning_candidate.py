@@ -28,6 +28,8 @@ from training.assemble import Parts, Training, assemble
 from training.config import extensions
 from training.config.compose import typed
 from training.config.schema import ParallelConfig, ParallelMode, TrainConfig
+from training.contest import NO_MEMORY
+from training.environment import set_deterministic
 
 PROBES = 3
 """Steps whose losses and gradient norms are compared with those of the first candidate."""
@@ -108,9 +110,7 @@ def main() -> int:
     end_with(job["parent"])
     cfg, spec = typed(TrainConfig, job["cfg"], []), LatentSpec(**job["spec"])
     extensions.admit([f"{extensions.KEY}=[{','.join(cfg.extensions)}]"])
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(cfg.deterministic)
+    set_deterministic(cfg.deterministic)
     device = torch.device(job["device"])
     held: list[torch.Tensor] = []  # in the place of what the run holds besides
     try:
@@ -121,7 +121,7 @@ def main() -> int:
         for line in sys.stdin:
             say({"seconds": seconds_of(training, int(line))})
     except torch.OutOfMemoryError:
-        say({"refusal": "memory ran out"})
+        say({"refusal": NO_MEMORY})
     except Exception as error:
         say({"refusal": first_line(error)})
         raise

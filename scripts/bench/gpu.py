@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel.processes import end
 from scripts.bench.__main__ import BENCHMARKS
 from scripts.bench.rows import LOST_DEVICE, Results, code_hash
 from scripts.bench.settings import SCRATCH
@@ -291,15 +292,6 @@ class Queue:
             print(f"remains: {name}, {len(left)} rows, about {sum(left.values()) / 60:.1f} min: {', '.join(left)}")
         minutes = sum(sum(left.values()) for left in remaining.values()) / 60
         print(f"{f'about {minutes:.0f} minutes remain' if remaining else 'nothing remains'}; {self.results.file}")
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
 
 
 def cut_to_last(file: Path, size: int) -> None:

@@ -26,14 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from accel.evidence import profiler_activities
 from accel.kernels.operator import OPERATORS
 from accel.precision import name_of
 from scripts.bench.report import table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import SETTINGS, BenchConfig
 from scripts.bench.workload import Workload, time_steps
-from scripts.timing import rates, synchronise
+from scripts.timing import profiler_activities, rates, synchronise
 from training.config.compose import compose
 
 FAMILIES = ("mamba", "ssd_mlp", "dit")

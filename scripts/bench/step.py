@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from accel.evidence import profiler_activities
 from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
-from scripts.timing import Spread, synchronise
+from scripts.timing import Spread, profiler_activities, synchronise
 from training.goodput import bound_of, keys_for, reason_of
 
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging")

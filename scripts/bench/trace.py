@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from accel.evidence import profiler_activities
 from scripts.bench.settings import BenchConfig, parse
 from scripts.bench.workload import Workload
-from scripts.timing import synchronise
+from scripts.timing import profiler_activities, synchronise
 
 
 def main(words: list[str]) -> None:

@@ -30,7 +30,10 @@ class TuneConfig:
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:
-    """The table of what was tried, and where the choice was written; ValueError where it cannot be, or is none."""
+    """Tries techniques, writes the fastest as a runtime file, and returns the table of all.
+
+    ValueError if nothing was measured, or the file cannot be where it was asked for.
+    """
     composed = compose([*words, f"runtime.tune_seconds={cfg.seconds}"])
     train = composed.cfg
     file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
