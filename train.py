@@ -55,7 +55,7 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 3. Where we left off.
     checkpoints = run.checkpoints()
-    described = describe_run(composed, spec, ledger)
+    described = describe_run(composed, spec, ledger, training.base)
     where = restore(cfg, state, checkpoints, described)
 
     # 4. The loop: what is due after the step before, then a step.

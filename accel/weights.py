@@ -184,7 +184,7 @@ class Weights(Technique):
         if self.update is None:
             return Observation("mixed" if narrow else "fp32", note)
         how = "at random" if self.rounding == "stochastic" else "with compensation"
-        rounded, meant = self.update.rounded, sum(w.numel() for w in narrow)
+        rounded, meant = self.update.rounded, sum(w.numel() for w in narrow if w.requires_grad)
         note += f"; the update rounded {rounded} of them {how}"
         complete = len(narrow) == len(self.linears) and rounded == meant
         return Observation("bf16" if complete else "mixed" if narrow else "fp32", note)

@@ -13,9 +13,24 @@ HELD_OUT = 180
 
 
 class DigitLatents(InMemoryLatents):
-    """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797 images."""
+    """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797 images.
 
-    def __init__(self, *, batch_size: int, seed: int, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
+    `classes` are the digits to keep, null all; they are normalised as all of them together.
+    """
+
+    def __init__(
+        self,
+        *,
+        classes: list[int] | None = None,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        kept = list(range(10)) if classes is None else sorted(set(classes))
+        if not kept or not set(kept) <= set(range(10)):
+            raise ValueError(f"data.classes={classes} must be digits from 0 to 9, such as [0,1,2,3,4].")
         from sklearn.datasets import load_digits
 
         values, targets = load_digits(return_X_y=True)  # 0 … 16
@@ -23,17 +38,20 @@ class DigitLatents(InMemoryLatents):
         labels = torch.from_numpy(targets).long()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # the same split for every seed
         held_out, train = order[:HELD_OUT], order[HELD_OUT:]
+        mean, std = float(pixels[train].mean()), float(pixels[train].std())
+        held_out, train = (part[torch.isin(labels[part], torch.tensor(kept))] for part in (held_out, train))
+        labels = torch.searchsorted(torch.tensor(kept), labels)
         spec = LatentSpec(
             channels=1,
             height=8,
             width=8,
-            num_classes=10,
+            num_classes=len(kept),
             count=len(train),
-            class_names=[str(digit) for digit in range(10)],
-            mean=[float(pixels[train].mean())],
-            std=[float(pixels[train].std())],
+            class_names=[str(digit) for digit in kept],
+            mean=[mean],
+            std=[std],
             encoder={"_target_": "models.autoencoders.PixelAutoencoder"},
-            fingerprint="sklearn-digits",
+            fingerprint="sklearn-digits" + (f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""),
         )
         super().__init__(
             spec,

@@ -24,6 +24,8 @@ from data.source import Source, open_source, unreadable
 
 FORMAT = 2
 NAME = "manifest.json"
+Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
+"""Which mean and std per channel, or both: [[means], [stds]]."""
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
 """No folder, and no letter that means something in a URL."""
 
@@ -189,7 +191,7 @@ def first_fault(error: ValidationError, kind: str = "manifest") -> str:
 
 
 def open_set(
-    group: str, path: str | None, normalisation: str, encoder: str | None, latent_scale: float | None, **remote: Any
+    group: str, path: str | None, normalisation: Normalisation, encoder: str | None, latent_scale: float | None, **remote: Any
 ) -> tuple[Source, Manifest, LatentSpec]:
     """Opens the set at `path` for `data=<group>`: its source, manifest and spec.
 
@@ -214,11 +216,14 @@ def open_set(
     return source, manifest, spec_of(manifest, source, normalisation)
 
 
-def spec_of(manifest: Manifest, source: Source, normalisation: str) -> LatentSpec:
-    """The spec of the training split with the mean and std per channel that `normalisation` chooses."""
-    if normalisation not in ("channel", "scale_shift"):
-        raise ValueError(f"data.normalisation={normalisation} is unknown; choose channel or scale_shift.")
+def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
+    """The spec of the training split with the mean and std per channel that `normalisation` chooses, or is."""
     mean, std = manifest.mean, manifest.std
+    if isinstance(normalisation, list):
+        mean, std = statistics_in(normalisation, manifest.channels)
+        normalisation = f"given-{hashlib.sha256(repr((mean, std)).encode()).hexdigest()[:16]}"
+    elif normalisation not in ("channel", "scale_shift"):
+        raise ValueError(f"data.normalisation={normalisation} is unknown; choose channel or scale_shift.")
     if normalisation == "scale_shift":
         if manifest.scaling_factor is None:
             raise ValueError(
@@ -240,6 +245,16 @@ def spec_of(manifest: Manifest, source: Source, normalisation: str) -> LatentSpe
         fingerprint=f"{manifest.fingerprint()}-{normalisation}",
         earlier_fingerprint=f"{manifest.earlier_fingerprint()}-{normalisation}",
     )
+
+
+def statistics_in(given: list[list[float]], channels: int) -> tuple[list[float], list[float]]:
+    """Mean and std per channel from `[[means], [stds]]`; ValueError if they are not one a channel, or a std not > 0."""
+    if [len(part) for part in given] != [channels, channels] or min(given[1]) <= 0.0:
+        raise ValueError(
+            f"data.normalisation={given} must be [[means],[stds]] of {channels} channels, the latter above 0; or "
+            f"channel or scale_shift."
+        )
+    return given[0], given[1]
 
 
 def write_atomically(file: Path, text: str) -> None:

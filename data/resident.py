@@ -12,7 +12,7 @@ from torch import Tensor
 from data.blocks import BlockReader, OnCorrupt, add_skipped
 from data.chunked import ChunkedLatents
 from data.loader import Batch, InMemoryLatents, Int8Latents, LatentTensors, LoaderArgs
-from data.manifest import open_set
+from data.manifest import Normalisation, open_set
 
 GIB = 2**30
 Storage = Literal["native", "int8"]
@@ -24,7 +24,7 @@ class ResidentLatents:
     The device holds all of it if that takes at most `device_memory_gib` (null: half of the free memory), else a chunk
     (data/chunked.py); the loader prints which, and why. `storage="int8"` halves the memory of 16-bit latents and prints
     its error. `normalisation`: "channel" uses the mean and std per channel that precompute measured, "scale_shift" the
-    autoencoder's own constants. `encoder` and `latent_scale` are expectations: the loader refuses a set made with
+    autoencoder's own constants, and `[[means], [stds]]` gives them. `encoder` and `latent_scale` are expectations: the loader refuses a set made with
     another encoder or scale. With `on_corrupt="skip"` the next good block's samples replace those of a damaged one.
     """
 
@@ -32,7 +32,7 @@ class ResidentLatents:
         self,
         *,
         path: str | None,
-        normalisation: Literal["channel", "scale_shift"] = "channel",
+        normalisation: Normalisation = "channel",
         encoder: str | None = None,
         latent_scale: float | None = None,
         storage: Storage = "native",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from accel.technique import first_line
 from data.blocks import BlockReader, OnCorrupt, add_skipped
 from data.loader import BaseLoader, Batch, LatentTensors, LoaderArgs, sampled
-from data.manifest import open_set
+from data.manifest import Normalisation, open_set
 from data.read_ahead import Feeder, held_out_batches
 from data.streams import READERS, RankPositions, StreamDataset, StreamOrder, WorkerBatch, from_bytes
 
@@ -40,7 +40,7 @@ class StreamedLatents(BaseLoader):
         self,
         *,
         path: str | None,
-        normalisation: Literal["channel", "scale_shift"] = "channel",
+        normalisation: Normalisation = "channel",
         encoder: str | None = None,
         latent_scale: float | None = None,
         streams: int | None = None,

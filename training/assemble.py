@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel.adapter_gradients import AdapterGradients
 from accel.ledger import Ledger
 from accel.members import Groups
 from accel.optimizer_state import OptimizerState, promised
 from accel.parallel import world_size
 from accel.stack import AccelerationStack
+from accel.technique import Technique
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.denoiser import Denoiser
+from training.base import Base, find_base, load_base, put_on
 from training.cards import peak_flops
 from training.checkpoint.find import branch_of, weights_file
 from training.checkpoint.load import identity, load, load_latest
@@ -60,7 +63,10 @@ def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> 
     several processes would train apart from each other. `alone`: for one of them, whatever the others do."""
     strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
     promise = promised(resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0))
-    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=[OptimizerState(promise, device)])
+    also: list[Technique] = [OptimizerState(promise, device)]
+    if cfg.adapter:
+        also.append(AdapterGradients(resolve_target(cfg.adapter.get("_target_", ""), "adapter").__name__.lower(), device))
+    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=also)
     if world_size() > 1 and stack.value("parallel") == "none" and not alone:
         reason = stack.reasons.get("parallel", "Each would train a model of its own; use auto, or start one process.")
         mode = cfg.runtime.parallel.mode.value
@@ -84,6 +90,8 @@ class Training:
     step: TrainStep
     kernels: dict[str, Any]
     """The choice of fused kernels and what it rests on; empty where there was nothing to choose."""
+    base: Base | None = None
+    """The model that an adapter goes on."""
     held: int = 0
     """Bytes that lay on the GPU before warm-up: weights, averages, latents, networks that score or decode."""
 
@@ -126,6 +134,7 @@ class Parts(NamedTuple):
     model: Callable[..., Denoiser] = build_model
     kernels: Callable[..., dict[str, Any]] = prove_kernels
     stack: Callable[..., AccelerationStack] = build_stack
+    weights: Callable[..., None] = load_base
 
 
 def assemble(
@@ -151,6 +160,10 @@ def assemble(
     stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
+    base = find_base(str(cfg.init_from), loader.spec, ranks) if cfg.adapter else None
+    if base is not None:
+        parts.weights(model, loader.spec, base)
+        put_on(model, cfg.adapter, base.new_classes)
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
 
@@ -158,22 +171,28 @@ def assemble(
     ema = EMA(model, **spine(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
     peak = peak_flops(device, str(stack.value("precision")))
-    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks)
+    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes=2 if cfg.adapter else 3)
     spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device) if cfg.guards.spike_sigmas else None
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
     settings = StepSettings(cfg.seed, cfg.batch_size, cfg.max_grad_norm)
     step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, settings, spikes))
-    return Training(cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels)
+    return Training(cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base)
 
 
-def describe_run(composed: Composed, spec: LatentSpec, ledger: Ledger) -> dict[str, Any]:
+def describe_run(
+    composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None
+) -> dict[str, Any]:
     """Describes a run for its checkpoints.
 
-    `model`, `data`, `objective` and `optimizer` must be equal on resume; a change in `settings` is allowed, and said.
+    `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume; a change in
+    `settings` is allowed, and said.
     """
     same = identity(vars(composed.cfg))
+    if base is not None:
+        same["adapter"] = {"node": same["adapter"], "base_sha256": base.sha256, "labels": base.new_classes}
     return {
         **same,
+        "base": base and str(base.file),
         "data": {"fingerprint": spec.fingerprint, **same["data"]},
         "settings": plain({key: node for key, node in composed.source.items() if key in SETTINGS}),
         "spec": spec.as_dict(),
@@ -201,6 +220,9 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, descr
     if latest is not None:
         folder, changes = latest
         return f"resumed from {folder} at step {state.step}" + (f"; since then {changes}" if changes else "")
+    if cfg.adapter:
+        count = sum(p.numel() for p in state.ema.parameters)
+        return f"starting with an adapter of {count} parameters on {described['base']}"
     if cfg.init_from is not None:
         file = checkpoints.ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
         try:

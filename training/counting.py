@@ -127,7 +127,11 @@ def built(cfg: TrainConfig, spec: LatentSpec) -> Training:
     def loader(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(spec=spec)
 
-    return assemble(cfg, CPU, parts=Parts(loader, blank_model, assumed_kernels, partial(build_stack, alone=True)))
+    def weights(*_: Any) -> None:
+        """Leaves the zeros."""
+
+    alone = partial(build_stack, alone=True)
+    return assemble(cfg, CPU, parts=Parts(loader, blank_model, assumed_kernels, alone, weights))
 
 
 def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:

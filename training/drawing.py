@@ -34,6 +34,8 @@ class DrawConfig:
     """A run folder, or one of its checkpoints; its averaged weights are used."""
     weights: str | None = None
     """Instead of a run: a .safetensors file of a checkpoint, wherever it lies; its header says what the model is."""
+    adapter: str | None = None
+    """Merged into the weights: a run with an adapter, one of its files, or a folder in PEFT's format."""
     encoder: str | None = None
     """Where the autoencoder lies now, if its folder was moved since the latents were made."""
     labels: Any = "balanced"
@@ -71,7 +73,9 @@ class Drawing:
         key = "weights" if cfg.weights else "run_dir"
         device = ranks.device(pick_device(cfg.device))
         self.cfg, self.ranks = cfg, ranks
-        self.trained = load_run(str(getattr(cfg, key)), cfg.encoder, device, key, cfg.runtime, cfg.batch_size)
+        self.trained = load_run(
+            str(getattr(cfg, key)), cfg.encoder, device, key, cfg.runtime, cfg.batch_size, cfg.adapter
+        )
         given = {name: getattr(cfg, name) for name in SAMPLER}
         sampling = self.trained.settings(**{name: value for name, value in given.items() if value is not None})
         self.labels, dealt = self.chosen_labels()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.parallel import local, part_of
+from models.adapters import trained
 
 PART = 2**24
 """Elements after which a part of an update ends: 64 MiB of fp32, and the last tensor."""
@@ -25,8 +26,7 @@ class EMA:
         if half_life_samples <= 0.0 or ramp <= 0.0:
             raise ValueError(f"ema.half_life_samples={half_life_samples} and ema.ramp={ramp} must be above 0.")
         self.half_life_samples, self.ramp = half_life_samples, ramp
-        self.names = [name for name, _ in model.named_parameters()]
-        self.parameters = [p for _, p in model.named_parameters()]
+        self.names, self.parameters = list(trained(model)), list(trained(model).values())
         self.averages = [p.detach().float().clone() for p in self.parameters]
         """Sharded like the parameters: the arithmetic is elementwise, so each process updates its own part."""
         self.parts: list[list[tuple[Tensor, Tensor]]] = [[]]

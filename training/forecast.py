@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,9 @@ from accel.fused_kernels import FusedKernel
 from accel.members import PART, largest_part
 from accel.technique import first_line
 from data.loader import LatentSpec
+from models.denoiser import Denoiser
 from training.assemble import Training
+from training.base import find_base, put_on
 from training.cards import GIB, Card, this_card
 from training.config.schema import CheckpointPolicyName, TrainConfig
 from training.counting import Passed, Updated, as_on_a_gpu, for_a_pass, on_a_line, passed, updated, with_depth
@@ -105,7 +107,7 @@ class Forecast:
         self.samples = max(1, cfg.batch_size // cfg.accumulation_steps // gpus)
         mode = cfg.runtime.parallel.mode.value
         self.mode = "none" if gpus == 1 else "ddp" if mode in ("auto", "none") else mode
-        self.model = build_on_meta(cfg.model, spec)
+        self.model = self.network(cfg.model)
         self.depth = self.model.depth
         every_2 = cfg.runtime.gradient_checkpointing and cfg.runtime.checkpoint_policy is CheckpointPolicyName.every_2
         self.period = 2 if every_2 else 1
@@ -113,6 +115,13 @@ class Forecast:
         first = (2 + self.depth % 2) if every_2 else 1
         few = "depth" in cfg.model and self.depth > first + self.period
         self.depths = [first, first + self.period] if few else [self.depth]
+
+    def network(self, node: dict[str, Any]) -> Denoiser:
+        """The model of a configuration node, with the run's adapter, on the meta device."""
+        model = build_on_meta(node, self.spec)
+        if self.cfg.adapter:
+            put_on(model, self.cfg.adapter, find_base(str(self.cfg.init_from), self.spec).new_classes)
+        return model
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -140,7 +149,7 @@ class Forecast:
         """The same of `updated`, which depends on no batch."""
         runtime = self.cfg.runtime
         how = (runtime.weights, runtime.rounding, runtime.offload_optimizer, runtime.fused_adamw)
-        key = repr((self.cfg.model, self.spec.as_dict(), self.cfg.optim, self.cfg.max_grad_norm, how, self.gpu, depth))
+        key = repr((self.cfg.model, self.cfg.adapter, self.spec.as_dict(), self.cfg.optim, self.cfg.max_grad_norm, how, self.gpu, depth))
         if key not in UPDATES:
             UPDATES[key] = updated(self.cfg, self.spec, depth, self.gpu)
         return UPDATES[key]
@@ -261,7 +270,7 @@ class Forecast:
         runtime = self.cfg.runtime
         if not runtime.offload_optimizer and runtime.weights.value != "bf16":
             return self.of_updates([u.optimizer for u in self.updates]) / self.shards
-        few = build_on_meta(with_depth(self.cfg.model, self.depths[-1]), self.spec)
+        few = self.network(with_depth(self.cfg.model, self.depths[-1]))
         part = largest_part(parameter_groups(self.model, 0.0))
         draws = runtime.weights.value == "bf16" and runtime.rounding.value == "stochastic"
         rounding = 4.0 * part + DRAW * min(part, PART) if draws else 0.0

@@ -36,11 +36,12 @@ class Bytes(NamedTuple):
 def lasting_bytes(training: Training) -> Bytes:
     """Counts the tensors of a run that has stepped, or was warmed up."""
     step = training.step
-    weights = sum(local(p.detach()).nbytes for p in step.parameters)
+    sizes = [(local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
+    weights, gradients = (sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains))
     averages = sum(local(average).nbytes for average in training.state.ema.averages)
     kept = [t for p in step.parameters for t in kept_by(step.optimizer, p).values() if isinstance(t, Tensor)]
     on_host = training.stack.technique(OffloadOptimizer).on_host()
-    return Bytes(weights, weights, averages, sum(local(t).nbytes for t in kept) - on_host, on_host)
+    return Bytes(weights, gradients, averages, sum(local(t).nbytes for t in kept) - on_host, on_host)
 
 
 def kept_at(training: Training, samples: int) -> int:

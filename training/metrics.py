@@ -26,16 +26,22 @@ class Meter:
     and memory are the most of all; `batch_size` is global and `mfu` per process. Time spent inside `paused()`
     (evaluation, sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled there.
     `waiting()` wraps the calls that wait for data: `data_wait` is the share of the time in which the device had nothing
-    else to do. A step counts as three forward passes, and recomputation is left out. PyTorch's counter finds 2.99 to
-    3.00 for our families in size b, but where it takes the backward pass of a depthwise convolution for that of a dense
+    else to do. A step counts as `passes` forward passes: three, or two where the weights are frozen under an adapter;
+    recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but where it takes the backward pass of a depthwise convolution for that of a dense
     one: then up to 9.8.
     """
 
     def __init__(
-        self, batch_size: int, tokens: int, flops_per_sample: int, peak_flops: float | None, ranks: Ranks = SINGLE
+        self,
+        batch_size: int,
+        tokens: int,
+        flops_per_sample: int,
+        peak_flops: float | None,
+        ranks: Ranks = SINGLE,
+        passes: int = 3,
     ) -> None:
         self.batch_size, self.tokens, self.ranks = batch_size, tokens, ranks
-        self.train_flops, self.peak = 3 * flops_per_sample, peak_flops
+        self.train_flops, self.peak = passes * flops_per_sample, peak_flops
         self.loss: Tensor
         """In fp64: with `log_every=0` a window is the whole run."""
         self.skipped: Tensor | float = 0.0

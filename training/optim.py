@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from models.adapters import trained
 from models.denoiser import Denoiser
 from training.config.schema import ScheduleKind
 
 
 def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices, which decay, and all that the model's `no_weight_decay()` names."""
+    """Two groups of what is trained: matrices, which decay, and all that the model's `no_weight_decay()` names."""
     exempt = model.no_weight_decay()
-    named = list(model.named_parameters())
-    return [
+    named = trained(model).items()
+    groups = [
         {"params": [p for name, p in named if name not in exempt], "weight_decay": weight_decay},
         {"params": [p for name, p in named if name in exempt], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 class Schedule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +43,19 @@ PINNED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
+class AdapterNote:
+    """What the header of an adapter's weights file says of the adapter and of the model that it goes on."""
+
+    node: dict[str, Any]
+    """The configuration node of the adapter."""
+    base_sha256: str
+    labels: bool
+    """Whether the label table was trained too; it is in the file then."""
+    base: str
+    """The weights file of the model, where it lay when the adapter was trained."""
+
+
+@dataclass(frozen=True)
 class Description:
     """What the header of a weights file says."""
 
@@ -51,6 +64,8 @@ class Description:
     """The configuration node of the model."""
     spec: LatentSpec
     step: Count
+    adapter: AdapterNote | None = None
+    """Of a file that holds an adapter only."""
 
 
 @cache
@@ -61,6 +76,8 @@ def schema() -> TypeAdapter[Description]:
 def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
     """Metadata for the header of the weights file `kind`, "model" or "ema"."""
     told = {name: described[name] for name in ("model", "spec", "step")}
+    if described.get("adapter"):
+        told["adapter"] = described["adapter"] | {"base": described["base"]}
     return {KEY: json.dumps({"weights": kind, **told})}
 
 
@@ -102,24 +119,31 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     this command has admitted itself; nothing is allocated before its shapes are those of the tensors that are there.
     """
     told, tensors = told_by(file), read_tensors(file)
-    for name in targets(told.model):
-        if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
-            raise ValueError(
-                f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do not trust this file. "
-                f"If that code is your own, add extensions=[{str(name).partition('.')[0][:80]}] to the command."
-            )
-    try:
-        with at_most(SLACK * len(tensors), SLACK * sum(tensor.numel() for tensor in tensors.values())):
-            model = build_on_meta(told.model, told.spec)
+    with described(file, told, tensors.values()) as model:
         own = model.state_dict()
-    except Exception as error:  # whatever a class makes of values that nobody has checked
-        raise ValueError(f"{file} describes a model that cannot be built: {first_line(error)[:600]}") from error
     if difference := misfit(tensors, own):
         raise ValueError(f"{file} does not fit the model that it describes: {difference}.")
     model = model.to_empty(device=device)
     model.init_weights()
     model.load_state_dict(tensors)
     return model.eval(), told.spec
+
+
+@contextmanager
+def described(file: Path, told: Description, tensors: Collection[Tensor]) -> Iterator[Denoiser]:
+    """The model that a file describes, on the meta device; with what the block adds to it, not much larger than
+    `tensors`. ValueError if it names classes that are none of ours, or cannot be built."""
+    for name in targets([told.model, told.adapter and told.adapter.node]):
+        if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
+            raise ValueError(
+                f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do not trust this file. "
+                f"If that code is your own, add extensions=[{str(name).partition('.')[0][:80]}] to the command."
+            )
+    try:
+        with at_most(SLACK * len(tensors), SLACK * sum(tensor.numel() for tensor in tensors)):
+            yield build_on_meta(told.model, told.spec)
+    except Exception as error:  # whatever a class makes of values that nobody has checked
+        raise ValueError(f"{file} describes a model that cannot be built: {first_line(error)[:600]}") from error
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

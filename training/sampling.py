@@ -27,13 +27,14 @@ from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import guided_velocity, sample
+from training.adapter_file import load_model
 from training.checkpoint.find import weights_file
 from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.compose import typed
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.config.yaml_text import read_config
 from training.environment import pick_device
-from training.pretrained import build_autoencoder, load_pretrained, told_by
+from training.pretrained import build_autoencoder, told_by
 
 TECHNIQUES = (
     *("tf32", "residual_in_fp32", "fused_add_norm", "fused_scan", "fused_conv"),
@@ -249,18 +250,19 @@ def load_run(
     key: str = "run_dir",
     runtime: Mapping[str, Any] = UNCOMPILED,
     batch_size: int = 64,
+    adapter: str | None = None,
 ) -> TrainedModel:
     """Loads the averaged weights of a run folder, a checkpoint or a .safetensors file, ready to sample.
 
-    `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the path. The model
+    `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the path; `adapter` is
+    merged into the weights, and so is that of a run with one, whose base has to lie where it was. The model
     computes under the run's own runtime keys with the changes in `runtime`, and says in its ledger what could not be
     had; a choice of kernels is made for batches of `batch_size`, doubled by guidance. This sets process-wide flags
     (TF32, deterministic cuDNN), as training does. ValueError if there are no such weights, if they are damaged, or if
     the autoencoder is another one.
     """
     chosen = pick_device(device) if isinstance(device, str) else device
-    file = weights_file(str(path), key)
-    model, spec = load_pretrained(file, chosen)
+    model, spec, file = load_model(weights_file(str(path), key), chosen, adapter)
     folder = file.parents[2] if file.parent.parent.name == "checkpoints" else None
     config = folder / "config.yaml" if folder else None
     found = read_config(config) if config and config.is_file() else {}

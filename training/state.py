@@ -13,6 +13,7 @@ from accel.members import Members
 from accel.parallel import cut
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader
+from models.adapters import layers_of, trained
 from models.denoiser import Denoiser
 from training.checkpoint.parts import Kept
 from training.ema import EMA
@@ -103,10 +104,17 @@ def load_model(state: TrainState, weights: dict[str, Any]) -> None:
         raise ValueError(f"the checkpoint does not fit this model: {error}") from error
 
 
+def saved_weights(model: torch.nn.Module) -> dict[str, Any]:
+    """The tensors of a model that a checkpoint keeps: all, or those of an adapter."""
+    own = model.state_dict()
+    return {name: own[name] for name in trained(model)} if layers_of(model) else own
+
+
 def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
     """Whole tensors into a model, sharded or not; RuntimeError if they do not fit."""
     own = model.state_dict()
-    model.load_state_dict({name: cut(tensor, own.get(name)) for name, tensor in weights.items()})
+    frozen = {name: own[name] for name in own.keys() - saved_weights(model).keys()}
+    model.load_state_dict(frozen | {name: cut(tensor, own.get(name)) for name, tensor in weights.items()})
 
 
 def load_moments(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> None:
@@ -176,7 +184,7 @@ class Piece(NamedTuple):
 
 COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
 PIECES = (
-    Piece("model", Kept.whole, lambda s: s.model.state_dict(), load_model),
+    Piece("model", Kept.whole, lambda s: saved_weights(s.model), load_model),
     Piece("ema", Kept.whole, lambda s: s.ema.state_dict(), lambda s, saved: s.ema.load_state_dict(saved)),
     Piece(
         "optimizer",

@@ -34,6 +34,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "data": {"seed": config.get("seed")},
         "objective": config.get("objective") or {},
         "optimizer": {"class": (config.get("optim") or {}).get("_target_")},
+        "adapter": config.get("adapter") or {},
     }
 
 
@@ -77,7 +78,7 @@ def load(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGL
 
 def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks) -> str:
     try:
-        described = description(folder)
+        described = {"adapter": {}} | description(folder)  # earlier versions had none
         now = json.loads(json.dumps({name: run[name] for name in MUST_MATCH}))
         others = {name: difference(described[name], now[name]) for name in MUST_MATCH if described[name] != now[name]}
         if "data" in others and same_set(described, run):

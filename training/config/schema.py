@@ -273,6 +273,7 @@ class TrainConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     fd: FdConfig = field(default_factory=FdConfig)
     model: Any = None
+    adapter: Any = None
     data: Any = None
     objective: Any = None
     optim: Any = None
@@ -284,6 +285,8 @@ class TrainConfig:
         at_least(0, self, "seed", "max_grad_norm", "keep_every")
         at_least(0, self, *(f"{what}_every" for what in ("log", "eval", "sample", "fd", "save")))
         self.guards.check()
+        if self.adapter and self.init_from is None:
+            raise ValueError("adapter needs a trained model to go on; set init_from=<weights file or run>.")
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
         self.sampling.check()
         self.fd.check(self.keep_best)

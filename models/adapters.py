@@ -1,0 +1,193 @@
+"""Adapters: small trained parts on a frozen model, and how they are merged into it or taken off again.
+
+An adapted layer holds the layer that it stands for as `base_layer`, whose weights it never changes.
+Letters: B samples, I inputs and O outputs of a layer, R rank, K classes, D width, H hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from models.conditioning import LabelEmbedding
+
+
+class Adapted(nn.Module, ABC):
+    """A layer with an adapter on it."""
+
+    base_layer: nn.Module
+
+    @abstractmethod
+    def merged(self) -> nn.Module:
+        """The layer alone with weights that compute the same, in fp32; it is `base_layer`, changed in place."""
+
+
+class LoraLinear(Adapted):
+    """A linear layer with a trained product of low rank beside it: `W x + b + alpha/rank · B A x`.
+
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts as PEFT starts it, B (O, R) at zero, so the layer
+    starts as it was. Both are fp32 parameters, whatever `base_layer` is stored in.
+    """
+
+    base_layer: nn.Linear
+
+    def __init__(self, base_layer: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.base_layer, self.scale = base_layer, alpha / rank
+        device = base_layer.weight.device
+        self.lora_A = nn.Parameter(torch.empty(rank, base_layer.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(base_layer.out_features, rank, device=device))
+        if not self.lora_A.is_meta:
+            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    @property
+    def weight(self) -> Tensor:
+        """Of `base_layer`, for code that asks a linear layer for its size."""
+        return self.base_layer.weight
+
+    def forward(self, x: Float[Tensor, "B L I"]) -> Float[Tensor, "B L O"]:
+        return self.base_layer(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        self.base_layer.weight += self.scale * self.lora_B @ self.lora_A
+        return self.base_layer
+
+
+class PromptedLabels(Adapted):
+    """A label embedding with a trained vector added for each class and for the null label.
+
+    `hidden` > 0 sends the vectors through a small MLP first: P-tuning, Liu et al. 2021,
+    https://arxiv.org/abs/2103.10385. Either way what is added starts at zero.
+    """
+
+    base_layer: LabelEmbedding
+
+    def __init__(self, base_layer: LabelEmbedding, hidden: int = 0) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        table = base_layer.table.weight
+        self.prompt = nn.Parameter(torch.zeros(table.shape, device=table.device))
+        self.mlp = None
+        if hidden:
+            sizes: dict[str, Any] = {"device": table.device}
+            down, up = nn.Linear(table.shape[1], hidden, **sizes), nn.Linear(hidden, table.shape[1], **sizes)
+            self.mlp = nn.Sequential(down, nn.GELU(), up)
+            if not table.is_meta:
+                nn.init.normal_(self.prompt)
+                nn.init.zeros_(up.weight)
+                nn.init.zeros_(up.bias)
+
+    def vectors(self) -> Float[Tensor, "K+1 D"]:
+        """What is added to the embedding of each label."""
+        return self.prompt if self.mlp is None else self.mlp(self.prompt)
+
+    def forward(self, y: Int[Tensor, "B"]) -> Float[Tensor, "B D"]:
+        return self.base_layer(y) + F.embedding(y, self.vectors())
+
+    @torch.no_grad()
+    def merged(self) -> LabelEmbedding:
+        self.base_layer.table.weight += self.vectors()
+        return self.base_layer
+
+
+class Adapter(ABC):
+    """An adapter as the configuration describes it."""
+
+    name: str
+
+    @abstractmethod
+    def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
+        """The layer called `name` with the adapter on it; None where it stays as it is."""
+
+    @abstractmethod
+    def misses(self) -> str:
+        """The sentence for a model that has no layer to adapt."""
+
+
+class Lora(Adapter):
+    """LoRA on the linear layers whose names match one of `targets`: patterns such as `blocks.*.qkv`."""
+
+    name = "lora"
+
+    def __init__(self, rank: int = 8, alpha: float = 16.0, targets: list[str] = ["blocks.*"]) -> None:  # noqa: B006 - never changed
+        if rank < 1:
+            raise ValueError(f"adapter.rank={rank} must be at least 1.")
+        if alpha <= 0.0:
+            raise ValueError(f"adapter.alpha={alpha} must be above 0.")
+        self.rank, self.alpha, self.targets = rank, alpha, targets
+
+    def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
+        if not isinstance(layer, nn.Linear) or not any(fnmatchcase(name, pattern) for pattern in self.targets):
+            return None
+        return LoraLinear(layer, self.rank, self.alpha)
+
+    def misses(self) -> str:
+        return f"adapter.targets={self.targets} match no linear layer of this model; use [blocks.*] for all of its blocks."
+
+
+class Prompt(Adapter):
+    """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of that width."""
+
+    name = "prompt"
+
+    def __init__(self, hidden: int = 0) -> None:
+        if hidden < 0:
+            raise ValueError(f"adapter.hidden={hidden} must be at least 0 (no MLP).")
+        self.hidden = hidden
+
+    def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
+        return PromptedLabels(layer, self.hidden) if isinstance(layer, LabelEmbedding) else None
+
+    def misses(self) -> str:
+        return "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
+
+
+def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> None:
+    """Freezes the model and puts the adapter on; `train_labels`: the label table is trained too.
+
+    ValueError if the model has no layer that the adapter goes on.
+    """
+    model.requires_grad_(False)
+    for table in [m.table for m in model.modules() if isinstance(m, LabelEmbedding)]:
+        table.weight.requires_grad_(train_labels)
+    found = {name: adapted for name, m in model.named_modules() if (adapted := adapter.adapted(name, m))}
+    if not found:
+        raise ValueError(adapter.misses())
+    for name, adapted in found.items():
+        exchange(model, name, adapted)
+
+
+def layers_of(model: nn.Module) -> dict[str, Adapted]:
+    """The adapted layers of a model, by name; none of a model without an adapter."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Adapted)}
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes, and that a checkpoint keeps: all, or those that an adapter brought."""
+    adapted = bool(layers_of(model))
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
+
+
+def merge(model: nn.Module) -> None:
+    """Adds the adapter to the weights, for good: the model computes the same to rounding, as fast as without it."""
+    for name, layer in layers_of(model).items():
+        exchange(model, name, layer.merged())
+
+
+def unload(model: nn.Module) -> None:
+    """Takes the adapter off: the layers are those from before, bit for bit. A label table that was trained stays."""
+    for name, layer in layers_of(model).items():
+        exchange(model, name, layer.base_layer)
+
+
+def exchange(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    cast("Any", model.get_submodule(parent)).register_module(own, layer)

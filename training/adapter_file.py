@@ -1,0 +1,158 @@
+"""An adapter in a file: the checkpoint of its run, or a folder in PEFT's format; and a model with it merged in.
+
+PEFT (https://github.com/huggingface/peft) keeps `adapter_config.json` and `adapter_model.safetensors` in a folder, and
+calls the factors of a layer `base_model.model.<layer>.lora_A.weight` and `….lora_B.weight`. Ours also have a
+description in the header, by which they know their model, its latents and its classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.loader import LatentSpec
+from data.manifest import make_folder, read_object, write_atomically
+from data.shards import file_sha256
+from models.adapters import PromptedLabels, layers_of, merge, trained
+from models.conditioning import LabelEmbedding
+from models.denoiser import Denoiser
+from training.base import put_on
+from training.checkpoint.find import weights_file
+from training.pretrained import (
+    KEY,
+    AdapterNote,
+    Description,
+    build_model,
+    described,
+    description_in,
+    load_pretrained,
+    misfit,
+    read_tensors,
+    told_by,
+    weights_for,
+)
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PROMPT = "prompt_embeddings"
+
+
+def load_model(file: Path, device: torch.device, adapter: str | None = None) -> tuple[Denoiser, LatentSpec, Path]:
+    """`load_pretrained`, with the adapter merged in that `file` is, or that `adapter` names for the model in `file`.
+
+    The third value is the file that says what was trained: the adapter's, where there is one. ValueError if the
+    adapter was trained on another model, or does not fit.
+    """
+    if adapter is not None:
+        found = Path(adapter).expanduser() / TENSORS
+        return load_adapted(found if found.is_file() else weights_file(adapter, "adapter"), file, device)
+    if (note := told_by(file).adapter) is None:
+        return *load_pretrained(file, device), file
+    if not (base := Path(note.base)).is_file():
+        raise ValueError(
+            f"{file} is an adapter on {base}, which is not there; use weights=<that file> adapter={file} instead."
+        )
+    return load_adapted(file, base, device)
+
+
+def load_adapted(file: Path, base: Path, device: torch.device) -> tuple[Denoiser, LatentSpec, Path]:
+    below, tensors = told_by(base), read_tensors(file)
+    told = description_in(file) or told_by_peft(file, below, tensors)
+    note = told.adapter
+    if note is None or below.adapter is not None:
+        wrong, what = (file, "no adapter, but a model") if note is None else (base, "an adapter, and no model")
+        raise ValueError(f"{wrong} is {what}; name a model by weights= and an adapter by adapter=.")
+    if note.base_sha256 and note.base_sha256 != (found := file_sha256(base)):
+        raise ValueError(
+            f"{file} was trained on other weights (sha256 {note.base_sha256[:12]}…) than {base} has ({found[:12]}…); "
+            f"use those."
+        )
+    model, tensors = fitting(file, told, tensors, base)
+    model = build_model(told.model, told.spec, device)
+    model.load_state_dict(weights_for(model, told.spec, base)[0])
+    put_on(model, note.node, note.labels)
+    model.load_state_dict(model.state_dict() | tensors)
+    merge(model)
+    return model.eval(), told.spec, file
+
+
+def fitting(
+    file: Path, told: Description, tensors: Mapping[str, Tensor], base: Path
+) -> tuple[Denoiser, dict[str, Tensor]]:
+    """The adapted model on the meta device, and the tensors by its names; ValueError if they do not fit."""
+    assert told.adapter is not None
+    with described(file, told, [*read_tensors(base).values(), *tensors.values()]) as model:
+        put_on(model, told.adapter.node, told.adapter.labels)
+    own = trained(model)
+    theirs = {peft_name(name): name for name in own}
+    tensors = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
+    if difference := misfit(tensors, own):
+        raise ValueError(f"{file} does not fit the adapter that it describes: {difference}.")
+    return model, tensors
+
+
+def peft_name(name: str) -> str:
+    """What PEFT calls a parameter of ours."""
+    if name.endswith(".prompt"):
+        return PROMPT
+    return PREFIX + name.replace(".base_layer.", ".") + (".weight" if name.endswith((".lora_A", ".lora_B")) else "")
+
+
+def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) -> Description:
+    """What PEFT's own file tells of a LoRA on the model `below`; ValueError for what this version does not compute."""
+    config = read_object(file.with_name(CONFIG))
+    plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None}
+    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": False}
+    odd = [key for key, value in plain.items() if config.get(key, value) != value]
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if odd or type(rank) is not int or type(alpha) not in (int, float):
+        key = odd[0] if odd else "r" if type(rank) is not int else "lora_alpha"
+        raise ValueError(f"{file.with_name(CONFIG)}: {key}={str(config.get(key))[:80]} is not read; plain LoRA is.")
+    ends = [PREFIX, ".lora_A.weight"]
+    layers = [name[len(PREFIX) : -len(ends[1])] for name in tensors if name.startswith(PREFIX) and name.endswith(ends[1])]
+    node = {"_target_": "models.adapters.Lora", "rank": rank, "alpha": float(alpha), "targets": layers}
+    return replace(below, adapter=AdapterNote(node, "", False, ""))
+
+
+def write_peft(file: Path, folder: Path) -> None:
+    """Writes the adapter in a checkpoint's `file` to a new folder, as PEFT does. ValueError if it holds none."""
+    told, tensors = told_by(file), read_tensors(file)
+    if (note := told.adapter) is None:
+        raise ValueError(f"{file} holds a model, no adapter; format=peft is for runs with adapter=lora or prompt.")
+    with described(file, told, tensors.values()) as model:
+        put_on(model, note.node, note.labels)
+    layers = layers_of(model)
+    for name, layer in layers.items():
+        if isinstance(layer, PromptedLabels) and layer.mlp is not None:
+            tensors = without_mlp(name, layer, tensors)
+            note = replace(note, node=note.node | {"hidden": 0})
+    saved_too = [name.removesuffix(".weight").replace(".base_layer.", ".") for name in tensors if ".table." in name]
+    shared = {"base_model_name_or_path": Path(note.base).name, "inference_mode": True, "task_type": None}
+    if "rank" in note.node:
+        own = {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"], "bias": "none"}
+        own |= {"target_modules": sorted(layers), "lora_dropout": 0.0}
+    else:
+        rows, width = next(tensor.shape for name, tensor in tensors.items() if name.endswith(".prompt"))
+        own = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": rows, "token_dim": width}
+    header = {KEY: json.dumps(asdict(replace(told, adapter=note)) | {"spec": told.spec.as_dict()}), "format": "pt"}
+    make_folder(folder)
+    save_file({peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, header)
+    write_atomically(folder / CONFIG, json.dumps(own | shared | {"modules_to_save": saved_too or None}, indent=1) + "\n")
+
+
+def without_mlp(name: str, layer: PromptedLabels, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with the vectors of a prompt in the place of the MLP that computes them."""
+    rows, width = layer.prompt.shape
+    mlp: Any = layer.mlp
+    real = PromptedLabels(LabelEmbedding(width, rows - 1), mlp[0].out_features)
+    own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+    real.load_state_dict(real.state_dict() | own)
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith((f"{name}.mlp.", f"{name}.prompt"))}
+    return kept | {f"{name}.prompt": real.vectors().detach()}
