@@ -23,6 +23,7 @@ def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
     from evaluation.in_run import InRun
     from training.assemble import assemble, describe_run, restore
+    from training.base import with_model
     from training.config.build import build  # torch comes in with these, so that --help stays quick
     from training.evaluate import evaluate, sample_grid
     from training.guards import end_if_bad, failures_explained
@@ -34,6 +35,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.run import Run
 
     # 1. Where we run.
+    composed = with_model(composed)
     cfg = composed.cfg
     run = Run(composed)
     if run.finished:

@@ -191,7 +191,12 @@ def first_fault(error: ValidationError, kind: str = "manifest") -> str:
 
 
 def open_set(
-    group: str, path: str | None, normalisation: Normalisation, encoder: str | None, latent_scale: float | None, **remote: Any
+    group: str,
+    path: str | None,
+    normalisation: Normalisation,
+    encoder: str | None,
+    latent_scale: float | None,
+    **remote: Any,
 ) -> tuple[Source, Manifest, LatentSpec]:
     """Opens the set at `path` for `data=<group>`: its source, manifest and spec.
 
@@ -218,10 +223,10 @@ def open_set(
 
 def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
     """The spec of the training split with the mean and std per channel that `normalisation` chooses, or is."""
-    mean, std = manifest.mean, manifest.std
+    mean, std, told = manifest.mean, manifest.std, str(normalisation)
     if isinstance(normalisation, list):
         mean, std = statistics_in(normalisation, manifest.channels)
-        normalisation = f"given-{hashlib.sha256(repr((mean, std)).encode()).hexdigest()[:16]}"
+        told = f"given-{hashlib.sha256(repr((mean, std)).encode()).hexdigest()[:16]}"
     elif normalisation not in ("channel", "scale_shift"):
         raise ValueError(f"data.normalisation={normalisation} is unknown; choose channel or scale_shift.")
     if normalisation == "scale_shift":
@@ -242,8 +247,8 @@ def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) ->
         std=std,
         encoder=manifest.encoder,
         encoder_sha256=manifest.encoder_sha256,
-        fingerprint=f"{manifest.fingerprint()}-{normalisation}",
-        earlier_fingerprint=f"{manifest.earlier_fingerprint()}-{normalisation}",
+        fingerprint=f"{manifest.fingerprint()}-{told}",
+        earlier_fingerprint=f"{manifest.earlier_fingerprint()}-{told}",
     )
 
 

@@ -24,8 +24,9 @@ class ResidentLatents:
     The device holds all of it if that takes at most `device_memory_gib` (null: half of the free memory), else a chunk
     (data/chunked.py); the loader prints which, and why. `storage="int8"` halves the memory of 16-bit latents and prints
     its error. `normalisation`: "channel" uses the mean and std per channel that precompute measured, "scale_shift" the
-    autoencoder's own constants, and `[[means], [stds]]` gives them. `encoder` and `latent_scale` are expectations: the loader refuses a set made with
-    another encoder or scale. With `on_corrupt="skip"` the next good block's samples replace those of a damaged one.
+    autoencoder's own constants, `[[means], [stds]]` these. `encoder` and `latent_scale` are expectations: the loader
+    refuses a set made with another encoder or scale. With `on_corrupt="skip"` the next good block's samples replace
+    those of a damaged one.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from models.conditioning import LabelEmbedding
 class Adapted(nn.Module, ABC):
     """A layer with an adapter on it."""
 
-    base_layer: nn.Module
+    base_layer: Any
 
     @abstractmethod
     def merged(self) -> nn.Module:
@@ -101,8 +101,6 @@ class PromptedLabels(Adapted):
 class Adapter(ABC):
     """An adapter as the configuration describes it."""
 
-    name: str
-
     @abstractmethod
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
         """The layer called `name` with the adapter on it; None where it stays as it is."""
@@ -114,8 +112,6 @@ class Adapter(ABC):
 
 class Lora(Adapter):
     """LoRA on the linear layers whose names match one of `targets`: patterns such as `blocks.*.qkv`."""
-
-    name = "lora"
 
     def __init__(self, rank: int = 8, alpha: float = 16.0, targets: list[str] = ["blocks.*"]) -> None:  # noqa: B006 - never changed
         if rank < 1:
@@ -130,13 +126,11 @@ class Lora(Adapter):
         return LoraLinear(layer, self.rank, self.alpha)
 
     def misses(self) -> str:
-        return f"adapter.targets={self.targets} match no linear layer of this model; use [blocks.*] for all of its blocks."
+        return f"adapter.targets={self.targets} match no linear layer of this model; [blocks.*] are all of its blocks."
 
 
 class Prompt(Adapter):
     """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of that width."""
-
-    name = "prompt"
 
     def __init__(self, hidden: int = 0) -> None:
         if hidden < 0:

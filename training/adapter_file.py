@@ -8,6 +8,7 @@ description in the header, by which they know their model, its latents and its c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -111,13 +112,13 @@ def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) 
     plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None}
     plain |= {"rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": False}
     odd = [key for key, value in plain.items() if config.get(key, value) != value]
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if odd or type(rank) is not int or type(alpha) not in (int, float):
-        key = odd[0] if odd else "r" if type(rank) is not int else "lora_alpha"
-        raise ValueError(f"{file.with_name(CONFIG)}: {key}={str(config.get(key))[:80]} is not read; plain LoRA is.")
-    ends = [PREFIX, ".lora_A.weight"]
-    layers = [name[len(PREFIX) : -len(ends[1])] for name in tensors if name.startswith(PREFIX) and name.endswith(ends[1])]
-    node = {"_target_": "models.adapters.Lora", "rank": rank, "alpha": float(alpha), "targets": layers}
+    odd += [key for key in ("r", "lora_alpha") if type(config.get(key)) not in (int, float)]
+    if odd:
+        told = str(config.get(odd[0]))[:80]
+        raise ValueError(f"{file.with_name(CONFIG)}: {odd[0]}={told} is not read; plain LoRA is.")
+    factor = re.compile(re.escape(PREFIX) + r"(.+)\.lora_A\.weight")
+    layers = [found[1] for found in map(factor.fullmatch, tensors) if found]
+    node = {"_target_": "models.adapters.Lora", "rank": config["r"], "alpha": config["lora_alpha"], "targets": layers}
     return replace(below, adapter=AdapterNote(node, "", False, ""))
 
 
@@ -142,9 +143,10 @@ def write_peft(file: Path, folder: Path) -> None:
         rows, width = next(tensor.shape for name, tensor in tensors.items() if name.endswith(".prompt"))
         own = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": rows, "token_dim": width}
     header = {KEY: json.dumps(asdict(replace(told, adapter=note)) | {"spec": told.spec.as_dict()}), "format": "pt"}
+    config = own | shared | {"modules_to_save": saved_too or None}
     make_folder(folder)
     save_file({peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, header)
-    write_atomically(folder / CONFIG, json.dumps(own | shared | {"modules_to_save": saved_too or None}, indent=1) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def without_mlp(name: str, layer: PromptedLabels, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -65,7 +65,8 @@ def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> 
     promise = promised(resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0))
     also: list[Technique] = [OptimizerState(promise, device)]
     if cfg.adapter:
-        also.append(AdapterGradients(resolve_target(cfg.adapter.get("_target_", ""), "adapter").__name__.lower(), device))
+        kind = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
+        also.append(AdapterGradients(kind.__name__.lower(), device))
     stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=also)
     if world_size() > 1 and stack.value("parallel") == "none" and not alone:
         reason = stack.reasons.get("parallel", "Each would train a model of its own; use auto, or start one process.")
@@ -179,9 +180,7 @@ def assemble(
     return Training(cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base)
 
 
-def describe_run(
-    composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None
-) -> dict[str, Any]:
+def describe_run(composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None) -> dict[str, Any]:
     """Describes a run for its checkpoints.
 
     `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume; a change in

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from data.shards import file_sha256
 from models.adapters import Adapter, attach
 from training.checkpoint.find import weights_file
 from training.config.build import build
+from training.config.compose import Composed
 from training.pretrained import told_by, weights_for
 from training.process.ranks import SINGLE, Ranks
 
@@ -34,6 +37,21 @@ class Base:
         return file_sha256(self.file)
 
 
+def with_model(composed: Composed) -> Composed:
+    """The configuration with the model of `init_from`, where it says model=pretrained, and its normalisation.
+
+    Other keys of `model` stay, and change the file's. ValueError for a file that is none of ours.
+    """
+    cfg, node = composed.cfg, dict(composed.cfg.model)
+    if node.pop("of", None) is None:
+        return composed
+    told = told_by(weights_file(cfg.init_from, "init_from"))
+    given = {"model": told.model | node, "data": dict(cfg.data)}
+    if cfg.data.get("normalisation") == "channel":
+        given["data"]["normalisation"] = [told.spec.mean, told.spec.std]
+    return composed._replace(cfg=replace(cfg, **given), source=composed.source | given)
+
+
 def find_base(init_from: str, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
     """The base of a run on latents of `spec`, from the header of the file.
 
@@ -48,9 +66,11 @@ def find_base(init_from: str, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
         )
     hashes = (told.spec.encoder_sha256, spec.encoder_sha256)
     if None not in hashes and hashes[0] != hashes[1]:
-        raise ValueError(f"{given} was trained on latents of another encoder than the data's; encode the images with it.")
-    theirs, ours = (told.spec.mean + told.spec.std, spec.mean + spec.std)
-    if len(theirs) != len(ours) or any(abs(a - b) > CLOSE * max(1.0, abs(a)) for a, b in zip(theirs, ours, strict=True)):
+        raise ValueError(
+            f"{given} was trained on latents of another encoder than the data; encode the images with that one."
+        )
+    pairs = list(zip_longest(told.spec.mean + told.spec.std, spec.mean + spec.std, fillvalue=math.inf))
+    if not all(math.isclose(then, now, rel_tol=CLOSE, abs_tol=CLOSE) for then, now in pairs):
         raise ValueError(
             f"{given} was trained on latents normalised otherwise than the data's; use model=pretrained, which takes "
             f"the normalisation from there as well."

@@ -149,7 +149,8 @@ class Forecast:
         """The same of `updated`, which depends on no batch."""
         runtime = self.cfg.runtime
         how = (runtime.weights, runtime.rounding, runtime.offload_optimizer, runtime.fused_adamw)
-        key = repr((self.cfg.model, self.cfg.adapter, self.spec.as_dict(), self.cfg.optim, self.cfg.max_grad_norm, how, self.gpu, depth))
+        network = (self.cfg.model, self.cfg.adapter, self.spec.as_dict())
+        key = repr((network, self.cfg.optim, self.cfg.max_grad_norm, how, self.gpu, depth))
         if key not in UPDATES:
             UPDATES[key] = updated(self.cfg, self.spec, depth, self.gpu)
         return UPDATES[key]

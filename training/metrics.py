@@ -27,8 +27,8 @@ class Meter:
     (evaluation, sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled there.
     `waiting()` wraps the calls that wait for data: `data_wait` is the share of the time in which the device had nothing
     else to do. A step counts as `passes` forward passes: three, or two where the weights are frozen under an adapter;
-    recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but where it takes the backward pass of a depthwise convolution for that of a dense
-    one: then up to 9.8.
+    recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but where it takes the
+    backward pass of a depthwise convolution for that of a dense one: then up to 9.8.
     """
 
     def __init__(

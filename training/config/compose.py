@@ -34,7 +34,6 @@ from training.config import extensions
 from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
-from training.config.pretrained import from_file
 from training.config.secrets import redact_words, redacted, scrubbed
 from training.config.words import (
     CONF,
@@ -139,8 +138,6 @@ def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str])
             f"extensions=[{','.join(unasked)}] on the command line, or set {extensions.ENVIRONMENT}."
         )
     source["extensions"] = named
-    if choices.get("model") == "pretrained":
-        source.update(from_file(OmegaConf.to_container(source, resolve=True), overrides))
     cfg = typed(kind, source, overrides)
     cfg.check()
     chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}

@@ -285,8 +285,11 @@ class TrainConfig:
         at_least(0, self, "seed", "max_grad_norm", "keep_every")
         at_least(0, self, *(f"{what}_every" for what in ("log", "eval", "sample", "fd", "save")))
         self.guards.check()
-        if self.adapter and self.init_from is None:
-            raise ValueError("adapter needs a trained model to go on; set init_from=<weights file or run>.")
+        if self.init_from is None and (self.adapter or (self.model or {}).get("of")):
+            raise ValueError(
+                f"{'adapter' if self.adapter else 'model=pretrained'} needs a trained model; set init_from=<weights "
+                f"file, checkpoint or run>."
+            )
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
         self.sampling.check()
         self.fd.check(self.keep_best)
