@@ -21,7 +21,7 @@ from torch import Tensor
 from data.loader import LatentSpec
 from data.manifest import make_folder, read_object, write_atomically
 from data.shards import file_sha256
-from models.adapters import PromptedLabels, layers_of, merge, trained
+from models.adapters import PromptedLabels, merge, trained
 from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
 from training.base import put_on
@@ -75,7 +75,7 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> tuple[Denoiser
             f"{file} was trained on other weights (sha256 {note.base_sha256[:12]}…) than {base} has ({found[:12]}…); "
             f"use those."
         )
-    model, tensors = fitting(file, told, tensors, base)
+    tensors = fitting(file, told, tensors, base)
     model = build_model(told.model, told.spec, device)
     model.load_state_dict(weights_for(model, told.spec, base)[0])
     put_on(model, note.node, note.labels)
@@ -84,10 +84,8 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> tuple[Denoiser
     return model.eval(), told.spec, file
 
 
-def fitting(
-    file: Path, told: Description, tensors: Mapping[str, Tensor], base: Path
-) -> tuple[Denoiser, dict[str, Tensor]]:
-    """The adapted model on the meta device, and the tensors by its names; ValueError if they do not fit."""
+def fitting(file: Path, told: Description, tensors: Mapping[str, Tensor], base: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter by our names; ValueError, before anything is allocated, if they do not fit."""
     assert told.adapter is not None
     with described(file, told, [*read_tensors(base).values(), *tensors.values()]) as model:
         put_on(model, told.adapter.node, told.adapter.labels)
@@ -96,7 +94,7 @@ def fitting(
     tensors = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
     if difference := misfit(tensors, own):
         raise ValueError(f"{file} does not fit the adapter that it describes: {difference}.")
-    return model, tensors
+    return tensors
 
 
 def peft_name(name: str) -> str:
@@ -127,34 +125,31 @@ def write_peft(file: Path, folder: Path) -> None:
     told, tensors = told_by(file), read_tensors(file)
     if (note := told.adapter) is None:
         raise ValueError(f"{file} holds a model, no adapter; format=peft is for runs with adapter=lora or prompt.")
-    with described(file, told, tensors.values()) as model:
-        put_on(model, note.node, note.labels)
-    layers = layers_of(model)
-    for name, layer in layers.items():
-        if isinstance(layer, PromptedLabels) and layer.mlp is not None:
-            tensors = without_mlp(name, layer, tensors)
-            note = replace(note, node=note.node | {"hidden": 0})
-    saved_too = [name.removesuffix(".weight").replace(".base_layer.", ".") for name in tensors if ".table." in name]
-    shared = {"base_model_name_or_path": Path(note.base).name, "inference_mode": True, "task_type": None}
-    if "rank" in note.node:
-        own = {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"], "bias": "none"}
-        own |= {"target_modules": sorted(layers), "lora_dropout": 0.0}
+    prompts = [name.removesuffix(".prompt") for name in tensors if name.endswith(".prompt")]
+    for name in prompts:
+        tensors, note = without_mlp(name, tensors), replace(note, node=note.node | {"hidden": 0})
+    layers = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+    config: dict[str, Any] = {"base_model_name_or_path": Path(note.base).name, "inference_mode": True}
+    if prompts:
+        rows, width = tensors[f"{prompts[0]}.prompt"].shape
+        config |= {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": rows, "token_dim": width}
     else:
-        rows, width = next(tensor.shape for name, tensor in tensors.items() if name.endswith(".prompt"))
-        own = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": rows, "token_dim": width}
-    header = {KEY: json.dumps(asdict(replace(told, adapter=note)) | {"spec": told.spec.as_dict()}), "format": "pt"}
-    config = own | shared | {"modules_to_save": saved_too or None}
+        config |= {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"]}
+        config |= {"target_modules": sorted(layers), "lora_dropout": 0.0, "bias": "none"}
+    whole = [name.removesuffix(".weight").replace(".base_layer.", ".") for name in tensors if ".table." in name]
+    header = {KEY: json.dumps(asdict(replace(told, adapter=note))), "format": "pt"}
     make_folder(folder)
     save_file({peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, header)
-    write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(config | {"modules_to_save": whole or None}, indent=1) + "\n")
 
 
-def without_mlp(name: str, layer: PromptedLabels, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with the vectors of a prompt in the place of the MLP that computes them."""
-    rows, width = layer.prompt.shape
-    mlp: Any = layer.mlp
-    real = PromptedLabels(LabelEmbedding(width, rows - 1), mlp[0].out_features)
+def without_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with the vectors of the prompt `name` in the place of the MLP that computes them, if it has one."""
     own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
-    real.load_state_dict(real.state_dict() | own)
+    if "mlp.0.weight" not in own:
+        return dict(tensors)
+    rows, width = own["prompt"].shape
+    layer = PromptedLabels(LabelEmbedding(width, rows - 1), len(own["mlp.0.weight"]))
+    layer.load_state_dict(layer.state_dict() | own)
     kept = {key: tensor for key, tensor in tensors.items() if not key.startswith((f"{name}.mlp.", f"{name}.prompt"))}
-    return kept | {f"{name}.prompt": real.vectors().detach()}
+    return kept | {f"{name}.prompt": layer.vectors().detach()}

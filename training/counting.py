@@ -29,6 +29,7 @@ from accel.offload_optimizer import OffloadOptimizer
 from accel.proof import Proof
 from accel.stack import TECHNIQUES, AccelerationStack
 from data.loader import Batch, LatentSpec
+from models.adapters import trained
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.schema import AttentionName, ParallelConfig, ParallelMode, TrainConfig
@@ -173,7 +174,7 @@ def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
                 tracker.at("forward")
 
         offload.to_host, step.mark = away, mark
-        for parameter in step.parameters:
+        for parameter in trained(training.model).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
         tracker.know([*training.model.parameters(), *training.model.buffers(), *latents, numbers])
         start = tracker.live
