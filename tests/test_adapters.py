@@ -16,7 +16,7 @@ from models.adapters import Lora, LoraLinear, Prompt, attach, layers_of, merge, 
 from models.denoiser import Denoiser
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness import CPU, allow_any_precision
-from tests.helpers import save_latent_set
+from tests.helpers import random_samples, save_latent_set
 from tests.test_models import woken
 from train import train
 from training.adapter_file import CONFIG, PREFIX, TENSORS, load_model, write_peft
@@ -277,10 +277,8 @@ def test_another_base_is_refused(runs, base, tmp_path):
 
 def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):
     """The data's own statistics would be another scale than the base knows."""
-    draw = torch.Generator().manual_seed(0)
-    tensors = {"latents": torch.randn(8, 1, 8, 8, generator=draw), "labels": torch.zeros(8, dtype=torch.int64)}
-    shards = [("train", tensors), ("held_out", tensors)]
-    save_latent_set(tmp_path / "set", shards, kind="sample", flips=False, encoder_sha256=None)
+    shards = [(split, random_samples(8, seed, (1, 8, 8))) for seed, split in enumerate(("train", "held_out"))]
+    save_latent_set(tmp_path / "set", shards, encoder_sha256=None)
     words = [*WORDS, "adapter=lora", f"init_from={base}", "data=resident", f"data.path={tmp_path / 'set'}"]
     cfg = with_model(compose([*words, "model=pretrained"])).cfg
     training = assemble(cfg, CPU)

@@ -47,10 +47,13 @@ def choices(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("group", ["model", "data", "objective", "optim", "runtime", "logger", "experiment"])
+GROUPS = ["model", "adapter", "data", "objective", "optim", "runtime", "logger", "experiment"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
 def test_every_file_of_every_group_composes(group):
     for name in choices(group):
-        assert compose([f"{group}={name}"]).choices[group] == name
+        assert compose([f"{group}={name}", "init_from=x"]).choices[group] == name
 
 
 def test_every_encoder_composes():
@@ -73,7 +76,7 @@ def test_train_alone_means_fast_on_digits():
 
 def test_a_default_stands_once():
     """What the dataclasses say is what composes; the primary files and `runtime=eager` hold no value of their own."""
-    groups = {"runtime", "model", "data", "objective", "optim", "logger", "encoder"}
+    groups = {"runtime", "model", "adapter", "data", "objective", "optim", "logger", "encoder"}
     job = compose(["source=x", "out=y"], "precompute_latents").cfg
     for cfg, default in ((compose().cfg, TrainConfig()), (job, PrecomputeConfig(source="x", out="y"))):
         assert {k: v for k, v in vars(cfg).items() if k not in groups} == {

@@ -55,7 +55,7 @@ MISTAKES: dict[str, str] = {
     "scripts.sample cuont=3": "cuont=3: there is no such key; did you mean count?",
     "train.py model=DiT-XL/2": (
         "model=DiT-XL/2: there is no such file in conf/model; choose one of conv_b, conv_l, conv_s, conv_xl, "
-        "conv_xs, dit_b, dit_l, dit_s, dit_xl, dit_xs, mamba_b, mamba_l, mamba_s, mamba_xl, mamba_xs, "
+        "conv_xs, dit_b, dit_l, dit_s, dit_xl, dit_xs, mamba_b, mamba_l, mamba_s, mamba_xl, mamba_xs, pretrained, "
         "ssd_mlp_b, ssd_mlp_l, ssd_mlp_s, ssd_mlp_xl, ssd_mlp_xs, zigzag_b, zigzag_l, zigzag_s, zigzag_xl, "
         "zigzag_xs."
     ),
