@@ -114,12 +114,12 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
     """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is trained or written."""
     from accel.fused_kernels import FusedKernel
     from training.assemble import build_stack
+    from training.base import settled
     from training.components import build_loader, prove_kernels
-    from training.config.compose import compose
     from training.environment import pick_device
     from training.pretrained import build_model
 
-    cfg = compose(words).cfg
+    cfg = settled(words).cfg
     device, samples = pick_device(cfg.runtime.device.value), cfg.batch_size // cfg.accumulation_steps
     stack, spec = build_stack(cfg, device), build_loader(cfg.data, cfg.seed, samples, device).spec
     stack.on_process()

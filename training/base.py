@@ -16,7 +16,7 @@ from data.shards import file_sha256
 from models.adapters import Adapter, attach
 from training.checkpoint.find import weights_file
 from training.config.build import build
-from training.config.compose import Composed
+from training.config.compose import Composed, compose
 from training.pretrained import told_by, weights_for
 from training.process.ranks import SINGLE, Ranks
 
@@ -50,6 +50,11 @@ def with_model(composed: Composed) -> Composed:
     if cfg.data.get("normalisation") == "channel":
         given["data"]["normalisation"] = [told.spec.mean, told.spec.std]
     return composed._replace(cfg=replace(cfg, **given), source=composed.source | given)
+
+
+def settled(words: list[str]) -> Composed:
+    """`compose`, with model=pretrained read from its file."""
+    return with_model(compose(words))
 
 
 def find_base(init_from: str, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:

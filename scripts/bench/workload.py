@@ -14,7 +14,7 @@ from accel.stack import AccelerationStack
 from scripts.bench.settings import BenchConfig
 from scripts.timing import MemoryPeak, Spread, interleaved
 from training.assemble import assemble
-from training.config.compose import compose
+from training.base import settled
 from training.environment import pick_device
 
 Made = TypeVar("Made")
@@ -77,7 +77,7 @@ class Workload(Runnable):
     """
 
     def __init__(self, overrides: list[str]) -> None:
-        composed = compose([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
+        composed = settled([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
         cfg = composed.cfg
         self.composed, self.cfg = composed, cfg
         self.device = pick_device(cfg.runtime.device.value)

@@ -19,9 +19,9 @@ import torch
 from scripts.bench.report import table
 from scripts.plan.network import exposed
 from scripts.plan.scale import known_card
+from training.base import settled
 from training.cards import GIB, Card, this_card
 from training.components import latents_of
-from training.config.compose import compose
 from training.config.schema import TrainConfig
 from training.forecast import CONTEXT, SLACK, Forecast
 from training.memory import memory_of
@@ -81,7 +81,7 @@ def chosen_card(hardware: str | None) -> tuple[str, Card]:
 
 
 def forecast_of(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
-    train: TrainConfig = compose([*words]).cfg
+    train: TrainConfig = settled([*words]).cfg
     each = train.accumulation_steps * cfg.gpus
     if train.batch_size % each:
         raise ValueError(
@@ -130,11 +130,11 @@ def cheapest_change(words: list[str], cfg: PlanConfig, card: Card, now: Forecast
     for new, costs in CHANGES:
         told = dict(word.split("=") for word in new)
         if (times := told.get("accumulation_steps", "")).startswith("*"):
-            told = {"accumulation_steps": str(compose(words).cfg.accumulation_steps * int(times[1:]))}
+            told = {"accumulation_steps": str(settled(words).cfg.accumulation_steps * int(times[1:]))}
         others = [pair for pair in taken if not pair[0].keys() & told.keys()]
         tried = [f"{key}={value}" for pair in [*others, (told, costs)] for key, value in pair[0].items()]
         try:
-            if compose([*words, *tried]).cfg == now.cfg:
+            if settled([*words, *tried]).cfg == now.cfg:
                 continue
             found = forecast_of([*words, *tried], cfg, card)
         except (ValueError, ImportError):  # it does not go with the rest, or its library is not there

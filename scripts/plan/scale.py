@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from scripts.bench.report import table
 from scripts.plan.network import GPUS_A_MACHINE, collectives, exposed
+from training.base import settled
 from training.cards import CARDS, GIB, Card
 from training.components import latents_of
-from training.config.compose import compose
 from training.forecast import Forecast
 
 PAYS = 0.8
@@ -56,7 +56,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     if not cfg.gpus or min(cfg.gpus) < 1 or cfg.batch_per_gpu < 1 or not (cfg.mfu is None or 0.0 < cfg.mfu <= 1.0):
         least = f"gpus={cfg.gpus} and batch_per_gpu={cfg.batch_per_gpu} must be at least 1"
         raise ValueError(f"{least}, mfu={cfg.mfu} above 0 and at most 1.")
-    train = replace(compose(words).cfg, batch_size=cfg.batch_per_gpu, accumulation_steps=1)
+    train = replace(settled(words).cfg, batch_size=cfg.batch_per_gpu, accumulation_steps=1)
     spec, resident = latents_of(train.data, train.seed, card.memory)
     one = Forecast(train, spec, resident=resident)
     model, counted_at = one.model, max(2, *cfg.gpus)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.bench.report import table
-from training.config.compose import compose
+from training.base import settled
 from training.config.words import CONF
 from training.config.yaml_text import as_yaml
 from training.environment import describe_environment, pick_device
@@ -34,7 +34,7 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
 
     ValueError if nothing was measured, or the file cannot be where it was asked for.
     """
-    composed = compose([*words, f"runtime.tune_seconds={cfg.seconds}"])
+    composed = settled([*words, f"runtime.tune_seconds={cfg.seconds}"])
     train = composed.cfg
     file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
     if not file.parent.is_dir():
