@@ -5,25 +5,36 @@ Letters: B samples, L tokens, D width, M = 3 modulations a branch.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, Literal
+
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from models.gate import silu_product
+from models.init import init_linear
+
+Norm = Literal["rms", "layer"]
+layer_norm = partial(add_norm, centred=True)
 
 
 class SwiGLU(nn.Module):
-    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one product."""
+    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one product.
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    `bias`: each product has one, as in LightningDiT's weights.
+    """
+
+    def __init__(self, dim: int, hidden: int, bias: bool = False) -> None:
         super().__init__()
-        self.w13 = nn.Linear(dim, 2 * hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w13 = nn.Linear(dim, 2 * hidden, bias=bias)
+        self.w2 = nn.Linear(hidden, dim, bias=bias)
 
     def init_weights(self) -> None:
-        nn.init.xavier_uniform_(self.w13.weight)
-        nn.init.xavier_uniform_(self.w2.weight)
+        for layer in (self.w13, self.w2):
+            init_linear(layer)
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         gate, value = self.w13(h).chunk(2, dim=-1)
@@ -32,6 +43,26 @@ class SwiGLU(nn.Module):
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
         return 2 * tokens * (self.w13.weight.numel() + self.w2.weight.numel())
+
+
+class GeluMLP(nn.Module):
+    """`fc2(gelu(fc1 x))` with biases and GELU by tanh (Hendrycks & Gimpel 2016), as in SiT's weights."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def init_weights(self) -> None:
+        for layer in (self.fc1, self.fc2):
+            init_linear(layer)
+
+    def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        return self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        return 2 * tokens * (self.fc1.weight.numel() + self.fc2.weight.numel())
 
 
 def register_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> None:
@@ -55,9 +86,15 @@ class Block(nn.Module):
 
     A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th. The norm before it puts them so,
     and the sum after it puts its branch back, both on the way. `arriving` is the order of the branch that comes in.
+
+    `norm` is "rms", or "layer" for weights that were trained with LayerNorm: that one has no fused kernel.
     """
 
-    def __init__(self, layers: list[nn.Module], eps: float = 1e-6, arriving: Int[Tensor, "L"] | None = None) -> None:
+    fused_add_norm: bool
+
+    def __init__(
+        self, layers: list[nn.Module], eps: float = 1e-6, arriving: Int[Tensor, "L"] | None = None, norm: Norm = "rms"
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.eps = eps
@@ -65,7 +102,9 @@ class Block(nn.Module):
         for i, order in enumerate(self.orders):
             register_rows(self, f"rows_{i}", order)
         self.residual_in_fp32 = True
-        self.fused_add_norm = False
+        self.norm = norm
+        if norm == "rms":  # without the attribute there is nothing to switch
+            self.fused_add_norm = False
 
     def forward(
         self,
@@ -74,14 +113,23 @@ class Block(nn.Module):
         residual: Float[Tensor, "B L D"],
         cond: Float[Tensor, "B M D"],
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B D"], Float[Tensor, "B L D"]]:
-        normalise = fused_add_norm if self.fused_add_norm else add_norm
         vectors = cond.unbind(1)
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = vectors[3 * i : 3 * i + 3]
             rows = {"branch_rows": getattr(self, f"rows_{i}"), "h_rows": getattr(self, f"rows_{i + 1}")}
-            h, residual = normalise(branch, gate, residual, scale, shift, self.eps, self.residual_in_fp32, **rows)
+            h, residual = self.normalise(branch, gate, residual, scale, shift, **rows)
             branch, gate = layer(h), next_gate
         return branch, gate, residual
+
+    def normalise(
+        self, branch: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, **rows: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`add_norm` in the way of this block."""
+        stream = (branch, gate, residual)
+        if self.norm == "layer":
+            return layer_norm(*stream, scale, shift, self.eps, self.residual_in_fp32, **rows)
+        normalise = fused_add_norm if self.fused_add_norm else add_norm
+        return normalise(*stream, scale, shift, self.eps, self.residual_in_fp32, **rows)
 
     def init_weights(self) -> None:
         for layer in self.layers:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 
 class TimestepEmbedding(nn.Module):
-    """Sinusoids of 1000·t through a two-layer MLP (Nichol & Dhariwal 2021), in fp32 up to the MLP."""
+    """Sinusoids of scale·t through a two-layer MLP (Nichol & Dhariwal 2021), in fp32 up to the MLP."""
 
-    def __init__(self, dim: int, frequencies: int = 128) -> None:
+    def __init__(self, dim: int, frequencies: int = 128, scale: float = 1000.0) -> None:
         super().__init__()
-        self.frequencies = frequencies
+        self.frequencies, self.scale = frequencies, scale
         self.fc1 = nn.Linear(2 * frequencies, dim)
         self.fc2 = nn.Linear(dim, dim)
 
@@ -26,7 +26,7 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, t: Float[Tensor, "B"]) -> Float[Tensor, "B D"]:
         exponents = torch.arange(self.frequencies, device=t.device, dtype=torch.float32) / self.frequencies
-        angles = 1000.0 * t.float().unsqueeze(1) * torch.exp(-math.log(10_000.0) * exponents)
+        angles = self.scale * t.float().unsqueeze(1) * torch.exp(-math.log(10_000.0) * exponents)
         return self.fc2(F.silu(self.fc1(torch.cat((angles.cos(), angles.sin()), dim=1))))
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from accel.kernels.add_norm import add_norm, fused_add_norm
-from models.block import Block, SwiGLU, fill_rows, register_rows
+from models.block import Block, Norm, SwiGLU, fill_rows, register_rows
 from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positions
 
 
@@ -22,8 +22,9 @@ class Denoiser(nn.Module):
 
     channels, height, width, num_classes describe the data; `dim`, `depth`, `head_dim`, `patch_size`, `drop_path` the
     model. `mixer(dim=, head_dim=, grid=)` builds one token mixer, with `layer=` where it takes that. `mlp_ratio` 0
-    gives blocks of the mixer alone (the Mamba recipe), otherwise a SwiGLU of that hidden width follows the mixer (the
-    transformer recipe).
+    gives blocks of the mixer alone (the Mamba recipe), otherwise `mlp(dim, hidden)` of that hidden width follows the
+    mixer (the transformer recipe). `mlp`, `norm` and `time_scale` (what t is multiplied by before its sinusoids) are
+    for weights that were trained elsewhere: scripts/import_weights.py.
 
     What training needs of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract of
     models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none), `init_weights()`,
@@ -49,6 +50,9 @@ class Denoiser(nn.Module):
         mlp_ratio: float = 0.0,
         drop_path: float = 0.0,
         eps: float = 1e-6,
+        mlp: Callable[..., nn.Module] = SwiGLU,
+        norm: Norm = "rms",
+        time_scale: float = 1000.0,
     ) -> None:
         super().__init__()
         sizes = {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size}
@@ -70,7 +74,7 @@ class Denoiser(nn.Module):
         self.depth, self.dim, self.drop_path, self.eps = depth, dim, drop_path, eps
         self.patch_embed = nn.Linear(channels * patch_size**2, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
-        self.time_embed = TimestepEmbedding(dim)
+        self.time_embed = TimestepEmbedding(dim, scale=time_scale)
         self.label_embed = LabelEmbedding(dim, num_classes)
         hidden = 32 * round(mlp_ratio * dim / 32)
         by_layer = "layer" in inspect.signature(mixer).parameters
@@ -78,7 +82,7 @@ class Denoiser(nn.Module):
         self.leaving = None
         for i in range(depth):
             layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **({"layer": i} if by_layer else {}))]
-            block = Block(layers + ([SwiGLU(dim, hidden)] if hidden else []), eps, self.leaving)
+            block = Block(layers + ([mlp(dim=dim, hidden=hidden)] if hidden else []), eps, self.leaving, norm)
             self.blocks.append(block)
             self.leaving = block.orders[-1]
         register_rows(self, "rows", self.leaving)
@@ -127,9 +131,8 @@ class Denoiser(nn.Module):
         # unbind, whose backward pass is one copy: that of cond[:, i] writes a gradient as large as cond for each block.
         for block, own in zip(self.blocks, cond.unbind(1), strict=True):
             branch, gate, residual = block(branch, gate, residual, own)
-        normalise = fused_add_norm if self.blocks[-1].fused_add_norm else add_norm
-        wide = bool(self.blocks[-1].residual_in_fp32)
-        h, _ = normalise(branch, gate, residual, last[:, 0], last[:, 1], self.eps, wide, branch_rows=self.rows)
+        final = cast("Block", self.blocks[-1])  # the last norm is done in the way of the last block
+        h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], branch_rows=self.rows)
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def add_norm(
     *,
     branch_rows: Int[Tensor, "L"] | None = None,
     h_rows: Int[Tensor, "L"] | None = None,
+    centred: bool = False,
 ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
     """`z = residual + gate·branch; h = norm(z)·(1 + scale) + shift`; returns (h, z).
 
@@ -43,8 +44,11 @@ def add_norm(
 
     A branch in another order of tokens costs nothing: token l of the stream takes row `branch_rows[l]` of `branch`, and
     row `h_rows[l]` of h is its normed value. Both are permutations.
+
+    `centred`: norm is LayerNorm (Ba et al. 2016), RMSNorm of z less its mean over channels. No kernel computes that.
     """
-    return forward_reference(branch, gate, residual, scale, shift, branch_rows, h_rows, eps, residual_in_fp32)[:2]
+    rows = (branch_rows, h_rows)
+    return forward_reference(branch, gate, residual, scale, shift, *rows, eps, residual_in_fp32, centred)[:2]
 
 
 def forward_reference(
@@ -57,6 +61,7 @@ def forward_reference(
     h_rows: Tensor | None,
     eps: float,
     residual_in_fp32: bool,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h, z, and 1/rms(z) of each token (B, L)."""
     arriving = branch if branch_rows is None else branch.index_select(1, branch_rows)
@@ -64,6 +69,8 @@ def forward_reference(
     if not residual_in_fp32:
         z = z.to(branch.dtype)
     x = upcast(z)
+    if centred:
+        x = x - x.mean(-1, keepdim=True)
     rstd = torch.rsqrt(x.square().mean(-1) + eps)
     x = x * rstd.unsqueeze(-1)
     h = torch.addcmul(upcast(shift).unsqueeze(1), x, 1.0 + upcast(scale).unsqueeze(1)).to(branch.dtype)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.attend import attend
+from models.init import init_linear
 from models.mixers.checks import heads_of
 
 
@@ -38,39 +39,55 @@ class Attention(nn.Module):
     """Multi-head self-attention through `scaled_dot_product_attention`.
 
     `qk_norm` puts a learned RMSNorm on queries and keys: it prevents the divergence that 16-bit training of large
-    models met, at some cost in quality at equal steps (LightningDiT issue 68).
+    models met, at some cost in quality at equal steps (LightningDiT issue 68). `rope_base` null: no rotary embedding.
+    `bias`: both products have one. These two are for weights that were trained elsewhere.
     """
 
-    rotations: Tensor
+    rotations: Tensor | None
 
-    def __init__(self, dim: int, head_dim: int, grid: tuple[int, int], qk_norm: bool = True, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        dim: int,
+        head_dim: int,
+        grid: tuple[int, int],
+        qk_norm: bool = True,
+        eps: float = 1e-6,
+        *,
+        bias: bool = False,
+        rope_base: float | None = 100.0,
+    ) -> None:
         super().__init__()
         self.heads = heads_of(dim, head_dim, what="dim")
-        if head_dim % 4:
+        self.rope_base = rope_base
+        if rope_base is not None and head_dim % 4:
             raise ValueError(f"model.head_dim={head_dim} must be a multiple of 4 for 2-D RoPE.")
         self.head_dim, self.grid, self.eps = head_dim, grid, eps
         self.attention_backend = "auto"
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
         self.q_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
-        self.out_proj = nn.Linear(dim, dim, bias=False)
-        self.register_buffer("rotations", torch.empty(2, grid[0] * grid[1], head_dim), persistent=False)
+        self.out_proj = nn.Linear(dim, dim, bias=bias)
+        angles = None if rope_base is None else torch.empty(2, grid[0] * grid[1], head_dim)
+        self.register_buffer("rotations", angles, persistent=False)
 
     def init_weights(self) -> None:
-        nn.init.xavier_uniform_(self.qkv.weight)
-        nn.init.xavier_uniform_(self.out_proj.weight)
+        init_linear(self.qkv)
+        init_linear(self.out_proj)
         if self.q_weight is not None and self.k_weight is not None:
             nn.init.ones_(self.q_weight)
             nn.init.ones_(self.k_weight)
-        self.rotations.copy_(axial_rotations(self.grid, self.head_dim))
+        if self.rotations is not None and self.rope_base is not None:
+            self.rotations.copy_(axial_rotations(self.grid, self.head_dim, self.rope_base))
 
-    def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else F.rms_norm(x.float(), (self.head_dim,), weight, self.eps).to(x.dtype)
+    def placed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Queries or keys, normed and turned by where their tokens are."""
+        if weight is not None:
+            x = F.rms_norm(x.float(), (self.head_dim,), weight, self.eps).to(x.dtype)
+        return x if self.rotations is None else rotate(x, self.rotations)
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        q = rotate(self.normed(q, self.q_weight), self.rotations)
-        k = rotate(self.normed(k, self.k_weight), self.rotations)
+        q, k = self.placed(q, self.q_weight), self.placed(k, self.k_weight)
         return self.out_proj(attend(q, k, v, self.attention_backend).transpose(1, 2).flatten(2))
 
     def flops(self, tokens: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from math import ceil, log2
+from typing import Any
 
 from training.cards import Card
 
@@ -70,7 +71,7 @@ def collectives(depth: int, gpus: int) -> Counter[str]:
     from models.denoiser import Denoiser
     from models.mixers.convolution import Convolution
 
-    image: dict[str, int] = {"channels": 1, "height": 4, "width": 4, "num_classes": 2}
+    image: dict[str, Any] = {"channels": 1, "height": 4, "width": 4, "num_classes": 2}
     model = Denoiser(**image, depth=depth, dim=32, head_dim=16, patch_size=2, mixer=Convolution)
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())  # nothing is really sent
     try:

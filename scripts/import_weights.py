@@ -1,0 +1,158 @@
+"""Turns published weights into a weights file of ours: for sampling, evaluation, and as a base for training.
+
+    python -m scripts.import_weights source=SiT-XL-2-256x256.pt kind=sit out=pretrained/sit_xl.safetensors
+    python -m scripts.import_weights source=lightningdit-xl-imagenet256-800ep.pt kind=lightningdit \\
+        statistics=latents_stats.pt encoder=models/vavae out=pretrained/lightningdit_xl.safetensors
+
+`source` is a .safetensors or .pt checkpoint, whose averaged weights are taken where it has them (weights=model: the
+others). Of a .pt nothing is unpickled but tensors, plain values and an argparse.Namespace. Without the encoder and the
+normalisation of its latents a model draws noise: kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=
+lightningdit asks for them. What is folded into what: docs/exchange.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.config.compose import from_words, one_sentence
+from training.config.paths import refuse_missing
+
+if TYPE_CHECKING:
+    from data.loader import LatentSpec
+    from encoding.published import Published
+
+SD_SCALE = 0.18215
+
+
+class Kind(str, Enum):
+    sit, lightningdit, dit = "sit", "lightningdit", "dit"
+
+
+class Which(str, Enum):
+    ema, model = "ema", "model"
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """The checkpoint, and the facts about its latents."""
+
+    source: str | None = None
+    kind: Kind | None = None
+    out: str | None = None
+    encoder: str | None = None
+    """A file of conf/encoder, or a folder or hub id in the diffusers format; null with kind=sit: sd."""
+    statistics: str | None = None
+    """Mean and std of the channels, latents_stats.pt; for kind=lightningdit."""
+    weights: Which = Which.ema
+    classes: str | None = None
+    """A text file with the name of a class a line; null: numbers."""
+    head_dim: int | None = None
+    """Of models whose sizes were never published."""
+
+    def check(self) -> None:
+        """ValueError for what is missing or contradicts itself."""
+        hints = {"source": "<file>.pt or .safetensors", "kind": "sit or lightningdit", "out": "<file>.safetensors"}
+        for key, hint in hints.items():
+            if getattr(self, key) is None:
+                raise ValueError(f"{key} is not set; say {key}={hint}.")
+        if self.kind is Kind.dit:
+            raise ValueError("kind=dit: DiT predicts the noise on another schedule, which is no velocity; use a SiT.")
+        for key in ("statistics", "encoder"):
+            if self.kind is Kind.lightningdit and getattr(self, key) is None:
+                raise ValueError(f"{key} is not set; kind=lightningdit needs the {key} of its latents.")
+        if self.kind is Kind.sit and self.statistics is not None:
+            raise ValueError(f"statistics={self.statistics} is for kind=lightningdit; SiT's latents are × {SD_SCALE}.")
+        if not str(self.out).endswith(".safetensors"):
+            raise ValueError(f"out={self.out} must end in .safetensors.")
+        for key in ("source", "statistics", "classes"):
+            if getattr(self, key) is not None:
+                refuse_missing(key, getattr(self, key), "name a file")
+
+
+def import_weights(cfg: WeightsConfig) -> Path:
+    """Writes the weights file and returns its path. ValueError if the checkpoint is not what `kind` says."""
+    cfg.check()
+    import torch
+    from safetensors.torch import save_file
+
+    from data.manifest import make_folder
+    from encoding.published import DIT, EPSILON, converted, read_checkpoint
+    from training.pretrained import header, load_pretrained
+
+    source, out = Path(str(cfg.source)).expanduser(), Path(str(cfg.out)).expanduser()
+    if out.exists():
+        raise ValueError(f"out={cfg.out} is there already; choose another file, or delete it.")
+    if cfg.kind is Kind.sit and DIT.search(source.name):
+        raise ValueError(f"source={source}: {EPSILON}. If it is none of DiT's, give the file another name.")
+    found = converted(source, read_checkpoint(source, cfg.weights.value), cfg.head_dim)
+    spec = spec_of(cfg, found)
+    described = {"model": found.node, "spec": spec.as_dict(), "step": 0}
+    make_folder(out.parent)
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        tensors = {name: tensor.contiguous() for name, tensor in found.tensors.items()}
+        save_file(tensors, temporary, header(described, cfg.weights.value))
+        model, _ = load_pretrained(temporary, torch.device("cpu"))
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{out}: {count:,} parameters, {found.classes} classes, latents {found.channels}×{found.side}×{found.side}")
+    return out
+
+
+def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
+    """The latents that the model knows: their shape, classes, encoder and normalisation."""
+    from data.loader import LatentSpec
+    from encoding.published import statistics_of
+
+    mean, std = [0.0] * found.channels, [1.0 / SD_SCALE] * found.channels
+    if cfg.statistics is not None:
+        mean, std = statistics_of(Path(cfg.statistics).expanduser(), found.channels)
+    names: list[str] = []
+    if cfg.classes is not None:
+        names = [line.strip() for line in Path(cfg.classes).expanduser().read_text().splitlines() if line.strip()]
+        if len(names) != found.classes:
+            raise ValueError(f"classes={cfg.classes} names {len(names)} classes, and the model has {found.classes}.")
+    node, sha256 = encoder_of(cfg.encoder or "sd")
+    return LatentSpec(
+        channels=found.channels,
+        height=found.side,
+        width=found.side,
+        num_classes=found.classes,
+        count=0,
+        class_names=names,
+        mean=mean,
+        std=std,
+        encoder=node,
+        encoder_sha256=sha256,
+    )
+
+
+def encoder_of(name: str) -> tuple[dict[str, Any], str | None]:
+    """The configuration of the encoder, and the hash of its weights where they lie on this disk."""
+    from models.autoencoders import Autoencoder
+    from scripts.import_latents import encoder_node
+    from training.config.build import build
+
+    node = encoder_node(name)
+    if not os.path.isdir(os.path.expanduser(str(node["path"]))):
+        if node.get("revision") is None:
+            raise ValueError(f"encoder={name} is no folder, and no commit pins it; download it and name the folder.")
+        return node, None
+    node["path"] = str(Path(node["path"]).expanduser().resolve())
+    return node, build(node, "encoder", kind=Autoencoder).weights_sha256
+
+
+def main() -> None:
+    with one_sentence():
+        import_weights(from_words(WeightsConfig, sys.argv[1:], __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()

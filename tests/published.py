@@ -1,0 +1,142 @@
+"""SiT and LightningDiT as their papers write them, plainly: what imported weights are compared with.
+
+x = t·z + (1-t)·ε, the model returns the velocity z - ε. Keys are those of the published checkpoints.
+Ma et al. 2024, https://arxiv.org/abs/2401.08740; Yao et al. 2025, https://arxiv.org/abs/2501.01423.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a tiny model."""
+
+    lightning: bool
+    dim: int = 24
+    heads: int = 2
+    depth: int = 2
+    channels: int = 3
+    patch: int = 2
+    rows: int = 3
+    classes: int = 5
+    sigma: bool = False
+    qk_norm: bool = False
+
+    @property
+    def hidden(self) -> int:
+        return int(2 / 3 * 4 * self.dim) if self.lightning else 4 * self.dim
+
+
+def random_weights(shape: Shape, seed: int = 0) -> Weights:
+    """Every tensor of the checkpoint, none of them zero."""
+    draw = torch.Generator().manual_seed(seed)
+    D, P, C = shape.dim, shape.patch, shape.channels
+    sizes: dict[str, tuple[int, ...]] = {
+        "x_embedder.proj.weight": (D, C, P, P),
+        "x_embedder.proj.bias": (D,),
+        "pos_embed": (1, shape.rows**2, D),
+        "y_embedder.embedding_table.weight": (shape.classes + 1, D),
+    }
+    linears = {"t_embedder.mlp.0": (D, 256), "t_embedder.mlp.2": (D, D)}
+    norms = []
+    for i in range(shape.depth):
+        linears |= {f"blocks.{i}.attn.qkv": (3 * D, D), f"blocks.{i}.attn.proj": (D, D)}
+        linears |= {f"blocks.{i}.adaLN_modulation.1": (6 * D, D)}
+        if shape.lightning:
+            linears |= {f"blocks.{i}.mlp.w12": (2 * shape.hidden, D), f"blocks.{i}.mlp.w3": (D, shape.hidden)}
+            norms += [f"blocks.{i}.norm1", f"blocks.{i}.norm2"]
+        else:
+            linears |= {f"blocks.{i}.mlp.fc1": (shape.hidden, D), f"blocks.{i}.mlp.fc2": (D, shape.hidden)}
+        if shape.qk_norm:
+            sizes |= {f"blocks.{i}.attn.{part}_norm.weight": (D // shape.heads,) for part in "qk"}
+    linears |= {"final_layer.adaLN_modulation.1": (2 * D, D)}
+    linears |= {"final_layer.linear": (P * P * C * (2 if shape.sigma else 1), D)}
+    norms += ["final_layer.norm_final"] if shape.lightning else []
+    for name, size in linears.items():
+        sizes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
+    sizes |= {f"{name}.weight": (D,) for name in norms}
+    found = {name: torch.randn(size, generator=draw) * 0.15 for name, size in sizes.items()}
+    for name in found:
+        if "norm" in name:
+            found[name] += 1.0
+    if shape.lightning:
+        cos, sin = rotations(shape)
+        found |= {"feat_rope.freqs_cos": cos, "feat_rope.freqs_sin": sin}
+    return found
+
+
+def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Angle of each token and channel of a head: position along rows, then along columns, over 10000^(2j/half)."""
+    half = shape.dim // shape.heads // 2
+    angles = torch.empty(shape.rows**2, 2 * half)
+    for token in range(shape.rows**2):
+        for axis, position in enumerate(divmod(token, shape.rows)):
+            for j in range(half):
+                angles[token, axis * half + j] = position / 10000 ** (2 * (j // 2) / half)
+    return angles.cos(), angles.sin()
+
+
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def norm(w: Weights, name: str, x: Tensor) -> Tensor:
+    """RMSNorm where it has a weight, otherwise LayerNorm without one."""
+    if f"{name}.weight" in w:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+
+
+def attention(w: Weights, name: str, x: Tensor, shape: Shape) -> Tensor:
+    B, L, D = x.shape
+    q, k, v = linear(w, f"{name}.qkv", x).view(B, L, 3, shape.heads, -1).permute(2, 0, 3, 1, 4)
+    if shape.qk_norm:
+        q, k = norm(w, f"{name}.q_norm", q), norm(w, f"{name}.k_norm", k)
+    if shape.lightning:
+        cos, sin = w["feat_rope.freqs_cos"], w["feat_rope.freqs_sin"]
+
+        def turned(x: Tensor) -> Tensor:
+            pairs = x.view(*x.shape[:-1], -1, 2)
+            return x * cos + torch.stack((-pairs[..., 1], pairs[..., 0]), -1).view_as(x) * sin
+
+        q, k = turned(q), turned(k)
+    weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
+    return linear(w, f"{name}.proj", (weights @ v).transpose(1, 2).reshape(B, L, D))
+
+
+def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
+    if f"{name}.w12.weight" in w:
+        one, other = linear(w, f"{name}.w12", x).chunk(2, -1)
+        return linear(w, f"{name}.w3", one * torch.sigmoid(one) * other)
+    return linear(w, f"{name}.fc2", F.gelu(linear(w, f"{name}.fc1", x), approximate="tanh"))
+
+
+def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    """z - ε of latents x (B, C, H, W) at times t of theirs, where 1 is the image."""
+    P, rows = shape.patch, shape.rows
+    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=P).flatten(2).transpose(1, 2)
+    tokens = tokens + w["pos_embed"]
+    angles = t[:, None] / 10000 ** (torch.arange(128) / 128)
+    time = linear(
+        w, "t_embedder.mlp.2", F.silu(linear(w, "t_embedder.mlp.0", torch.cat((angles.cos(), angles.sin()), 1)))
+    )
+    c = F.silu(time + w["y_embedder.embedding_table.weight"][y])
+    for i in range(shape.depth):
+        own = linear(w, f"blocks.{i}.adaLN_modulation.1", c)[:, None].chunk(6, -1)
+        h = norm(w, f"blocks.{i}.norm1", tokens) * (1 + own[1]) + own[0]
+        tokens = tokens + own[2] * attention(w, f"blocks.{i}.attn", h, shape)
+        h = norm(w, f"blocks.{i}.norm2", tokens) * (1 + own[4]) + own[3]
+        tokens = tokens + own[5] * mlp(w, f"blocks.{i}.mlp", h)
+    shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].chunk(2, -1)
+    out = linear(w, "final_layer.linear", norm(w, "final_layer.norm_final", tokens) * (1 + scale) + shift)
+    out = out.view(len(x), rows, rows, P, P, -1)[..., : shape.channels]
+    return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), shape.channels, rows * P, rows * P)
