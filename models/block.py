@@ -134,6 +134,9 @@ class Block(nn.Module):
     def init_weights(self) -> None:
         for layer in self.layers:
             layer.init_weights()  # pyright: ignore[reportCallIssue]
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
         for i, order in enumerate(self.orders):
             fill_rows(self, f"rows_{i}", order)
 

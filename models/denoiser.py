@@ -106,10 +106,17 @@ class Denoiser(nn.Module):
         self.label_embed.init_weights()
         for block in self.blocks:
             block.init_weights()  # pyright: ignore[reportCallIssue]
-        fill_rows(self, "rows", self.leaving)
         for layer in (self.modulation, self.head):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Fills the buffers, which no weights file holds, of the model and of its layers."""
+        fill_rows(self, "rows", self.leaving)
+        for part in self.blocks.modules():
+            if hasattr(part, "init_buffers"):
+                part.init_buffers()  # pyright: ignore[reportCallIssue]
 
     def forward(
         self,

@@ -76,6 +76,9 @@ class Attention(nn.Module):
         if self.q_weight is not None and self.k_weight is not None:
             nn.init.ones_(self.q_weight)
             nn.init.ones_(self.k_weight)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
         if self.rotations is not None and self.rope_base is not None:
             self.rotations.copy_(axial_rotations(self.grid, self.head_dim, self.rope_base))
 

@@ -25,7 +25,8 @@ class Convolution(nn.Module):
         super().__init__()
         if expand <= 0.0:
             raise ValueError(f"model.mixer.expand={expand} must be above 0.")
-        self.grid, self.inner, self.fused_conv = grid, max(32, 32 * round(expand * dim / 32)), False
+        self.grid, self.inner = grid, max(32, 32 * round(expand * dim / 32))
+        self.fused_conv = False
         self.in_proj = nn.Linear(dim, 2 * self.inner, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.inner, 1, 3, 3))
         self.conv_bias = nn.Parameter(torch.empty(self.inner))

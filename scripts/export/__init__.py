@@ -1,0 +1,1 @@
+"""Trained models in formats that other tools open: `python -m scripts.export`."""

@@ -1,0 +1,222 @@
+"""Writes a trained model in a format that other tools open.
+
+    python -m scripts.export run_dir=runs/mine out=exported/mine
+    python -m scripts.export run_dir=runs/mine out=exported/mine push=me/my-model dry_run=true
+    python -m scripts.export run_dir=runs/mine out=exported/step.pt2 format=torch_export
+    python -m scripts.export run_dir=runs/mine out=exported/adapter format=peft
+    python -m scripts.export run_dir=runs/mine out=exported/merged.safetensors format=weights
+
+`diffusers`: a folder with one file of model code, weights, the pipeline, the autoencoder (include_autoencoder=false
+names it only) and a model card; diffusers opens it with trust_remote_code=True. `torch_export`: one call of the
+denoiser at any batch size, and <out>.json beside it, which says what goes in and comes out. `peft`: the adapter of a
+run with one, in PEFT's format. `weights`: a weights file of ours, with the adapter merged. `push` uploads the folder
+under the login of `huggingface-cli login`, or HF_TOKEN; dry_run=true says what would go where.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.config.compose import from_words, one_sentence
+from training.config.paths import refuse_no_weights
+
+if TYPE_CHECKING:
+    from training.sampling import TrainedModel
+
+PLAIN = {"compile": False, "precision": "fp32", "attention": "auto", "tf32": False}
+PLAIN |= {"fused_add_norm": False, "fused_scan": False, "fused_conv": False}
+"""Runtime keys of a model that is written down."""
+
+
+class Format(str, Enum):
+    diffusers, torch_export, peft, weights = "diffusers", "torch_export", "peft", "weights"
+
+
+SUFFIXES = {Format.torch_export: ".pt2", Format.weights: ".safetensors"}
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which model, and what becomes of it."""
+
+    run_dir: str | None = None
+    weights: str | None = None
+    """Instead of a run: a weights file."""
+    adapter: str | None = None
+    """Merged into the weights: a run with an adapter, one of its files, or a folder in PEFT's format."""
+    encoder: str | None = None
+    """Where the autoencoder lies now, if it was moved."""
+    out: str | None = None
+    format: Format = Format.diffusers
+    include_autoencoder: bool = True
+    push: str | None = None
+    """owner/name on the Hugging Face hub."""
+    dry_run: bool = False
+
+    def check(self) -> None:
+        """ValueError for settings that contradict each other, or name nothing."""
+        if (self.run_dir is None) == (self.weights is None):
+            fault = "run_dir is not set" if self.run_dir is None else "run_dir and weights are both set"
+            raise ValueError(f"{fault}; say what to export: run_dir=runs/<name>, or weights=<file>.safetensors.")
+        if self.out is None:
+            raise ValueError("out is not set; say where to write: out=exported/<name>.")
+        if (suffix := SUFFIXES.get(self.format, "")) and not self.out.endswith(suffix):
+            raise ValueError(f"out={self.out} must end in {suffix} with format={self.format.value}.")
+        if self.push is not None and (self.format is not Format.diffusers or self.push.count("/") != 1):
+            raise ValueError(f"push={self.push} must be <owner>/<name>, and goes with format=diffusers.")
+        if self.dry_run and self.push is None:
+            raise ValueError("dry_run=true is for push=<owner>/<name>; leave it out.")
+        refuse_no_weights("weights" if self.weights else "run_dir", self.weights or self.run_dir)
+
+
+def export(cfg: ExportConfig) -> Path:
+    """Writes what `cfg` says and returns its path. ValueError if it is there already or the model does not allow it."""
+    cfg.check()
+    out = Path(str(cfg.out)).expanduser()
+    if out.exists():
+        raise ValueError(f"out={cfg.out} is there already; choose another path, or delete it.")
+    from data.manifest import make_folder
+
+    make_folder(out.parent)
+    temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
+    remove(temporary)
+    try:
+        WRITERS[cfg.format](cfg, temporary)
+        temporary.rename(out)
+    finally:
+        remove(temporary)
+    print(out, flush=True)
+    if cfg.push is not None:
+        push(out, cfg.push, cfg.dry_run)
+    return out
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+def loaded(cfg: ExportConfig) -> tuple[TrainedModel, dict[str, Any]]:
+    """The model on the CPU in fp32, and its configuration."""
+    from training.pretrained import told_by
+    from training.sampling import load_run
+
+    key = "weights" if cfg.weights else "run_dir"
+    trained = load_run(str(getattr(cfg, key)), cfg.encoder, "cpu", key, PLAIN, adapter=cfg.adapter)
+    return trained, told_by(trained.file).model
+
+
+def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
+    from scripts.export.folder import opens_in_diffusers, write_folder
+
+    trained, node = loaded(cfg)
+    include = cfg.include_autoencoder and opens_in_diffusers(trained)
+    if cfg.include_autoencoder and not include:
+        print("the autoencoder has parts that diffusers' class lacks: it is named and not included", flush=True)
+    folder.mkdir()
+    write_folder(folder, trained, node, card_of(cfg, trained, include), include)
+
+
+def write_program(cfg: ExportConfig, file: Path) -> None:
+    import torch
+
+    trained, _ = loaded(cfg)
+    spec, model = trained.spec, trained.model
+    inputs = torch.randn(2, spec.channels, spec.height, spec.width), torch.rand(2), torch.zeros(2, dtype=torch.int64)
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(model, inputs, dynamic_shapes=({0: batch},) * 3)
+    torch.export.save(program, file)
+    told = {
+        "inputs": {"x": ["batch", spec.channels, spec.height, spec.width], "t": ["batch"], "y": ["batch"]},
+        "convention": "x = (1-t)·z + t·noise; the output is noise - z; t = 1 is noise; y is int64",
+        "no_class": spec.num_classes,
+        "class_names": spec.names,
+        "latents": {"mean": spec.mean, "std": spec.std, "raw": "latents·std + mean, as the autoencoder decodes them"},
+        "dtype": "float32",
+        "torch": torch.__version__,
+    }
+    Path(f"{cfg.out}.json").expanduser().write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_adapter(cfg: ExportConfig, folder: Path) -> None:
+    from training.adapter_file import write_peft
+    from training.checkpoint.find import weights_file
+
+    key = "weights" if cfg.weights else "run_dir"
+    write_peft(weights_file(str(getattr(cfg, key)), key), folder)
+
+
+def write_weights(cfg: ExportConfig, file: Path) -> None:
+    from safetensors.torch import save_file
+
+    from training.pretrained import header, told_by
+
+    trained, node = loaded(cfg)
+    described = {"model": node, "spec": trained.spec.as_dict(), "step": told_by(trained.file).step}
+    save_file(trained.model.state_dict(), file, header(described, "ema"))
+
+
+WRITERS = {
+    Format.diffusers: write_diffusers,
+    Format.torch_export: write_program,
+    Format.peft: write_adapter,
+    Format.weights: write_weights,
+}
+
+
+def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
+    """The model card: how to open the folder, then that of the run."""
+    from scripts.report.card import card
+    from scripts.report.history import History
+
+    labels = json.dumps(trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False)
+    place = cfg.push or str(cfg.out)
+    vae = "" if include else ", vae=<the autoencoder, opened by diffusers>"
+    code = (
+        "from diffusers import DiffusionPipeline\n\n"
+        f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{vae})\n'
+        f"pipe({labels}, guidance_scale=2.0, seed=0).images[0].save('sample.png')"
+    )
+    head, body = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n', ""
+    run = trained.file.parents[2] if trained.file.parent.parent.name == "checkpoints" else None
+    if run is not None and (run / "config.yaml").is_file():
+        _, _, body = card(History(str(run), "run_dir")).partition("\n---\n\n")
+    name = "" if body else f"# {Path(str(cfg.out)).name}\n"
+    return f"{head}{body or name}\n## In diffusers\n\n```python\n{code}\n```\n"
+
+
+def push(folder: Path, repository: str, dry_run: bool) -> None:
+    """Uploads the folder; huggingface_hub finds the token itself, and nobody writes it down."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    size = sum(file.stat().st_size for file in files) / 2**20
+    if dry_run:
+        names = "\n".join(f"  {file.relative_to(folder)}" for file in files)
+        print(f"would upload to https://huggingface.co/{repository}, {size:.1f} MiB:\n{names}", flush=True)
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of the network, the hub, or a missing login
+        raise ValueError(
+            f"push={repository} failed ({type(error).__name__}); {folder} is complete. Log in with `huggingface-cli "
+            f"login`, and upload it: `huggingface-cli upload {repository} {folder}`."
+        ) from error
+    print(f"https://huggingface.co/{repository}, {size:.1f} MiB", flush=True)
+
+
+def main() -> None:
+    with one_sentence():
+        export(from_words(ExportConfig, sys.argv[1:], __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Sampling as a pipeline of diffusers. `scripts.export` copies it, with all that it needs, into the exported folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from PIL import Image
+from torch import Tensor
+
+from accel.kernels.counter_noise import Purpose, counter_normal
+from models.images import to_uint8
+from models.sampler import guided_velocity, sample
+
+FARTHEST = 1 << 40
+"""Positions of samples lie below it: the step of a solver that adds noise is counted above."""
+
+
+class FastlatentPipeline(DiffusionPipeline):
+    """Draws images of classes. Equal seeds, labels and settings give equal images.
+
+    Without `vae` the latents are shown as they are where they are pixels; other latents need output_type="latent".
+    """
+
+    _optional_components = ["vae"]  # noqa: RUF012 - the base class has it so
+
+    def __init__(self, transformer: Any, vae: Any = None) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, vae=vae)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        class_labels: Sequence[int | str],
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        guidance_interval: tuple[float, float] | None = None,
+        solver: str | None = None,
+        shift: float | None = None,
+        seed: int = 0,
+        latents: Tensor | None = None,
+        output_type: str = "pil",
+    ) -> ImagePipelineOutput:
+        """One image for each label, the number or the name of a class.
+
+        What is None is as the model itself was sampled in training: steps, guidance (1: none), the times in which it is
+        on, the solver (euler, heun, ab2, sde), and the timestep shift. `latents` (N, C, H, W) replaces the noise of
+        `seed`. `output_type` is "pil", "np" (uint8, N × H × W × 3) or "latent" (as the autoencoder decodes them).
+        ValueError for a class or a value that there is not.
+        """
+        model, facts, device = self.transformer, self.transformer.config.latents, self._execution_device
+        given = {"steps": num_inference_steps, "guidance": guidance_scale, "guidance_interval": guidance_interval}
+        given |= {"solver": solver, "shift": shift}
+        how = facts["sampling"] | {key: value for key, value in given.items() if value is not None}
+        if output_type not in ("pil", "np", "latent"):
+            raise ValueError(f"output_type={output_type} is unknown; choose pil, np or latent.")
+        if output_type != "latent" and self.vae is None and facts["autoencoder"]:
+            raise ValueError(f"there is no vae to decode with; load {facts['autoencoder']} and give it as vae=.")
+        labels = torch.tensor(numbers_of(class_labels, facts["class_names"]), device=device)
+        position = torch.arange(len(labels), device=device)
+        shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
+
+        def fresh(step: int) -> Tensor:
+            return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
+
+        noise = counter_normal(seed, Purpose.SAMPLE, position, shape) if latents is None else latents.to(device)
+        low, high = how["guidance_interval"]
+        velocity = guided_velocity(model, labels, model.num_classes, how["guidance"], (low, high))
+        drawn = sample(velocity, noise, how["steps"], how["solver"], how["shift"], fresh)
+        mean, std = (torch.tensor(facts[name], device=device).view(-1, 1, 1) for name in ("mean", "std"))
+        drawn = drawn.float() * std + mean
+        if output_type == "latent":
+            return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
+        decoded = shown(drawn) if self.vae is None else self.vae.decode(drawn).sample.float()
+        images = to_uint8(decoded)
+        return ImagePipelineOutput(images=images if output_type == "np" else [Image.fromarray(one) for one in images])
+
+
+def shown(latents: Tensor) -> Tensor:
+    """Latents that are pixels: one or three channels as they are, of any other number the first."""
+    return latents if latents.shape[1] in (1, 3) else latents[:, :1]
+
+
+def numbers_of(labels: Sequence[int | str], names: list[str]) -> list[int]:
+    """Classes as their numbers; ValueError for one that the model does not know. Without classes every label is 0."""
+    count = max(1, len(names))
+    for label in labels:
+        if (label not in names) if isinstance(label, str) else not 0 <= label < count:
+            told = ", ".join(names[:20]) or "none, use 0"
+            raise ValueError(f"class_labels: {label!r} is no class; there are {told}.")
+    return [names.index(label) if isinstance(label, str) else int(label) for label in labels]
