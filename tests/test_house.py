@@ -55,7 +55,8 @@ def test_files_and_functions_stay_readable(file):
 
 
 FED_FROM_YAML = {"Denoiser", "ResidentLatents", "StreamedLatents", "SyntheticLatents"}
-"""Constructors with a parameter for each key of their yaml."""
+FED_FROM_YAML |= {"FastlatentTransformer", "FastlatentPipeline"}
+"""Classes with a parameter for each key of their yaml, or each setting of diffusers."""
 
 
 @NAMED

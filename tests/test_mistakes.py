@@ -142,6 +142,14 @@ MISTAKES: dict[str, str] = {
         "path=/nowhere does not exist; name a folder that `python precompute_latents.py source=<images> "
         "out=/nowhere` has finished (the same command continues)."
     ),
+    "scripts.import_weights source=/nowhere kind=sit out=x.safetensors": "source=/nowhere does not exist; name a file.",
+    "scripts.import_weights source=x kind=dit out=x.safetensors": (
+        "kind=dit: DiT predicts the noise on another schedule, which is no velocity; use a SiT."
+    ),
+    "scripts.export run_dir=/nowhere out=x": (
+        "run_dir=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a .safetensors file."
+    ),
+    "train.py adapter=lora": "adapter needs a trained model; set init_from=<weights file, checkpoint or run>.",
     "scripts.import_latents source=/nowhere out=x encoder=sd scale=1": (
         "source=/nowhere does not exist; name a file or folder of latents."
     ),

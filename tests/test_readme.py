@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from accel.compilation import Compile
 from precompute_latents import precompute
@@ -15,14 +16,19 @@ from scripts.bench.__main__ import main as bench
 from scripts.bench.rows import Results
 from scripts.doctor import main as doctor
 from scripts.evaluate import EvaluateConfig, evaluate_run
+from scripts.export.__main__ import ExportConfig, export
+from scripts.import_weights import WeightsConfig, import_weights
 from scripts.plan.__main__ import main as plan
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
+from tests.published import Shape, random_weights
 from train import train
 from training.config.compose import ROOT, compose, from_words
 from training.sampling import load_run
 
+PUBLISHED = Shape(lightning=False, channels=2, rows=8, classes=4, sigma=True)
+"""A SiT of the tiny autoencoder's latents."""
 SMALL_TRAINING = [
     "batch_size=8",
     "total_samples=16",
@@ -67,6 +73,8 @@ def module(name: str, words: list[str]) -> None:
     elif name == "scripts.evaluate":
         few = [*words, "count=20", "steps=1", "batch_size=10"]
         assert evaluate_run(from_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] < 1
+    elif name == "scripts.export":
+        assert (export(from_words(ExportConfig, words, "")) / "vae" / "config.json").is_file()
     elif name == "scripts.report":
         assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":
@@ -107,9 +115,14 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
         elif program == "train.py":
             words = [w for w in words if not w.startswith("runtime.compile")]
             small = ["data.height=8", "data.width=8", "data.count=16"] if "data=synthetic" in words else []
+            taken = [w for w in SMALL_TRAINING if "model=pretrained" not in words or not w.startswith("model.")]
             folder = [] if any(w.startswith("run_dir=") for w in words) else [f"run_dir=runs/{ran}"]
             every = ["save_every=1", "eval_every=1", "sample_every=0"]
-            assert train(compose([*words, *folder, *SMALL_TRAINING, *every, *small]))["steps"] == 2
+            assert train(compose([*words, *folder, *taken, *every, *small]))["steps"] == 2
+        elif words[0] == "scripts.import_weights":
+            torch.save({"ema": random_weights(PUBLISHED)}, words[1].partition("=")[2])
+            local = [f"encoder={encoder}", f"head_dim={PUBLISHED.dim // PUBLISHED.heads}"]
+            assert import_weights(from_words(WeightsConfig, [*words[1:], *local], "")).is_file()
         else:
             assert program == "-m"
             module(words[0], words[1:])
