@@ -60,7 +60,7 @@ class AdapterGradients(Technique):
 
     def on_warm(self) -> bool:
         """Only warm-up looks at gradients."""
-        del self.step.optimizer_step
+        vars(self.step).pop("optimizer_step", None)
         return False
 
     def observe(self, evidence: Evidence) -> Observation:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from models.gate import silu_product
-from models.init import init_linear
+from models.initialisation import init_linear
 
 Norm = Literal["rms", "layer"]
 layer_norm = partial(add_norm, centred=True)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.attend import attend
-from models.init import init_linear
+from models.initialisation import init_linear
 from models.mixers.checks import heads_of
 
 
