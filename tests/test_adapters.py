@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -317,3 +318,26 @@ def test_a_model_of_another_shape_is_built_from_the_file(base):
     model = build_model(cfg.model, load_pretrained(base, CPU)[1], CPU)
     assert model.drop_path == 0.1
     assert model.depth == 2
+
+
+def test_a_file_names_no_class_that_is_none_of_a_model(base, tmp_path):
+    told = {"model": {"_target_": "training.process.loggers.NoLogger"}, "step": 1}
+    spec = load_pretrained(base, CPU)[1].as_dict()
+    save_file(load_file(base), tmp_path / "evil.safetensors", header(told | {"spec": spec}, "model"))
+    with pytest.raises(ValueError, match="names training.process.loggers.NoLogger as part of its model"):
+        with_model(compose([*WORDS, "model=pretrained", f"init_from={tmp_path / 'evil.safetensors'}"]))
+
+
+def test_the_header_of_an_adapter_allocates_nothing(base, runs, tmp_path):
+    """A rank of a million, and tensors of another shape."""
+    file = weights_file(str(runs[0]), "run_dir")
+    with safe_open(file, "pt") as opened:
+        told = json.loads(opened.metadata()["fastlatent"])
+    told["adapter"]["node"]["rank"] = 10**6
+    save_file(load_file(file), tmp_path / "evil.safetensors", {"fastlatent": json.dumps(told)})
+    with pytest.raises(ValueError, match="it would be larger by far than the tensors that are there"):
+        load_model(base, CPU, str(tmp_path / "evil.safetensors"))
+    told["adapter"]["node"]["rank"] = 7
+    save_file(load_file(file), tmp_path / "odd.safetensors", {"fastlatent": json.dumps(told)})
+    with pytest.raises(ValueError, match=r"does not fit the adapter that it describes: .*lora_A has shape \(8, "):
+        load_model(base, CPU, str(tmp_path / "odd.safetensors"))

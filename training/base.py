@@ -17,7 +17,7 @@ from models.adapters import Adapter, attach
 from training.checkpoint.find import weights_file
 from training.config.build import build
 from training.config.compose import Composed, compose
-from training.pretrained import told_by, weights_for
+from training.pretrained import refuse_strangers, told_by, weights_for
 from training.process.ranks import SINGLE, Ranks
 
 CLOSE = 1e-6
@@ -42,10 +42,11 @@ def with_model(composed: Composed) -> Composed:
 
     Other keys of `model` stay, and change the file's. ValueError for a file that is none of ours.
     """
-    cfg, node = composed.cfg, dict(composed.cfg.model)
+    cfg, node = composed.cfg, dict(composed.cfg.model or {})
     if node.pop("of", None) is None:
         return composed
-    told = told_by(weights_file(cfg.init_from, "init_from"))
+    file = weights_file(cfg.init_from, "init_from")
+    refuse_strangers(file, told := told_by(file))
     given = {"model": told.model | node, "data": dict(cfg.data)}
     if cfg.data.get("normalisation") == "channel":
         given["data"]["normalisation"] = [told.spec.mean, told.spec.std]

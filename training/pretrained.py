@@ -129,16 +129,21 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     return model.eval(), told.spec
 
 
-@contextmanager
-def described(file: Path, told: Description, tensors: Collection[Tensor]) -> Iterator[Denoiser]:
-    """The model that a file describes, on the meta device; with what the block adds to it, not much larger than
-    `tensors`. ValueError if it names classes that are none of ours, or cannot be built."""
+def refuse_strangers(file: Path, told: Description) -> None:
+    """ValueError if a description names a class that is no part of a model of ours."""
     for name in targets([told.model, told.adapter and told.adapter.node]):
         if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
             raise ValueError(
                 f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do not trust this file. "
                 f"If that code is your own, add extensions=[{str(name).partition('.')[0][:80]}] to the command."
             )
+
+
+@contextmanager
+def described(file: Path, told: Description, tensors: Collection[Tensor]) -> Iterator[Denoiser]:
+    """The model that a file describes, on the meta device; with what the block adds to it, not much larger than
+    `tensors`. ValueError if it names classes that are none of ours, or cannot be built."""
+    refuse_strangers(file, told)
     try:
         with at_most(SLACK * len(tensors), SLACK * sum(tensor.numel() for tensor in tensors)):
             yield build_on_meta(told.model, told.spec)
