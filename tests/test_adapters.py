@@ -324,7 +324,7 @@ def test_a_file_names_no_class_that_is_none_of_a_model(base, tmp_path):
     told = {"model": {"_target_": "training.process.loggers.NoLogger"}, "step": 1}
     spec = load_pretrained(base, CPU)[1].as_dict()
     save_file(load_file(base), tmp_path / "evil.safetensors", header(told | {"spec": spec}, "model"))
-    with pytest.raises(ValueError, match="names training.process.loggers.NoLogger as part of its model"):
+    with pytest.raises(ValueError, match="NoLogger as part of its model"):
         with_model(compose([*WORDS, "model=pretrained", f"init_from={tmp_path / 'evil.safetensors'}"]))
 
 
