@@ -78,10 +78,10 @@ def import_weights(cfg: WeightsConfig) -> Path:
     """Writes the weights file and returns its path. ValueError if the checkpoint is not what `kind` says."""
     cfg.check()
     import torch
-    from safetensors.torch import save_file
 
     from data.manifest import make_folder
     from encoding.published import DIT, EPSILON, converted, read_checkpoint
+    from training.checkpoint.tensor_file import write_tensors
     from training.pretrained import header, load_pretrained
 
     source, out = Path(str(cfg.source)).expanduser(), Path(str(cfg.out)).expanduser()
@@ -95,8 +95,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     make_folder(out.parent)
     temporary = out.with_name(out.name + ".tmp")
     try:
-        tensors = {name: tensor.contiguous() for name, tensor in found.tensors.items()}
-        save_file(tensors, temporary, header(described, cfg.weights.value))
+        write_tensors(temporary, found.tensors, header(described, cfg.weights.value))
         model, _ = load_pretrained(temporary, torch.device("cpu"))
         os.replace(temporary, out)
     finally:

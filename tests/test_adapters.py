@@ -253,7 +253,7 @@ def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path):
     [
         (["adapter=lora"], "adapter needs a trained model; set init_from="),
         (["model=pretrained"], "model=pretrained needs a trained model; set init_from="),
-        (["adapter=lora", "model=mamba_xs", "init_from={base}"], "does not fit this model.*model=pretrained builds"),
+        (["adapter=lora", "model=mamba_xs", "init_from={base}"], "does not fit this model.*Use model=pretrained"),
         (["adapter=lora", "model=pretrained", "init_from={base}", "adapter.targets=[head.*]"], "match no linear layer"),
         (
             ["adapter=lora", "model=pretrained", "init_from={base}", "adapter.rank=0"],

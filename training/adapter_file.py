@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data.loader import LatentSpec
@@ -26,6 +25,7 @@ from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
 from training.base import put_on
 from training.checkpoint.find import weights_file
+from training.checkpoint.tensor_file import write_tensors
 from training.pretrained import (
     KEY,
     AdapterNote,
@@ -137,9 +137,9 @@ def write_peft(file: Path, folder: Path) -> None:
         config |= {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"]}
         config |= {"target_modules": sorted(layers), "lora_dropout": 0.0, "bias": "none"}
     whole = [name.removesuffix(".weight").replace(".base_layer.", ".") for name in tensors if ".table." in name]
-    header = {KEY: json.dumps(asdict(replace(told, adapter=note))), "format": "pt"}
+    header = {KEY: json.dumps(asdict(replace(told, adapter=note)))}
     make_folder(folder)
-    save_file({peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, header)
+    write_tensors(folder / TENSORS, {peft_name(name): tensor for name, tensor in tensors.items()}, header)
     write_atomically(folder / CONFIG, json.dumps(config | {"modules_to_save": whole or None}, indent=1) + "\n")
 
 

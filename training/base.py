@@ -89,7 +89,7 @@ def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> None:
     try:
         tensors, _ = weights_for(model, spec, base.file)
     except ValueError as error:
-        raise ValueError(f"init_from={base.file}: {error} (model=pretrained builds the model of the file.)") from error
+        raise ValueError(f"init_from: {error} Use model=pretrained, which builds the model of the file.") from error
     model.load_state_dict(tensors)
 
 

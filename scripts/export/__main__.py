@@ -153,13 +153,12 @@ def write_adapter(cfg: ExportConfig, folder: Path) -> None:
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
-    from safetensors.torch import save_file
-
+    from training.checkpoint.tensor_file import write_tensors
     from training.pretrained import header, told_by
 
     trained, node = loaded(cfg)
     described = {"model": node, "spec": trained.spec.as_dict(), "step": told_by(trained.file).step}
-    save_file(trained.model.state_dict(), file, header(described, "ema"))
+    write_tensors(file, trained.model.state_dict(), header(described, "ema"))
 
 
 WRITERS = {

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from scripts.export.source import File, Name
+from training.checkpoint.tensor_file import write_tensors
 from training.config.schema import SamplingConfig
 from training.pretrained import is_part_of_model
 from training.sampling import TrainedModel
@@ -87,8 +86,7 @@ def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], c
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
     (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trained.model.state_dict().items()}
-    save_file(tensors, part / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
     index: dict[str, Any] = {"_class_name": ["pipeline", PIPELINE], "_diffusers_version": version}
     index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]} | auto  # AutoModel looks here first
     if vae is not None and include:
