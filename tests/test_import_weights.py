@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from accel.evidence import Evidence
 from accel.fused_kernels import FusedAddNorm
@@ -17,7 +18,7 @@ from tests.helpers import CPU, save_tiny_autoencoder
 from tests.published import Shape, Weights, random_weights, velocity
 from train import train
 from training.config.compose import compose
-from training.pretrained import load_pretrained
+from training.pretrained import build_on_meta, load_pretrained, told_by
 from training.sampling import SampleStream, labels_in_turn, load_run
 
 SHAPES = {
@@ -156,3 +157,14 @@ def test_layer_norm_has_no_kernel_and_the_ledger_says_so(encoder, tmp_path):
     assert not technique.asks_for_proof(model)
     technique.on_model(model)
     assert technique.observe(Evidence()) == ("unused", "the model has no add_norm")
+
+
+@pytest.mark.parametrize("shape", [SHAPES["sit"], SHAPES["lightningdit"]], ids=["sit", "lightningdit"])
+def test_flops_of_imported_models_agree_with_a_counter(shape, encoder, tmp_path):
+    file = imported(tmp_path, random_weights(shape), encoder, shape)
+    with torch.device("meta"):
+        model = build_on_meta(told_by(file).model, told_by(file).spec).requires_grad_(False)
+        x, t, y = torch.empty(1, shape.channels, 6, 6), torch.empty(1), torch.zeros(1, dtype=torch.long)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(x, t, y)
+    assert counter.get_total_flops() == model.flops_per_sample()
