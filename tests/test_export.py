@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.export.__main__ import ExportConfig, Format, export
-from scripts.export.folder import MODELLING, TRANSFORMER, modelling
+from scripts.export.folder import MODELLING, TRANSFORMER, exportable
 from tests.helpers import CPU, save_tiny_autoencoder
 from tests.pace import limit
+from tests.published import random_weights
 from tests.test_adapters import save_base
+from tests.test_import_weights import SHAPES, imported
 from tests.test_models import woken
 from training.assemble import assemble
 from training.config.compose import ROOT, compose
@@ -29,7 +31,6 @@ from training.pretrained import header, load_pretrained
 from training.sampling import load_run
 
 FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")
-WITH_OPTIONS = ["model.norm=layer", "model.time_scale=1.0", "model.mixer.bias=true", "model.mixer.rope_base=null"]
 
 
 def exported(**changes: Any) -> Path:
@@ -46,13 +47,19 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return save_base(tmp_path_factory.mktemp("base") / f"{request.param}.safetensors", request.param)
 
 
-def module_of(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("exported_modelling", file)
+def opened(folder: Path) -> Any:
+    """The model of an exported folder, from its own file of code."""
+    part = folder / "transformer"
+    spec = importlib.util.spec_from_file_location("exported_modelling", part / f"{MODELLING}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    config = json.loads((part / "config.json").read_text())
+    sizes = {key: value for key, value in config.items() if not key.startswith("_") and key != "auto_map"}
+    model = getattr(module, TRANSFORMER)(**sizes)
+    model.load_state_dict(load_file(part / "diffusion_pytorch_model.safetensors"))
+    return model.eval()
 
 
 def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(weights, tmp_path):
@@ -69,21 +76,24 @@ def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(weights, tmp_p
         assert not [name for name in used if "fused" in name.lower() or "triton" in name.lower()]
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9", *map(str, files)]
     assert subprocess.run(ruff, capture_output=True, check=False).returncode == 0
-    config = json.loads((folder / "transformer" / "config.json").read_text())
-    kind = getattr(module_of(files[0]), TRANSFORMER)
-    theirs = kind(**{key: value for key, value in config.items() if not key.startswith("_") and key != "auto_map"})
-    theirs.load_state_dict(load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors"))
-    ours, _ = load_pretrained(weights, CPU)
+    theirs, (ours, _) = opened(folder), load_pretrained(weights, CPU)
     with torch.no_grad():
-        assert torch.equal(theirs.eval()(*inputs(3)), ours(*inputs(3)))
+        assert torch.equal(theirs(*inputs(3)), ours(*inputs(3)))
 
 
-def test_options_of_imported_weights_are_exported_too():
-    cfg = compose(["model=dit_xs", *(f"+{word}" for word in WITH_OPTIONS), "data=digits"]).cfg
-    source, layers = modelling(cfg.model)
-    assert layers["mixer"] == {"name": "Attention", "qk_norm": True, "bias": True, "rope_base": None}
-    assert "def init_linear" in source
-    assert source == modelling(cfg.model)[0]
+@pytest.mark.parametrize("name", ["sit", "lightningdit with qk-norm"])
+def test_imported_weights_go_out_again(name, tmp_path):
+    shape = SHAPES[name]
+    vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
+    weights = imported(tmp_path, random_weights(shape), vae, shape)
+    folder = exported(weights=str(weights), out=str(tmp_path / "out"))
+    theirs, (ours, _) = opened(folder), load_pretrained(weights, CPU)
+    side = shape.rows * shape.patch
+    x = torch.randn(2, shape.channels, side, side, generator=torch.Generator().manual_seed(0))
+    arguments = (x, torch.tensor([0.3, 0.9]), torch.tensor([1, shape.classes]))
+    with torch.no_grad():
+        assert torch.equal(theirs(*arguments), ours(*arguments))
+    assert (folder / "vae" / "config.json").is_file()
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11's own loader
@@ -204,8 +214,6 @@ def test_push_uploads_the_folder_and_writes_no_token(tmp_path, monkeypatch, caps
 def test_code_of_somebody_else_cannot_be_copied(tmp_path):
     node = compose(["model=dit_xs"]).cfg.model
     for changed in ({"_target_": "myproj.Own"}, {"mixer": node["mixer"] | {"_target_": "myproj.mixer.Shift"}}):
-        from scripts.export.folder import exportable
-
         with pytest.raises(ValueError, match="is code of your own, which format=diffusers cannot copy"):
             exportable(node | changed)
 

@@ -74,7 +74,10 @@ def module(name: str, words: list[str]) -> None:
         few = [*words, "count=20", "steps=1", "batch_size=10"]
         assert evaluate_run(from_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] < 1
     elif name == "scripts.export":
-        assert (export(from_words(ExportConfig, words, "")) / "vae" / "config.json").is_file()
+        folder = export(from_words(ExportConfig, words, ""))
+        assert (folder / "vae" / "config.json").is_file()
+        told = (folder / "README.md").read_text()
+        assert told.index("library_name: diffusers") < told.index("## Training") < told.index("DiffusionPipeline")
     elif name == "scripts.report":
         assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":

@@ -31,6 +31,8 @@ SPELLINGS = {
     "seed={}": "global_seed",
     "ema.half_life_samples=<n>": "ema_decay ema.decay",
     "save_every={}": "ckpt_every checkpointing_steps",
+    "adapter=lora adapter.rank={} model=pretrained init_from=<weights>": "lora_rank lora_r",
+    "adapter.alpha={}": "lora_alpha",
     "resume={}": "resume_from_checkpoint",
     "run_dir={}": "output_dir results_dir",
     "sampling.guidance={}": "cfg_scale guidance_scale",
