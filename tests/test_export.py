@@ -168,9 +168,14 @@ def test_stock_diffusers_draws_the_same_images(tmp_path):
     assert f'from_pretrained("{folder}", trust_remote_code=True)' in card
 
 
-def test_the_autoencoder_may_stay_where_it_is(tmp_path):
-    base = save_base(tmp_path / "base.safetensors")
-    folder = exported(weights=str(base), out=str(tmp_path / "out"), include_autoencoder=False)
+@pytest.mark.parametrize("changes", [{"include_autoencoder": False}, {"adopted": True}], ids=["asked", "of one's own"])
+def test_the_autoencoder_may_stay_where_it_is(changes, tmp_path, monkeypatch):
+    """Named, so that nobody takes its latents for pixels; also where it is no class of diffusers."""
+    vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
+    weights = imported(tmp_path, random_weights(SHAPES["sit"]), vae, SHAPES["sit"])
+    if changes.pop("adopted", False):
+        monkeypatch.setattr("scripts.export.folder.opens_in_diffusers", lambda trained: False)
+    folder = exported(weights=str(weights), out=str(tmp_path / "out"), **changes)
     assert json.loads((folder / "model_index.json").read_text())["vae"] == [None, None]
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
@@ -178,6 +183,8 @@ def test_the_autoencoder_may_stay_where_it_is(tmp_path):
         "pipeline.py",
         "transformer",
     ]
+    assert json.loads((folder / "transformer" / "config.json").read_text())["latents"]["autoencoder"] == "vae"
+    assert "vae=<the autoencoder" in (folder / "README.md").read_text()
 
 
 class FakeHub:

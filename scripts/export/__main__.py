@@ -118,7 +118,7 @@ def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
     trained, node = loaded(cfg)
     include = cfg.include_autoencoder and opens_in_diffusers(trained)
     if cfg.include_autoencoder and not include:
-        print("the autoencoder has parts that diffusers' class lacks: it is named and not included", flush=True)
+        print("no class of diffusers computes what the autoencoder does: it is named and not included", flush=True)
     folder.mkdir()
     write_folder(folder, trained, node, card_of(cfg, trained, include), include)
 

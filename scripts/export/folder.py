@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.autoencoders import PixelAutoencoder
 from scripts.export.source import File, Name
 from training.checkpoint.tensor_file import write_tensors
 from training.config.schema import SamplingConfig
@@ -78,7 +79,7 @@ def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], c
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     told = {key: value for key, value in node.items() if key not in ("_target_", *layers)}
     latents = {"mean": spec.mean, "std": spec.std, "class_names": spec.names, "sampling": plain(trained.sampling)}
-    latents["autoencoder"] = "" if vae is None else str(Path(str(spec.encoder.get("path"))).name)
+    latents["autoencoder"] = autoencoder_of(trained)
     config = {"_class_name": TRANSFORMER, "_diffusers_version": version} | sizes | told | layers
     auto = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
     config |= auto | {"latents": latents}
@@ -102,7 +103,19 @@ def plain(sampling: SamplingConfig) -> dict[str, Any]:
     return {key: getattr(value := getattr(sampling, key), "value", value) for key in SAMPLING}
 
 
+def autoencoder_of(trained: TrainedModel) -> str:
+    """What decodes the latents, for whoever has to find it; "" where they are pixels."""
+    if isinstance(trained.autoencoder, PixelAutoencoder):
+        return ""
+    path, revision = (trained.spec.encoder.get(key) for key in ("path", "revision"))
+    if path is None:
+        return str(trained.spec.encoder.get("_target_"))
+    return Path(path).name if Path(path).is_absolute() else f"{path}, revision {revision}"
+
+
 def opens_in_diffusers(trained: TrainedModel) -> bool:
     """Whether diffusers' own class computes what the autoencoder does: not with the global branches of TAEF2."""
+    if isinstance(trained.autoencoder, PixelAutoencoder):
+        return True
     vae = getattr(trained.autoencoder, "vae", None)
-    return vae is None or not any(".pool." in name for name, _ in vae.named_parameters())
+    return vae is not None and not any(".pool." in name for name, _ in vae.named_parameters())
