@@ -58,8 +58,14 @@ def of_checkpoint(run: History) -> tuple[str, str, str]:
     digest = read(run.checkpoint / "manifest.json")["files"]["ema.safetensors"]["sha256"]
     names = spec["class_names"] or []
     classes = f"of {len(names)} classes: {', '.join(map(plain, names[:20]))}{' …' * (len(names) > 20)}"
+    base = run.state.get("adapter.base_sha256")
+    size = (
+        f"an adapter of {parameters:,} parameters on weights of sha256 {base},"
+        if base
+        else f"{parameters:,} parameters"
+    )
     return (
-        f"It has {parameters:,} parameters and makes latents of {shape} (channels, height, width) for the decoder of "
+        f"It has {size} and makes latents of {shape} (channels, height, width) for the decoder of "
         f"{plain(spec.get('encoder._target_'))}.",
         f"- {text(spec['count'])} training samples {classes if names else 'without classes'}\n"
         f"- fingerprint of the set: {plain(spec['fingerprint'])}",
