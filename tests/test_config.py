@@ -231,9 +231,11 @@ def test_our_spellings_in_that_table_are_real():
         "runtime.device": "cpu",
         "data": "resident",
         "logger": "wandb",
+        "adapter": "lora",
     }
     keys = {ours.partition("=")[0] for ours in FOREIGN.values()}
-    compose([f"{key}={values.get(key, 'true' if key.startswith('runtime.') else '64')}" for key in sorted(keys)])
+    words = [f"{key}={values.get(key, 'true' if key.startswith('runtime.') else '64')}" for key in sorted(keys)]
+    compose([*words, "init_from=x"])
 
 
 def test_a_component_may_be_any_class_of_ours_and_no_function():
