@@ -75,9 +75,15 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
         if not isinstance(found.get(weights), dict):
             raise ValueError(f"{file} has no {weights}; use weights={'model' if weights == 'ema' else 'ema'}.")
         found = found[weights]
-    if strange := [key for key, value in found.items() if not isinstance(value, Tensor)]:
-        raise ValueError(f"{file}: {str(strange[0])[:80]} is no tensor; give a checkpoint of a model.")
+    if strange := [key for key, value in found.items() if not (isinstance(key, str) and is_plain(value))]:
+        raise ValueError(f"{file}: {str(strange[0])[:80]} is no tensor of numbers; give a checkpoint of a model.")
     return found
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a dense tensor of floating-point numbers on the host."""
+    dense = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    return dense and value.is_floating_point()
 
 
 class Keys:

@@ -119,7 +119,9 @@ SIT = random_weights(SHAPES["sit"])
         (SIT | {"blocks.0.adaLN_modulation.1.weight": torch.ones(96, 24)}, "has 4 modulations; this version knows"),
         ({"model": SIT}, "has no ema; use weights=model"),
         ([1, 2], "holds a list, not tensors by name"),
-        ({"x": "y"}, "x is no tensor"),
+        ({"x": "y"}, "x is no tensor of numbers"),
+        (SIT | {7: torch.ones(1)}, "7 is no tensor of numbers"),
+        (SIT | {"pos_embed": SIT["pos_embed"].to_sparse()}, "pos_embed is no tensor of numbers"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(content, sentence, encoder, tmp_path, capfd):
