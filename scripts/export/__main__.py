@@ -79,13 +79,13 @@ def export(cfg: ExportConfig) -> Path:
     """Writes what `cfg` says and returns its path. ValueError if it is there already or the model does not allow it."""
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
-    if out.exists():
-        raise ValueError(f"out={cfg.out} is there already; choose another path, or delete it.")
+    temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
+    for path in (out, temporary, out.with_name(f"{out.name}.json")):
+        if path.exists():
+            raise ValueError(f"out={cfg.out}: {path} is there already; choose another path, or delete it.")
     from data.manifest import make_folder
 
     make_folder(out.parent)
-    temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
-    remove(temporary)
     try:
         WRITERS[cfg.format](cfg, temporary)
         temporary.rename(out)
