@@ -33,6 +33,8 @@ class AdapterGradients(Technique):
         self.step: Any = None
         self.steps: list[dict[str, Tensor | None]] = []
         """Of each step so far: parameter -> whether its gradient has a value other than zero; None: no gradient."""
+        self.taken: list[Tensor] = []
+        """Of each step, whether it moved the weights."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -44,6 +46,7 @@ class AdapterGradients(Technique):
 
         def looking(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
             self.steps.append({name: moves(p.grad) for name, p, _ in self.parameters()})
+            self.taken.append(taken)
             update(grads, norm, taken)
 
         self.step.optimizer_step = looking
@@ -72,7 +75,8 @@ class AdapterGradients(Technique):
                 if flag > 0:
                     moved.setdefault(name, number)
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
-        idle = {layers[name] for name in kinds if name not in moved}
+        updated = any(bool(taken) for taken in self.taken[:-1])  # fp16 may skip the first steps; then A waits for B
+        idle = {layers[name] for name in kinds if name not in (moved if updated else used)}
         every, unused = len(set(layers.values())), {layers[name] for name in kinds if name not in used}
         note = f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients other than zero: "
         counts = Counter(kinds.values())

@@ -45,6 +45,13 @@ EPSILON = (
 )
 
 
+def kind_of(tensors: Mapping[str, Tensor]) -> str:
+    """Which model a checkpoint holds, "sit" or "lightningdit", as the names of its tensors tell."""
+    own = ("feat_rope.freqs_cos", "blocks.0.mlp.w12.weight", "blocks.0.norm1.weight", "blocks.0.attn.q_norm.weight")
+    names = {name.removeprefix("module.") for name in tensors}
+    return "lightningdit" if names & set(own) else "sit"
+
+
 class Published(NamedTuple):
     """A published model in our terms."""
 
@@ -77,13 +84,15 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
         found = found[weights]
     if strange := [key for key, value in found.items() if not (isinstance(key, str) and is_plain(value))]:
         raise ValueError(f"{file}: {str(strange[0])[:80]} is no tensor of numbers; give a checkpoint of a model.")
+    if sum(value.nbytes for value in found.values()) > file.stat().st_size:
+        raise ValueError(f"{file}: its tensors share memory, and would be larger than the file; give another copy.")
     return found
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a dense tensor of floating-point numbers on the host."""
+    """Whether it is a dense tensor of floating-point numbers on the host, each with a place of its own."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
-    return dense and value.is_floating_point()
+    return dense and value.is_floating_point() and value.is_contiguous()
 
 
 class Keys:
@@ -135,7 +144,10 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
     node: dict[str, Any] = {"_target_": "models.denoiser.Denoiser", "dim": dim, "depth": depth, "patch_size": patch}
     node |= {"head_dim": head_dim or width_of_head(keys, dim), "time_scale": 1.0}
     attention: dict[str, Any] = {"_target_": "models.mixers.attention.Attention", "_partial_": True, "bias": True}
-    node["mixer"] = attention | {"qk_norm": "blocks.0.attn.q_norm.weight" in keys, "rope_base": rope_of(keys, rows)}
+    node["mixer"] = attention | {
+        "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
+        "rope_base": rope_of(keys, rows, node["head_dim"]),
+    }
     node["norm"] = "rms" if "blocks.0.norm1.weight" in keys else "layer"
 
     patches = keys.take("x_embedder.proj.weight", dim, channels, patch, patch).flatten(1)
@@ -176,11 +188,13 @@ def width_of_head(keys: Keys, dim: int) -> int:
     return 72 if dim == 1152 else 64
 
 
-def rope_of(keys: Keys, rows: int) -> float | None:
+def rope_of(keys: Keys, rows: int, head_dim: int) -> float | None:
     """The base of the rotary embedding, None without; ValueError if its rotations are others than ours."""
     if "feat_rope.freqs_cos" not in keys:
         return None
     tokens, width = keys.shape("feat_rope.freqs_cos", 2)
+    if width != head_dim or width % 4:
+        raise ValueError(f"{keys.file}: feat_rope has width {width}, the heads {head_dim}: one multiple of 4 is read.")
     theirs = torch.stack([keys.take(f"feat_rope.freqs_{part}", tokens, width) for part in ("cos", "sin")])
     if tokens != rows * rows or not torch.allclose(
         theirs, axial_rotations((rows, rows), width, ROPE_BASE), rtol=0.0, atol=1e-4

@@ -7,6 +7,7 @@ Letters: B samples, I inputs and O outputs of a layer, R rank, K classes, D widt
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -168,6 +169,16 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that training changes, and that a checkpoint keeps: all, or those that an adapter brought."""
     adapted = bool(layers_of(model))
     return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
+
+
+def passes(model: nn.Module) -> float:
+    """What a training step costs, in forward passes: three; with frozen weights, one and the share of the blocks, taken
+    as alike, that the gradients come through, which is from the first one on that trains."""
+    if not layers_of(model):
+        return 3.0
+    blocks = [re.match(r"blocks\.(\d+)\.", name) for name in trained(model)]
+    depth = len(cast("Any", model).blocks)
+    return 2.0 - min(int(found[1]) if found else 0 for found in blocks) / depth
 
 
 def merge(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from data.loader import LatentSpec
     from encoding.published import Published
 
-SD_SCALE = 0.18215
+SD_SCALE, SD_CHANNELS = 0.18215, 4
 
 
 class Kind(str, Enum):
@@ -80,7 +80,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     import torch
 
     from data.manifest import make_folder
-    from encoding.published import DIT, EPSILON, converted, read_checkpoint
+    from encoding.published import DIT, EPSILON, converted, kind_of, read_checkpoint
     from training.checkpoint.tensor_file import write_tensors
     from training.pretrained import header, load_pretrained
 
@@ -89,7 +89,15 @@ def import_weights(cfg: WeightsConfig) -> Path:
         raise ValueError(f"out={cfg.out} is there already; choose another file, or delete it.")
     if cfg.kind is Kind.sit and DIT.search(source.name):
         raise ValueError(f"source={source}: {EPSILON}. If it is none of DiT's, give the file another name.")
-    found = converted(source, read_checkpoint(source, cfg.weights.value), cfg.head_dim)
+    tensors = read_checkpoint(source, cfg.weights.value)
+    if (kind := kind_of(tensors)) != str(cfg.kind and cfg.kind.value):
+        raise ValueError(f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}.")
+    found = converted(source, tensors, cfg.head_dim)
+    if cfg.encoder is None and found.channels != SD_CHANNELS:
+        raise ValueError(
+            f"source={source} draws latents of {found.channels} channels, and Stable Diffusion's VAE, which kind=sit "
+            f"stands for, makes {SD_CHANNELS}; name the encoder of its latents by encoder=."
+        )
     spec = spec_of(cfg, found)
     described = {"model": found.node, "spec": spec.as_dict(), "step": 0}
     make_folder(out.parent)

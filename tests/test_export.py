@@ -62,6 +62,7 @@ def opened(folder: Path) -> Any:
     return model.eval()
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of QK-norm in 16 bits: it is slower
 def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(weights, tmp_path):
     folder = exported(weights=str(weights), out=str(tmp_path / "out"))
     files = [folder / "transformer" / f"{MODELLING}.py", folder / "pipeline.py"]
@@ -78,7 +79,11 @@ def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(weights, tmp_p
     assert subprocess.run(ruff, capture_output=True, check=False).returncode == 0
     theirs, (ours, _) = opened(folder), load_pretrained(weights, CPU)
     with torch.no_grad():
-        assert torch.equal(theirs(*inputs(3)), ours(*inputs(3)))
+        plain = ours(*inputs(3))
+        assert torch.equal(theirs(*inputs(3)), plain)
+        found = theirs.to(torch.bfloat16)(*inputs(3))
+    assert found.dtype == torch.float32
+    assert (found - plain).norm() < 0.03 * plain.norm()
 
 
 @pytest.mark.parametrize("name", ["sit", "lightningdit with qk-norm"])
@@ -119,6 +124,7 @@ try:
 except ModuleNotFoundError:
     pass
 import numpy as np
+import torch
 from diffusers import AutoModel, DiffusionPipeline
 folder, out = sys.argv[1:]
 for kind, part in ((DiffusionPipeline, {}), (AutoModel, {"subfolder": "transformer"})):
@@ -133,11 +139,13 @@ how = {"guidance_scale": 1.5, "guidance_interval": (0.1, 0.9), "num_inference_st
 found = {s: pipe(["pear", 0, "plum"], solver=s, output_type="np", **how).images for s in ("heun", "sde")}
 noise = pipe(["pear"], output_type="latent", num_inference_steps=1).images
 found["given"] = pipe(["pear"], latents=noise, output_type="latent", num_inference_steps=2).images.numpy()
-assert pipe([1]).images[0].size == (16, 16)
+assert pipe(1).images[0].size == (16, 16)
 try:
     pipe(["quince"])
 except ValueError as error:
     assert "'quince' is no class; there are apple, pear, plum" in str(error), error
+pipe.to(dtype=torch.bfloat16)
+assert pipe("plum", num_inference_steps=1).images[0].size == (16, 16)
 np.savez(out, noise=noise.numpy(), **found)
 """
 
@@ -210,7 +218,7 @@ def test_push_uploads_the_folder_and_writes_no_token(tmp_path, monkeypatch, caps
     assert "would upload to https://huggingface.co/me/mine" in printed
     assert "  transformer/config.json" in printed
     assert not FakeHub.calls
-    folder = exported(weights=base, out=str(tmp_path / "wet"), push="me/mine")
+    folder = exported(weights=base, out=str(tmp_path / "dry"), push="me/mine")
     assert FakeHub.calls == [("me/mine", {"exist_ok": True}), ("upload", {"repo_id": "me/mine", "folder_path": folder})]
     written = [file for file in tmp_path.rglob("*") if file.is_file() and b"thisisasecret" in file.read_bytes()]
     assert not written

@@ -111,6 +111,9 @@ SIT = random_weights(SHAPES["sit"])
     [
         (SIT | {"args": Evil()}, "cannot be read .*nothing is unpickled"),
         ({"ema": SIT, "args": argparse.Namespace(model="DiT-XL/2")}, "checkpoint of DiT-XL/2: DiT predicts the noise"),
+        (random_weights(SHAPES["lightningdit"]), "holds a lightningdit, by the names of its tensors; use kind="),
+        (SIT | {"pos_embed": torch.zeros(1).expand(1, 9, 24)}, "pos_embed is no tensor of numbers"),
+        (SIT | {f"copy.{i}": SIT["pos_embed"] for i in range(999)}, "its tensors share memory"),
         (without(SIT, "blocks.1.attn.proj.bias"), "has no blocks.1.attn.proj.bias, which SiT and"),
         (SIT | {"blocks.0.norm3.weight": torch.ones(3)}, "has blocks.0.norm3.weight, which this version does not know"),
         (SIT | {"final_layer.linear.bias": torch.ones(7)}, r"final_layer.linear.bias has shape \(7,\), and the rest"),
@@ -129,6 +132,14 @@ def test_a_checkpoint_of_something_else_is_refused(content, sentence, encoder, t
         imported(tmp_path, content, encoder, SHAPES["sit"])
     assert [file.name for file in tmp_path.iterdir()] == ["published.pt"]
     assert "unpickled" not in capfd.readouterr().out
+
+
+def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(tmp_path):
+    source = tmp_path / "sit.pt"
+    torch.save(SIT, source)
+    config = WeightsConfig(source=str(source), kind=Kind.sit, out=str(tmp_path / "x.safetensors"), head_dim=12)
+    with pytest.raises(ValueError, match=r"draws latents of 3 channels, and Stable Diffusion's VAE.*makes 4"):
+        import_weights(config)
 
 
 def test_no_path_is_written_over_and_classes_have_names(encoder, tmp_path):

@@ -43,6 +43,12 @@ from training.pretrained import (
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PROMPT = "prompt_embeddings"
+NO_MATTER = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "inference_mode"}
+NO_MATTER |= {"base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "init_lora_weights"}
+NO_MATTER |= {"layers_to_transform", "layers_pattern", "runtime_config", "loftq_config", "eva_config", "corda_config"}
+"""Keys of PEFT's configuration that change nothing of what a trained LoRA computes. Any other must be off."""
+STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Ways to start a LoRA that leave the base's weights as they are."""
 
 
 def load_model(file: Path, device: torch.device, adapter: str | None = None) -> tuple[Denoiser, LatentSpec, Path]:
@@ -107,10 +113,12 @@ def peft_name(name: str) -> str:
 def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) -> Description:
     """What PEFT's own file tells of a LoRA on the model `below`; ValueError for what this version does not compute."""
     config = read_object(file.with_name(CONFIG))
-    plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None}
-    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": False}
-    odd = [key for key, value in plain.items() if config.get(key, value) != value]
-    odd += [key for key in ("r", "lora_alpha") if type(config.get(key)) not in (int, float)]
+    if config.get("peft_type", "LORA") != "LORA":
+        raise ValueError(f"{file.with_name(CONFIG)}: peft_type={str(config['peft_type'])[:80]} is not read; LORA is.")
+    odd = [key for key in ("r", "lora_alpha") if type(config.get(key)) not in (int, float)]
+    odd += [key for key, value in config.items() if key not in NO_MATTER and value not in (None, False, "none", {}, [])]
+    if config.get("init_lora_weights") not in STARTS:  # the others change the base
+        odd += ["init_lora_weights"]
     if odd:
         told = str(config.get(odd[0]))[:80]
         raise ValueError(f"{file.with_name(CONFIG)}: {odd[0]}={told} is not read; plain LoRA is.")

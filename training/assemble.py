@@ -19,6 +19,7 @@ from accel.parallel import world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from data.loader import Batch, LatentLoader, LatentSpec
+from models.adapters import passes
 from models.denoiser import Denoiser
 from training.base import Base, find_base, load_base, put_on
 from training.cards import peak_flops
@@ -135,7 +136,7 @@ class Parts(NamedTuple):
     model: Callable[..., Denoiser] = build_model
     kernels: Callable[..., dict[str, Any]] = prove_kernels
     stack: Callable[..., AccelerationStack] = build_stack
-    weights: Callable[..., None] = load_base
+    weights: Callable[..., str | None] = load_base
 
 
 def assemble(
@@ -161,9 +162,10 @@ def assemble(
     stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
-    base = find_base(str(cfg.init_from), loader.spec, ranks) if cfg.adapter else None
+    base = find_base(cfg, loader.spec, ranks) if cfg.adapter else None
     if base is not None:
-        parts.weights(model, loader.spec, base)
+        if rows := parts.weights(model, loader.spec, base):
+            ranks.say(f"the adapter's base is {base.file}{rows}")
         put_on(model, cfg.adapter, base.new_classes)
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
@@ -172,7 +174,7 @@ def assemble(
     ema = EMA(model, **spine(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
     peak = peak_flops(device, str(stack.value("precision")))
-    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes=2 if cfg.adapter else 3)
+    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model))
     spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device) if cfg.guards.spike_sigmas else None
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
     settings = StepSettings(cfg.seed, cfg.batch_size, cfg.max_grad_norm)

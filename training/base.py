@@ -14,10 +14,11 @@ from torch import nn
 from data.loader import LatentSpec
 from data.shards import file_sha256
 from models.adapters import Adapter, attach
-from training.checkpoint.find import weights_file
+from training.checkpoint.find import checkpoints_of, weights_file
 from training.config.build import build
 from training.config.compose import Composed, compose
-from training.pretrained import refuse_strangers, told_by, weights_for
+from training.config.schema import TrainConfig
+from training.pretrained import Description, described, read_tensors, refuse_strangers, told_by, weights_for
 from training.process.ranks import SINGLE, Ranks
 
 CLOSE = 1e-6
@@ -40,13 +41,18 @@ class Base:
 def with_model(composed: Composed) -> Composed:
     """The configuration with the model of `init_from`, where it says model=pretrained, and its normalisation.
 
-    Other keys of `model` stay, and change the file's. ValueError for a file that is none of ours.
+    A run that goes on has both from its own checkpoint. Other keys of `model` stay, and change the file's. ValueError
+    for a file that is none of ours, or describes another model than it holds.
     """
     cfg, node = composed.cfg, dict(composed.cfg.model or {})
     if node.pop("of", None) is None:
         return composed
-    file = weights_file(cfg.init_from, "init_from")
-    refuse_strangers(file, told := told_by(file))
+    if (own := own_checkpoint(cfg)) is not None:
+        refuse_strangers(own, told := told_by(own))
+    else:
+        file, told = model_in(str(cfg.init_from))
+        with described(file, told, read_tensors(file).values()):
+            pass
     given = {"model": told.model | node, "data": dict(cfg.data)}
     if cfg.data.get("normalisation") == "channel":
         given["data"]["normalisation"] = [told.spec.mean, told.spec.std]
@@ -58,23 +64,68 @@ def settled(words: list[str]) -> Composed:
     return with_model(compose(words))
 
 
-def find_base(init_from: str, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
+def own_checkpoint(cfg: TrainConfig) -> Path | None:
+    """The weights in the newest checkpoint that a run goes on from, and that can be read; None for one that starts."""
+    if cfg.resume == "never":
+        return None
+    found = checkpoints_of(cfg.run_dir) if cfg.run_dir else []
+    if not found and cfg.resume != "auto":
+        found = checkpoints_of(cfg.resume)
+    for folder in reversed(found):
+        try:
+            told_by(folder / "ema.safetensors")
+        except ValueError:  # `restore` tells of the damage, and takes the one before
+            continue
+        return folder / "ema.safetensors"
+    return None
+
+
+def model_in(init_from: str) -> tuple[Path, Description]:
+    """The file that `init_from` means, and what its header says; ValueError if it holds an adapter."""
+    file = weights_file(init_from, "init_from").resolve()
+    if (told := told_by(file)).adapter is not None:
+        raise ValueError(
+            f"init_from={init_from} is an adapter, not a model; merge it first: python -m scripts.export "
+            f"run_dir=<its run> format=weights out=<file>.safetensors."
+        )
+    return file, told
+
+
+def file_of_base(cfg: TrainConfig) -> Path:
+    """The file of `init_from`; where that names a run that has trained on, the one that this run started with."""
+    if (own := own_checkpoint(cfg)) is not None and (note := told_by(own).adapter) is not None:
+        kept, run = Path(note.base), Path(str(cfg.init_from)).expanduser().resolve()
+        if run in kept.parents and kept.is_file() and file_sha256(kept) == note.base_sha256:
+            return kept
+    return model_in(str(cfg.init_from))[0]
+
+
+def refuse_other_encoder(given: str, then: LatentSpec, now: LatentSpec) -> None:
+    """ValueError if two sets of latents are of two encoders: by the hash of the weights, without one by their names."""
+    hashes = then.encoder_sha256, now.encoder_sha256
+    if None not in hashes:
+        if hashes[0] != hashes[1]:
+            raise ValueError(
+                f"{given} was trained on latents of another encoder than the data; encode the images with that one."
+            )
+        return
+    names = [[spec.encoder.get(key) for key in ("_target_", "path", "revision")] for spec in (then, now)]
+    if names[0] != names[1]:
+        called = [" ".join(str(part) for part in name[name[1] is not None :] if part) for name in names]
+        raise ValueError(
+            f"{given} was trained on latents of {called[0]}, and the data is of {called[1]}; encode the images with "
+            f"the first, or, if both are one, import the weights with encoder=<its folder>, which compares hashes."
+        )
+
+
+def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
     """The base of a run on latents of `spec`, from the header of the file.
 
     ValueError if it was trained on other latents: made by another encoder, or normalised otherwise.
     """
-    file = ranks.agreed(lambda: weights_file(init_from, "init_from").resolve())
-    told, given = told_by(file), f"init_from={init_from}"
-    if told.adapter is not None:
-        raise ValueError(
-            f"{given} is an adapter, not a model; merge it first: python -m scripts.export run_dir=<its run> "
-            f"format=weights out=<file>.safetensors."
-        )
-    hashes = (told.spec.encoder_sha256, spec.encoder_sha256)
-    if None not in hashes and hashes[0] != hashes[1]:
-        raise ValueError(
-            f"{given} was trained on latents of another encoder than the data; encode the images with that one."
-        )
+    file, given = ranks.agreed(lambda: file_of_base(cfg)), f"init_from={cfg.init_from}"
+    told = told_by(file)
+    refuse_other_encoder(given, told.spec, spec)
     pairs = list(zip_longest(told.spec.mean + told.spec.std, spec.mean + spec.std, fillvalue=math.inf))
     if not all(math.isclose(then, now, rel_tol=CLOSE, abs_tol=CLOSE) for then, now in pairs):
         raise ValueError(
@@ -84,13 +135,15 @@ def find_base(init_from: str, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
     return Base(file, not set(spec.names) <= set(told.spec.names))
 
 
-def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> None:
-    """Loads the weights of a base into a new model; rows of the label table go by the names of classes."""
+def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
+    """Loads the weights of a base into a new model; rows of the label table go by the names of classes. Says, to end
+    a sentence, which rows were lost."""
     try:
-        tensors, _ = weights_for(model, spec, base.file)
+        tensors, said = weights_for(model, spec, base.file)
     except ValueError as error:
         raise ValueError(f"init_from: {error} Use model=pretrained, which builds the model of the file.") from error
     model.load_state_dict(tensors)
+    return said
 
 
 def put_on(model: nn.Module, node: dict[str, Any], new_classes: bool) -> None:

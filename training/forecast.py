@@ -120,7 +120,7 @@ class Forecast:
         """The model of a configuration node, with the run's adapter, on the meta device."""
         model = build_on_meta(node, self.spec)
         if self.cfg.adapter:
-            put_on(model, self.cfg.adapter, find_base(str(self.cfg.init_from), self.spec).new_classes)
+            put_on(model, self.cfg.adapter, find_base(self.cfg, self.spec).new_classes)
         return model
 
     @contextmanager

@@ -26,7 +26,7 @@ class Meter:
     and memory are the most of all; `batch_size` is global and `mfu` per process. Time spent inside `paused()`
     (evaluation, sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled there.
     `waiting()` wraps the calls that wait for data: `data_wait` is the share of the time in which the device had nothing
-    else to do. A step counts as `passes` forward passes: three, or two where the weights are frozen under an adapter;
+    else to do. A step counts as `passes` forward passes: three, fewer where weights are frozen under an adapter;
     recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but where it takes the
     backward pass of a depthwise convolution for that of a dense one: then up to 9.8.
     """
@@ -38,7 +38,7 @@ class Meter:
         flops_per_sample: int,
         peak_flops: float | None,
         ranks: Ranks = SINGLE,
-        passes: int = 3,
+        passes: float = 3.0,
     ) -> None:
         self.batch_size, self.tokens, self.ranks = batch_size, tokens, ranks
         self.train_flops, self.peak = passes * flops_per_sample, peak_flops

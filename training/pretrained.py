@@ -198,7 +198,10 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     old = spec if told is None else told.spec
     for name in tables:
         shape = tensors[name].shape if name in tensors else None
-        if shape == (old.num_classes + 1, own[name].shape[1]) and (then := old.names) != (now := spec.names):
+        nameless = not (old.class_names or spec.class_names)
+        if nameless or shape != (old.num_classes + 1, own[name].shape[1]):
+            continue
+        if (then := old.names) != (now := spec.names):
             tensors[name], kept = relabelled(whole(own[name]).detach(), tensors[name], then, now)
             named = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
             said = (

@@ -80,6 +80,9 @@ def export(cfg: ExportConfig) -> Path:
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
+    if cfg.push is not None and (out / "model_index.json").is_file():  # as dry_run=true left it
+        push(out, cfg.push, cfg.dry_run)
+        return out
     for path in (out, temporary, out.with_name(f"{out.name}.json")):
         if path.exists():
             raise ValueError(f"out={cfg.out}: {path} is there already; choose another path, or delete it.")

@@ -34,7 +34,7 @@ class FastlatentPipeline(DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Sequence[int | str],
+        class_labels: Sequence[int | str] | int | str,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         guidance_interval: tuple[float, float] | None = None,
@@ -59,7 +59,8 @@ class FastlatentPipeline(DiffusionPipeline):
             raise ValueError(f"output_type={output_type} is unknown; choose pil, np or latent.")
         if output_type != "latent" and self.vae is None and facts["autoencoder"]:
             raise ValueError(f"there is no vae to decode with; load {facts['autoencoder']} and give it as vae=.")
-        labels = torch.tensor(numbers_of(class_labels, facts["class_names"]), device=device)
+        asked = [class_labels] if isinstance(class_labels, int | str) else class_labels
+        labels = torch.tensor(numbers_of(asked, facts["class_names"]), device=device)
         position = torch.arange(len(labels), device=device)
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
 
@@ -74,7 +75,7 @@ class FastlatentPipeline(DiffusionPipeline):
         drawn = drawn.float() * std + mean
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
-        decoded = shown(drawn) if self.vae is None else self.vae.decode(drawn).sample.float()
+        decoded = shown(drawn) if self.vae is None else self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
         images = to_uint8(decoded)
         return ImagePipelineOutput(images=images if output_type == "np" else [Image.fromarray(one) for one in images])
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
-from torch import nn
+from torch import Tensor, nn
 
 from models.block import Norm
 from models.denoiser import Denoiser
@@ -65,6 +65,13 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         )
         with torch.no_grad():
             self.init_buffers()  # which no file holds
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None) -> Tensor:
+        """The velocity. Weights in 16 bits compute products in that type, and all else in fp32; it is fp32 then."""
+        if self.dtype == torch.float32:
+            return super().forward(x, t, y, drop_uniforms)
+        with torch.autocast(x.device.type, self.dtype):
+            return super().forward(x.float(), t, y, drop_uniforms).float()
 
 
 def layer(node: dict[str, Any]) -> Callable[..., nn.Module]:

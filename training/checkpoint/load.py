@@ -97,10 +97,8 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
         ) from error
     if others:
         name, told = next(iter(others.items()))
-        raise ValueError(
-            f"{folder} was made with another {name}: {told}. Use a new run_dir, or init_from={folder} to start from "
-            f"its weights."
-        )
+        instead = "" if described["adapter"] else f", or init_from={folder} to start from its weights"
+        raise ValueError(f"{folder} was made with another {name}: {told}. Use a new run_dir{instead}.")
     try:
         state.load_state_dict(content)
     except torch.OutOfMemoryError:
