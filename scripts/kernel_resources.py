@@ -157,7 +157,7 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     narrow = {name: "*bf16" for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS", "Z", "H", "DT", "DDT")}
     wide = {name: "*fp32" for name in ("STEPS", "SUMS", "D", "DD", "BIAS", "A_LOG", "DSTEPS", "DSUMS", "TOTALS")}
     wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND", "NORM")}
-    strides = {f"{of}_{what}": "i32" for of in ("x", "b", "c", "z", "dt") for what in ("batch", "token")}
+    strides = {f"{of}_{what}": "i32" for of in ("x", "b", "c", "z", "dt", "dx") for what in ("batch", "token")}
     types = narrow | wide | strides | {"L": "i32"}
     kernels = {"forward": ssd.ssd_kernel, "dx": backward.ssd_dx_kernel, "ds": backward.ssd_ds_kernel}
     corners = ((256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128))

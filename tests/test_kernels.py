@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from accel.kernels import bidirectional_ssd as ssd
 from accel.kernels.add_norm import add_norm
 from accel.kernels.counter_noise import Purpose, counter_bits, counter_normal, counter_uniform, philox
+from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import local_mix
 from accel.kernels.ssd_decays import prefix_sums_by_doubling
 
@@ -100,11 +101,9 @@ def ssd_inputs(length, dtype=torch.float64, batch=2, heads=3, head_dim=4, state_
     return tuple(t.to(dtype).requires_grad_() for t in inputs)
 
 
-@pytest.mark.parametrize(("length", "quadratic"), [(1, 512), (7, 512), (64, 512), (64, 16), (50, 16), (513, 512)])
-def test_ssd_equals_the_recurrence_forward_and_backward(length, quadratic, monkeypatch):
-    monkeypatch.setattr(ssd, "MAX_QUADRATIC", quadratic)
-    if quadratic == 16:
-        monkeypatch.setattr(ssd, "CHUNK", 16)
+@pytest.mark.parametrize(("length", "piece"), [(1, 64), (7, 64), (64, 64), (64, 16), (50, 16), (129, 64), (64, 1)])
+def test_ssd_equals_the_recurrence_forward_and_backward(length, piece, monkeypatch):
+    monkeypatch.setattr(ssd, "PIECE", piece)
     inputs = ssd_inputs(length)
     expected, actual = recurrence(*inputs), ssd.bidirectional_ssd(*inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
@@ -115,6 +114,27 @@ def test_ssd_equals_the_recurrence_forward_and_backward(length, quadratic, monke
         strict=True,
     ):
         torch.testing.assert_close(a, e, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("scan", [ssd.bidirectional_ssd, fused_bidirectional_ssd])
+@pytest.mark.parametrize("length", [64, 512])
+def test_large_decays_do_not_round_off_the_small_ones_after_them(length, scan):
+    """A token may step by 30 with A = 1e3; the next by 1e-3. In fp32, values and gradients keep three digits."""
+    inputs = [t.detach() for t in ssd_inputs(length, batch=1, heads=2, head_dim=16, state_dim=16)]
+    large = torch.rand(inputs[1].shape, generator=torch.Generator().manual_seed(1)) < 0.1
+    inputs[1] = torch.where(large, 30.0, -7.0) + inputs[1]
+    inputs[3] = inputs[3].abs().clamp(max=1.0) * torch.tensor(1e3).log()
+    exact = [t.requires_grad_() for t in inputs]
+    found = [t.detach().float().requires_grad_() for t in inputs]
+    expected, actual = recurrence(*exact), scan(*found)
+    pairs = [(expected, actual)]
+    pairs += zip(
+        torch.autograd.grad(expected.square().sum(), exact),
+        torch.autograd.grad(actual.square().sum(), found),
+        strict=True,
+    )
+    for e, a in pairs:
+        assert (a - e).norm() <= 1e-3 * e.norm()
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])

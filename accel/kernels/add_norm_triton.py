@@ -5,7 +5,8 @@ some rows of one sample, all D channels of each; statistics are taken from z as 
 each program a stretch of rows of one sample and keeps the sums for gate, scale and shift in registers, so there are no
 atomics and equal runs give equal bits.
 
-Letters: B samples, L tokens, D width; BLOCK_L rows and BLOCK_D ≥ D columns of a tile.
+Letters: B samples, L tokens, D width; BLOCK_L rows of a tile, in BLOCK_D columns and the REST of them, both powers of
+two: 768 = 512 + 256.
 """
 
 # A launch turns plain numbers into constexpr:
@@ -16,6 +17,30 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexpr):
+    """Stores columns c of z, and returns them as they are stored."""
+    column = c < D
+    mask = row[:, None] & column[None, :]
+    branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(RESIDUAL + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(GATE + c, mask=column, other=0.0).to(tl.float32)
+    z = (residual + gate[None, :] * branch).to(Z.dtype.element_ty)
+    tl.store(Z + rows[:, None] * D + c[None, :], z, mask=mask)
+    return z.to(tl.float32)
+
+
+@triton.jit
+def store_modulated(H, SCALE, SHIFT, normed, h_rows, row, c, D: tl.constexpr):
+    """Columns c of h."""
+    column = c < D
+    scale = tl.load(SCALE + c, mask=column, other=0.0).to(tl.float32)
+    shift = tl.load(SHIFT + c, mask=column, other=0.0).to(tl.float32)
+    h = normed * (1.0 + scale)[None, :] + shift[None, :]
+    mask = row[:, None] & column[None, :]
+    tl.store(H + h_rows[:, None] * D + c[None, :], h.to(H.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -38,27 +63,51 @@ def add_norm_kernel(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
 ):
     b = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.arange(0, BLOCK_D)
-    row, column = t < L, c < D
-    mask = row[:, None] & column[None, :]
+    row = t < L
     rows = b * L + t
     branch_rows = rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
     h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
-    branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    residual = tl.load(RESIDUAL + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(GATE + b * gate_stride + c, mask=column, other=0.0).to(tl.float32)
-    z = (residual + gate[None, :] * branch).to(Z.dtype.element_ty)
-    tl.store(Z + rows[:, None] * D + c[None, :], z, mask=mask)
-    x = z.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)
+    GATE += b * gate_stride
+    SCALE += b * scale_stride
+    SHIFT += b * shift_stride
+    z = sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D)
+    squares = tl.sum(z * z, 1)
+    if REST > 0:
+        c_rest = BLOCK_D + tl.arange(0, REST)
+        z_rest = sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c_rest, D)
+        squares += tl.sum(z_rest * z_rest, 1)
+    rstd = tl.rsqrt(squares / D + EPS)
     tl.store(RSTD + rows, rstd, mask=row)
-    scale = tl.load(SCALE + b * scale_stride + c, mask=column, other=0.0).to(tl.float32)
-    shift = tl.load(SHIFT + b * shift_stride + c, mask=column, other=0.0).to(tl.float32)
-    h = x * rstd[:, None] * (1.0 + scale)[None, :] + shift[None, :]
-    tl.store(H + h_rows[:, None] * D + c[None, :], h.to(H.dtype.element_ty), mask=mask)
+    store_modulated(H, SCALE, SHIFT, z * rstd[:, None], h_rows, row, c, D)
+    if REST > 0:
+        store_modulated(H, SCALE, SHIFT, z_rest * rstd[:, None], h_rows, row, c_rest, D)
+
+
+@triton.jit
+def arriving(DH, Z, rows, h_rows, rstd, row, c, D: tl.constexpr):
+    """Columns c of dh and of the normed stream."""
+    mask = row[:, None] & (c < D)[None, :]
+    z = tl.load(Z + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    return dh, z * rstd[:, None]
+
+
+@triton.jit
+def leaving(DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr):
+    """Stores columns c of the gradients of residual and branch, of `dz` by way of h; returns the sum for the gate."""
+    mask = row[:, None] & (c < D)[None, :]
+    here, of_branch = rows[:, None] * D + c[None, :], branch_rows[:, None] * D + c[None, :]
+    if DZ is not None:
+        dz += tl.load(DZ + here, mask=mask, other=0.0).to(tl.float32)
+    branch = tl.load(BRANCH + of_branch, mask=mask, other=0.0).to(tl.float32)
+    tl.store(DRESIDUAL + here, dz.to(DRESIDUAL.dtype.element_ty), mask=mask)
+    tl.store(DBRANCH + of_branch, (dz * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
+    return tl.sum(dz * branch, 0)
 
 
 @triton.jit
@@ -82,49 +131,65 @@ def add_norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
 ):
     split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    GATE += b * gate_stride
+    SCALE += b * scale_stride
     c = tl.arange(0, BLOCK_D)
-    column = c < D
-    gate = tl.load(GATE + b * gate_stride + c, mask=column, other=0.0).to(tl.float32)
-    slope = 1.0 + tl.load(SCALE + b * scale_stride + c, mask=column, other=0.0).to(tl.float32)
+    gate = tl.load(GATE + c, mask=c < D, other=0.0).to(tl.float32)
+    slope = 1.0 + tl.load(SCALE + c, mask=c < D, other=0.0).to(tl.float32)
     dgate = tl.zeros([BLOCK_D], tl.float32)
     dscale = tl.zeros([BLOCK_D], tl.float32)
     dshift = tl.zeros([BLOCK_D], tl.float32)
+    if REST > 0:
+        c_rest = BLOCK_D + tl.arange(0, REST)
+        gate_rest = tl.load(GATE + c_rest, mask=c_rest < D, other=0.0).to(tl.float32)
+        slope_rest = 1.0 + tl.load(SCALE + c_rest, mask=c_rest < D, other=0.0).to(tl.float32)
+        dgate_rest = tl.zeros([REST], tl.float32)
+        dscale_rest = tl.zeros([REST], tl.float32)
+        dshift_rest = tl.zeros([REST], tl.float32)
     for start in tl.range(0, ROWS, BLOCK_L, num_stages=2):
         t = split * ROWS + start + tl.arange(0, BLOCK_L)
         row = t < L
-        mask = row[:, None] & column[None, :]
         rows = b * L + t
         branch_rows = rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
         h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
-        here, of_branch = rows[:, None] * D + c[None, :], branch_rows[:, None] * D + c[None, :]
-        z = tl.load(Z + here, mask=mask, other=0.0).to(tl.float32)
-        dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        branch = tl.load(BRANCH + of_branch, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
-        normed = z * rstd[:, None]
+        dh, normed = arriving(DH, Z, rows, h_rows, rstd, row, c, D)
         w = dh * slope[None, :]
-        d = w - normed * (tl.sum(normed * w, 1) / D)[:, None]
-        d = d * rstd[:, None]
-        if DZ is not None:
-            d += tl.load(DZ + here, mask=mask, other=0.0).to(tl.float32)
-        d = tl.where(mask, d, 0.0)
-        tl.store(DRESIDUAL + here, d.to(DRESIDUAL.dtype.element_ty), mask=mask)
-        tl.store(DBRANCH + of_branch, (d * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
-        dgate += tl.sum(d * branch, 0)
+        along = tl.sum(normed * w, 1)
+        if REST > 0:
+            dh_rest, normed_rest = arriving(DH, Z, rows, h_rows, rstd, row, c_rest, D)
+            w_rest = dh_rest * slope_rest[None, :]
+            along += tl.sum(normed_rest * w_rest, 1)
+        along = (along / D)[:, None]
+        d = (w - normed * along) * rstd[:, None]
+        dgate += leaving(DZ, BRANCH, DBRANCH, DRESIDUAL, d, gate, rows, branch_rows, row, c, D)
         dscale += tl.sum(dh * normed, 0)
         dshift += tl.sum(dh, 0)
-    sums = SUMS + ((b * tl.num_programs(0) + split) * 3) * D + c
-    tl.store(sums, dgate, mask=column)
-    tl.store(sums + D, dscale, mask=column)
-    tl.store(sums + 2 * D, dshift, mask=column)
+        if REST > 0:
+            d_rest = (w_rest - normed_rest * along) * rstd[:, None]
+            dgate_rest += leaving(DZ, BRANCH, DBRANCH, DRESIDUAL, d_rest, gate_rest, rows, branch_rows, row, c_rest, D)
+            dscale_rest += tl.sum(dh_rest * normed_rest, 0)
+            dshift_rest += tl.sum(dh_rest, 0)
+    SUMS += ((b * tl.num_programs(0) + split) * 3) * D
+    tl.store(SUMS + c, dgate, mask=c < D)
+    tl.store(SUMS + D + c, dscale, mask=c < D)
+    tl.store(SUMS + 2 * D + c, dshift, mask=c < D)
+    if REST > 0:
+        tl.store(SUMS + c_rest, dgate_rest, mask=c_rest < D)
+        tl.store(SUMS + D + c_rest, dscale_rest, mask=c_rest < D)
+        tl.store(SUMS + 2 * D + c_rest, dshift_rest, mask=c_rest < D)
 
 
 def tile(dim: int) -> dict[str, int]:
-    """Static configuration by width: about 2,048 elements a tile."""
-    block_d = triton.next_power_of_2(dim)
-    return {"BLOCK_D": block_d, "BLOCK_L": max(1, 2048 // block_d), "num_warps": 4 if block_d <= 1024 else 8}
+    """Static configuration by width: the largest power of two of columns, the rest of them, and rows for about 2,048
+    elements. Nothing of 384, 768 or 1,152 columns is masked."""
+    block_d = 1 << (dim.bit_length() - 1)
+    rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
+    rows = max(1, 2048 // block_d)
+    return {"BLOCK_D": block_d, "REST": rest, "BLOCK_L": rows, "num_warps": 4 if dim <= 2048 else 8}
 
 
 def launch_forward(

@@ -8,7 +8,7 @@ pair (i, j) is counted once and nothing is doubled. Steps and sums of a: ssd_dec
 `bidirectional_ssd` is the definition, in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) the same as one operator.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward. B and C are
-shared by all heads and called `B_in` and `C_out`. Inside: S pieces of T tokens.
+shared by all heads and called `B_in` and `C_out`. Inside: S pieces of T tokens, C pieces a sample.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from accel.kernels.gated_norm import gated_norm
 from accel.kernels.ssd_decays import prefix_sums, ssd_decays
 from accel.kernels.upcast import upcast
 
+PIECE = 64
+"""Tokens that the definition takes at once: a decay for every pair of them is what it spends its time on."""
 MAX_QUADRATIC = 512
-"""Longest sequence that is done in one quadratic piece; a longer one is cut into chunks of `CHUNK`."""
+"""Longest sequence that the kernels take at once; they cut a longer one into chunks of `CHUNK`."""
 CHUNK = 256
 
 
@@ -45,19 +47,13 @@ def bidirectional_ssd(
     """`y = M x + D·x` with M the bidirectional decay mask times C·Bᵀ times the step, softplus(dt + dt_bias).
 
     With z and `norm_weight` the result is gated and normed by head: `rms_norm(y·silu(z))·norm_weight`. Decays and their
-    sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in L up to
-    512 tokens, linear in L beyond. The models always pass z; without it, scripts.bench compares with other packages.
+    sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in pieces of
+    64 tokens, linear in L. The models always pass z; without it, scripts.bench compares with other packages.
     """
     refuse_empty("bidirectional_ssd", x)
-    steps, sums = ssd_decays(dt, dt_bias, A_log, piece_of(x.shape[1]))
-    mix = within if x.shape[1] <= MAX_QUADRATIC else chunked
-    y = mix(x, steps, sums, B_in, C_out, D)
+    steps, sums = ssd_decays(dt, dt_bias, A_log, min(x.shape[1], PIECE))
+    y = chunked(x, steps, sums, B_in, C_out, D)
     return y if z is None else gated_norm(y, z, gate_weight(norm_weight), eps)
-
-
-def piece_of(length: int) -> int:
-    """Tokens a piece of a sequence of `length`."""
-    return length if length <= MAX_QUADRATIC else CHUNK
 
 
 def gate_weight(norm_weight: Tensor | None) -> Tensor:
@@ -101,6 +97,8 @@ def chunked(
     `inside_of` is what computes the inside: `within`, or an operator that equals it.
     """
     (batch, length), chunk = x.shape[:2], steps.shape[-1]
+    if length == chunk:
+        return inside_of(x, steps, sums, B_in, C_out, D)
     if pad := -length % chunk:
         x, B_in, C_out = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (x, B_in, C_out))
     x, B_in, C_out = (t.unflatten(1, (-1, chunk)) for t in (x, B_in, C_out))
@@ -114,27 +112,31 @@ def chunked(
 
 
 def carried(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, backward: bool) -> Tensor:
-    """What each token (B, chunks, T, K, P) receives from the chunks before its own (after it, if `backward`), in fp32.
+    """What each token (B, C, T, K, P) receives from the chunks before its own (after it, if `backward`), in fp32.
 
     Each chunk leaves a state (N, P) a head, and takes the sum of the others' states, decayed by what lies between: the
     same closed form as between tokens. States are summed in fp32; products run in the dtype of x.
     """
-    chunks, heads_of = x.shape[1], (x.shape[3], x.shape[4])
-    whole = sums[..., :1] if backward else sums[..., -1:]  # the decay over all of a chunk, (B, chunks, K, 1)
-    to_edge = (whole - sums).clamp(max=0.0).exp2() * steps
-    left = B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)  # (B, chunks, N, K·P)
-    whole = whole.squeeze(-1).mT  # (B, K, chunks)
-    run = prefix_sums(whole)
-    before = run - whole
-    order = torch.ones(chunks, chunks, dtype=torch.bool, device=x.device)
-    if backward:
-        between, order = before.unsqueeze(2) - run.unsqueeze(3), order.triu(1)
-    else:
-        between, order = before.unsqueeze(3) - run.unsqueeze(2), order.tril(-1)
-    decay = torch.where(order, between.clamp(max=0.0).exp2(), 0.0)  # (B, K, to chunk, from chunk)
-    states = torch.einsum("bkcd,bdnkp->bcnkp", decay, upcast(left.unflatten(-1, heads_of)))
+    heads_of = (x.shape[3], x.shape[4])
+    whole = sums[..., 0] if backward else sums[..., -1]  # the decay over all of a chunk, (B, C, K)
+    to_edge = (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps
+    left = B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)  # (B, C, N, K·P)
+    decay = between(whole.mT)
+    states = torch.einsum("bkdc,bdnkp->bcnkp", decay.mT if backward else decay, upcast(left.unflatten(-1, heads_of)))
     read = (C_out @ states.to(x.dtype).flatten(3)).unflatten(-1, heads_of)
-    return upcast(read) * sums.clamp(max=0.0).exp2().mT.unsqueeze(-1)
+    return upcast(read) * sums.exp2().mT.unsqueeze(-1)
+
+
+def between(whole: Float[Tensor, "B K C"]) -> Float[Tensor, "B K C C"]:
+    """The decay from the end of chunk d to the start of a later chunk c, at (d, c), of the chunks' log decays; else 0.
+
+    Sums run from each d, instead of being differences of sums from the start: neighbours stay exact whatever came
+    before them.
+    """
+    later = torch.ones(whole.shape[-1], whole.shape[-1], dtype=torch.bool, device=whole.device).triu(1)
+    before = F.pad(whole[..., :-1], (1, 0)).unsqueeze(-2)
+    sums = prefix_sums(torch.where(later.triu(2), before, 0.0))
+    return torch.where(later, sums.exp2(), 0.0)
 
 
 def bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:

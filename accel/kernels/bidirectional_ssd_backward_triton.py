@@ -2,7 +2,8 @@
 
 dx by the transposed mask; dS = Σ_heads dy·xᵀ·E·step in one kernel, reduced over heads in registers, with row and column
 sums of dS∘S taken from the same fp32 tile for the gradients of the decays; plain matrix products turn dS into dB and
-dC. No atomics: equal runs give equal bits.
+dC. dx, dB and dC are written side by side, as the backward pass of the convolution before the scan reads them. No
+atomics: equal runs give equal bits.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.bidirectional_ssd_triton import chosen, strides_of
-from accel.kernels.fused_ssd import LN2
+from accel.kernels.fused_ssd import LN2, channels_of, groups_backward, slices_of
 
 
 @triton.jit
@@ -37,6 +38,8 @@ def ssd_dx_kernel(
     b_token,
     c_batch,
     c_token,
+    dx_batch,
+    dx_token,
     L: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -98,7 +101,7 @@ def ssd_dx_kernel(
     m = m * tl.exp2(tl.minimum(exponent, 0.0))
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     g += dy.to(tl.float32) * tl.load(D + k)
-    out = (b * L + j[:, None]) * (K * P) + k * P + p[None, :]
+    out = b * dx_batch + j[:, None] * dx_token + k * P + p[None, :]
     tl.store(DX + out, g.to(DX.dtype.element_ty), mask=inside[:, None])
     x = tl.load(X + j[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     tl.store(DD + (b * K + k) * tl.num_programs(0) + tile, tl.sum(x * dy.to(tl.float32)))
@@ -245,14 +248,17 @@ def ssd_decay_kernel(
 
 def launch_backward(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, d(steps), d(sums), dS (B, 2, L, L) in the dtype of x, and dD (K)."""
-    batch, length, heads, head_dim = x.shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dB and dC side by side (B, L, E), d(steps), d(sums) and dD (K)."""
+    batch, length, heads, _ = x.shape
     strides, how = strides_of(x, B_in, C_out), chosen("dx", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
-    dx = x.new_empty(batch, length, heads, head_dim)
+    joined = x.new_empty(batch, length, channels_of(x, B_in))
+    dx, dB, dC = slices_of(joined, x, B_in)
     dD = sums.new_empty(batch, heads, tiles)
-    ssd_dx_kernel[(tiles, heads, batch)](dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, **how)
+    ssd_dx_kernel[(tiles, heads, batch)](
+        dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, dx.stride(0), dx.stride(1), **how
+    )
     how = chosen("ds", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
     dS = x.new_empty(batch, 2, length, length)
@@ -278,4 +284,5 @@ def launch_backward(
         BLOCK_L=triton.next_power_of_2(length),
         LN2=LN2,
     )
-    return dx, dsteps, dsums, dS, dD.sum((0, 2))
+    groups_backward(dS, B_in, C_out, dB, dC)
+    return joined, dsteps, dsums, dD.sum((0, 2))

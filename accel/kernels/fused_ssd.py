@@ -1,7 +1,8 @@
 """`bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU (bidirectional_ssd_triton.py), plain
 PyTorch elsewhere.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens.
+Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens; E = K·P + 4·N, the channels of
+x, B and C together.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def plain_reference(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out:
 
 def backward_reference(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, d(steps), d(sums), dS (S, 2, T, T), dD; dS_ij of C_i·B_j, zero outside each direction's mask."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dB and dC side by side (S, T, E), d(steps), d(sums) and dD."""
     decay, scores, step, lower = definition.masks(x, steps, sums, B_in, C_out)
     rows, columns = upcast(dy).transpose(1, 2), upcast(x).transpose(1, 2)  # (S, K, T, P)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows
@@ -61,9 +62,31 @@ def backward_reference(
         part = torch.where(mask, q, 0.0)
         dsteps.append(part.sum(2))
         dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * own))
+    joined = x.new_empty(*x.shape[:2], channels_of(x, B_in))
+    dx_out, dB, dC = slices_of(joined, x, B_in)
+    dx_out.copy_(dx.transpose(1, 2))
     dS = torch.stack((torch.where(lower, dS, 0.0), torch.where(lower, 0.0, dS)), dim=1).to(x.dtype)
-    dx = dx.transpose(1, 2).to(x.dtype).contiguous()
-    return dx, torch.stack(dsteps, dim=1), torch.stack(dsums, dim=1), dS, (rows * columns).sum((0, 2, 3))
+    groups_backward(dS, B_in, C_out, dB, dC)
+    return joined, torch.stack(dsteps, dim=1), torch.stack(dsums, dim=1), (rows * columns).sum((0, 2, 3))
+
+
+def channels_of(x: Tensor, B_in: Tensor) -> int:
+    return x.shape[2] * x.shape[3] + 4 * B_in.shape[3]
+
+
+def slices_of(joined: Tensor, x: Tensor, B_in: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x, B and C, each (S, T, groups, width), as they lie side by side in `joined` (S, T, E)."""
+    sizes = (x.shape[2] * x.shape[3], 2 * B_in.shape[3], 2 * B_in.shape[3])
+    of_x, of_B, of_C = joined.split(sizes, dim=-1)
+    return of_x.unflatten(-1, x.shape[2:]), of_B.unflatten(-1, (2, -1)), of_C.unflatten(-1, (2, -1))
+
+
+def groups_backward(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
+    """Writes dB and dC of dS (S, 2, T, T), the gradient of C_i·B_j, zero outside each direction's mask. Matrix products
+    read and write rows that lie apart, so nothing is copied."""
+    for i in (0, 1):
+        torch.bmm(dS[:, i], B_in[:, :, i], out=dC[:, :, i])
+        torch.bmm(dS[:, i].mT, C_out[:, :, i], out=dB[:, :, i])
 
 
 def plain_fake(x: Tensor, *rest: Tensor) -> Tensor:
@@ -77,9 +100,8 @@ def gated_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def backward_fake(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, ...]:
-    pieces, length, heads, _ = x.shape
-    dS = x.new_empty(pieces, 2, length, length)
-    return x.new_empty(x.shape), torch.empty_like(steps), torch.empty_like(sums), dS, sums.new_empty(heads)
+    joined = x.new_empty(*x.shape[:2], channels_of(x, B_in))
+    return joined, torch.empty_like(steps), torch.empty_like(sums), sums.new_empty(x.shape[2])
 
 
 INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
@@ -91,7 +113,7 @@ register(
     "bidirectional_ssd_triton.launch_gated",
 )
 register(
-    f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "bidirectional_ssd_backward_triton.launch_backward",
@@ -107,16 +129,15 @@ def ssd_flops(x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: An
 
 @register_flop_formula(torch.ops.fastlatent.ssd_backward)
 def ssd_backward_flops(dy: Any, x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any) -> int:
-    """dx and dS cost a forward pass each; the products for dB and dC are counted where they run."""
-    return 2 * ssd_flops(x, None, None, B_in)
+    """dx and dS cost a forward pass each; dB and dC are four products of T × T with T × N."""
+    return 2 * ssd_flops(x, None, None, B_in) + 8 * x[0] * x[1] * x[1] * B_in[3]
 
 
 def gradients(dy: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of x, steps, sums, B_in, C_out and D, which are `inputs`."""
-    B_in, C_out, D = inputs[3:]
-    dx, dsteps, dsums, dS, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), *inputs)
-    dC = (dS @ B_in.transpose(1, 2)).transpose(1, 2)
-    dB = (dS.mT @ C_out.transpose(1, 2)).transpose(1, 2)
+    x, _, _, B_in, _, D = inputs
+    joined, dsteps, dsums, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), *inputs)
+    dx, dB, dC = slices_of(joined, x, B_in)
     return dx, dsteps, dsums, dB, dC, dD.to(D.dtype)
 
 
@@ -173,9 +194,10 @@ def fused_bidirectional_ssd(
     """
     refuse_empty("bidirectional_ssd", x)
     check_sizes(x.shape[3], B_in.shape[3])
-    steps, sums = fused_ssd_decays(dt, dt_bias, A_log, definition.piece_of(x.shape[1]))
+    whole = x.shape[1] <= definition.MAX_QUADRATIC
+    steps, sums = fused_ssd_decays(dt, dt_bias, A_log, x.shape[1] if whole else definition.CHUNK)
     inputs = (x, steps, sums, B_in, C_out, upcast(D))
-    if x.shape[1] > definition.MAX_QUADRATIC:
+    if not whole:
         y = definition.chunked(*inputs, inside)
         return y if z is None else fused_gated_norm(y, z, definition.gate_weight(norm_weight), eps)
     if z is None:

@@ -23,17 +23,21 @@ from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
 
 LOG2E = 1.0 / math.log(2.0)
+LEAST = -32.0
+"""Least log2 of what a token leaves of a state: 2e-10 and nothing are the same to a sum in fp32, while a running sum
+over a larger step down would round off the decays of the tokens that follow it."""
 
 
 def ssd_decays(
     dt: Float[Tensor, "B L 2 K"], dt_bias: Float[Tensor, "2 K"], A_log: Float[Tensor, "2 K"], piece: int
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
     """Steps, and the inclusive running sums of a in units of log2: from the first token of each piece of `piece` tokens
-    in direction 0, from its last in direction 1. fp32; tokens beyond L have no step and no decay."""
+    in direction 0, from its last in direction 1. fp32; tokens beyond L have no step and no decay. No a is below
+    `LEAST`, so 512 tokens sum to 2^14 at most, which fp32 holds to 2^-10."""
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     steps = F.pad(steps, (0, 0, 0, 0, 0, -dt.shape[1] % piece))
     steps = steps.unflatten(1, (-1, piece)).flatten(0, 1).permute(0, 2, 3, 1).contiguous()
-    a = steps * (-LOG2E * upcast(A_log).exp()).unsqueeze(-1)
+    a = (steps * (-LOG2E * upcast(A_log).exp()).unsqueeze(-1)).clamp(min=LEAST)
     ahead, behind = prefix_sums(a[:, 0]), prefix_sums(a[:, 1].flip(-1)).flip(-1)
     return steps, torch.stack((ahead, behind), dim=1)
 
@@ -66,8 +70,10 @@ def backward_reference(
 
     da = LOG2E * torch.stack((prefix_sums(dsums[:, 0].flip(-1)).flip(-1), prefix_sums(dsums[:, 1])), dim=1)
     da, raw, A = by_token(da), upcast(dt) + upcast(dt_bias), -upcast(A_log).exp()
+    steps = F.softplus(raw)
+    da = torch.where(LOG2E * A * steps >= LEAST, da, 0.0)
     draw = (by_token(dsteps) + A * da) * torch.sigmoid(raw)
-    return draw.to(dt.dtype).contiguous(), draw.sum((0, 1)), (da * A * F.softplus(raw)).sum((0, 1))
+    return draw.to(dt.dtype).contiguous(), draw.sum((0, 1)), (da * A * steps).sum((0, 1))
 
 
 def forward_fake(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.ssd_decays import LOG2E
+from accel.kernels.ssd_decays import LEAST, LOG2E
 
 ELEMENTS, WARPS = 2048, 4
 
@@ -52,6 +52,7 @@ def ssd_decays_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LOG2E: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     piece, direction = tl.program_id(1), tl.program_id(2)
     pieces = tl.cdiv(L, T)
@@ -68,7 +69,7 @@ def ssd_decays_kernel(
     step = tl.where(mask, softplus(raw), 0.0)
     target = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     tl.store(STEPS + target, step, mask=row)
-    tl.store(SUMS + target, tl.cumsum(step * rate[None, :], 0), mask=row)
+    tl.store(SUMS + target, tl.cumsum(tl.maximum(step * rate[None, :], LEAST), 0), mask=row)
 
 
 @triton.jit
@@ -88,6 +89,7 @@ def ssd_decays_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LOG2E: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     """TOTALS (2, S, 2, K): the gradients of dt_bias and A_log, by piece."""
     piece, direction = tl.program_id(1), tl.program_id(2)
@@ -105,11 +107,13 @@ def ssd_decays_backward_kernel(
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
     A = -tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32))
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+    step = softplus(raw)
+    da = tl.where(step * A[None, :] * LOG2E >= LEAST, da, 0.0)
     draw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
     draw = tl.where(mask, draw, 0.0)
     out = (b * L + token[:, None]) * 2 * K + direction * K + k[None, :]
     tl.store(DDT + out, draw.to(DDT.dtype.element_ty), mask=mask)
-    of_A_log = tl.where(mask, da * A[None, :] * softplus(raw), 0.0)
+    of_A_log = tl.where(mask, da * A[None, :] * step, 0.0)
     totals = TOTALS + (piece * 2 + direction) * K + k
     tl.store(totals, tl.sum(draw, 0), mask=k < K)
     tl.store(totals + tl.num_programs(1) * 2 * K, tl.sum(of_A_log, 0), mask=k < K)
@@ -119,7 +123,7 @@ def tile(heads: int, piece: int) -> dict[str, float | int]:
     """Constants of a launch for `heads` heads and pieces of `piece` tokens."""
     block_t = triton.next_power_of_2(piece)
     block_k = max(1, min(triton.next_power_of_2(heads), ELEMENTS // block_t))
-    return {"K": heads, "T": piece, "BLOCK_T": block_t, "BLOCK_K": block_k, "LOG2E": LOG2E}
+    return {"K": heads, "T": piece, "BLOCK_T": block_t, "BLOCK_K": block_k, "LOG2E": LOG2E, "LEAST": LEAST}
 
 
 def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.checks import refuse_empty, refuse_second_order
-from accel.kernels.fused_ssd import check_sizes, gradients, ssd_flops
+from accel.kernels.fused_ssd import check_sizes, ssd_backward_flops, ssd_flops
 from accel.kernels.local_mix import check_shape, local_mix_flops
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
@@ -55,8 +55,7 @@ def backward(dh: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     ops = torch.ops.fastlatent
     dy, dz, dnorm = ops.gated_norm_backward(dh, y, z, norm_weight, eps)
     x, steps, sums, B_in, C_out = prepared(z, *arguments[:8])
-    dx, dsteps, dsums, dB, dC, dD = gradients(dy, (x, steps, sums, B_in, C_out, D))
-    dmixed = torch.cat([t.flatten(2) for t in (dx, dB, dC)], dim=-1)
+    dmixed, dsteps, dsums, dD = ops.ssd_backward(dy, x, steps, sums, B_in, C_out, D)
     of_mixing = ops.local_mix_backward(dmixed, xBC, weight, bias, rows, columns)
     return *of_mixing, *ops.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log), dD, dz, dnorm
 
@@ -95,10 +94,11 @@ def forward_flops(xBC: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
 
 @register_flop_formula(torch.ops.fastlatent.ssd_mixed_backward)
 def backward_flops(dh: Any, y: Any, *arguments: Any, **kwargs: Any) -> int:
-    """Twice the forward pass, and the products for dB and dC; recomputation is not counted."""
-    xBC, z = arguments[0], arguments[9]
+    """Twice the mixing and the backward pass of the scan; recomputation is not counted."""
+    xBC, weight, z = arguments[0], arguments[1], arguments[9]
+    mixing = xBC[0] * local_mix_flops(xBC[1], xBC[2], weight[2] * weight[3])
     state = (xBC[2] - z[2] * z[3]) // 4
-    return 2 * forward_flops(*arguments) + 8 * z[0] * z[1] * z[1] * state
+    return 2 * mixing + ssd_backward_flops(None, z, None, None, (0, 0, 0, state))
 
 
 class FusedMixedSSD(torch.autograd.Function):

@@ -9,6 +9,7 @@ from accel.kernels import bidirectional_ssd as definition
 from accel.kernels import bidirectional_ssd_triton as kernels
 from accel.kernels import ssd_decays_triton as decays
 from accel.kernels.bidirectional_ssd_backward_triton import launch_backward
+from accel.kernels.fused_ssd import slices_of
 from accel.kernels.ssd_decays import ssd_decays
 from tests.interpreted.conftest import assert_near
 
@@ -39,10 +40,9 @@ def check(values, poison, dtype=torch.float32, factor=1.0, skip=()):
     poison()
     steps, sums = decays.launch_forward(dt, dt_bias, A_log, x.shape[1])
     assert_near(kernels.launch_forward(x, steps, sums, B_in, C_out, D), expected.to(dtype), dtype, 2.0 * factor)
-    dx, dsteps, dsums, dS, dD = launch_backward(dy, x, steps, sums, B_in, C_out, D)
+    joined, dsteps, dsums, dD = launch_backward(dy, x, steps, sums, B_in, C_out, D)
+    dx, dB, dC = slices_of(joined, x, B_in)
     ddt, dbias, dA_log = decays.launch_backward(dsteps, dsums, dt, dt_bias, A_log)
-    dC = (dS.float() @ B_in.float().transpose(1, 2)).transpose(1, 2)
-    dB = (dS.float().mT @ C_out.float().transpose(1, 2)).transpose(1, 2)
     found = {"x": dx, "dt": ddt, "dt_bias": dbias, "A_log": dA_log, "B": dB, "C": dC, "D": dD}
     for (name, a), e in zip(found.items(), gradients, strict=True):
         if name not in skip:
@@ -76,6 +76,13 @@ def test_extreme_decays(decay, poison):
     """Nothing overflows. The gradient of A cancels to nothing where everything decays at once, or nothing does."""
     cancels = decay == 0.0 or decay > 10.0
     check(inputs(100, decay=decay), poison, factor=10.0, skip=("A_log", "dt", "dt_bias") if cancels else ())
+
+
+def test_large_decays_do_not_round_off_the_small_ones_after_them(poison):
+    """Steps of 30 and of 1e-3 with A = 1e3, over 256 tokens: three digits."""
+    values = list(inputs(256, batch=1, heads=1, decay=1e3))
+    values[1] = values[1] + torch.where(values[1] > 1.2, 30.0, -7.0)
+    check(values, poison, factor=100.0)
 
 
 def test_16_bits(poison):
