@@ -69,25 +69,41 @@ class Comparing(TorchDispatchMode):
             with self:
                 return operator.definition(*args)
         with torch.no_grad(), torch.amp.autocast(args[0].device.type, enabled=False):
-            comparisons, own = compared(name, operator, args)
+            comparisons, own = compared(name, operator, args, written_by(func))
         self.comparisons += comparisons
         return own
 
 
-def compared(name: str, operator: Operator, arguments: Sequence[Any]) -> tuple[list[Comparison], Any]:
-    """Compares each output of an operator's kernel with its definition; returns the definition's outputs too."""
+def written_by(func: Any) -> list[int]:
+    """Which arguments an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [i for i, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+def compared(
+    name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int] = ()
+) -> tuple[list[Comparison], Any]:
+    """Compares each output of an operator's kernel with its definition, and then each argument that is `written`;
+    returns the definition's outputs too."""
     assert operator.kernel is not None
-    with exact_products():
-        exact = as_tuple(operator.definition(*(wider(a, arguments) for a in arguments)))
-    result = operator.definition(*arguments)
+
+    def outputs(results: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        return *as_tuple(results), *(arguments[i].clone() for i in written)
+
     kernel = []
     for _ in range(2):
+        for i in written:
+            arguments[i].fill_(float("nan"))
         with Poison():
-            kernel.append(as_tuple(operator.kernel(*arguments)))
+            kernel.append(outputs(operator.kernel(*arguments), arguments))
         if arguments[0].is_cuda:
             torch.cuda.synchronize(arguments[0].device)
+    with exact_products():
+        wide = [wider(a, arguments) for a in arguments]
+        exact = outputs(operator.definition(*wide), wide)
+    result = operator.definition(*arguments)
     found = []
-    for i, (right, own, first, second) in enumerate(zip(exact, as_tuple(result), *kernel, strict=True)):
+    for i, (right, own, first, second) in enumerate(zip(exact, outputs(result, arguments), *kernel, strict=True)):
         fault = None
         if first.shape != own.shape or first.dtype != own.dtype:
             fault = f"has shape {list(first.shape)} and {first.dtype}, not {list(own.shape)} and {own.dtype}"

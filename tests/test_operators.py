@@ -154,7 +154,7 @@ def test_no_samples_and_no_tokens_are_refused(batch, length):
         lambda: fused_ssd_decays(*scan[1:4], 9),
         lambda: fused_local_mix(normal(batch, length, 5), normal(5, 1, 3, 3), normal(5), (3, 3)),
         lambda: fused_mixed_ssd(
-            normal(batch, length, 112), normal(112, 1, 3, 3), normal(112), (3, 3), *scan[1:4], scan[6], *gate
+            normal(batch, length, 166), normal(112, 1, 3, 3), normal(112), (3, 3), *scan[2:4], scan[6], gate[1]
         ),
     ):
         with pytest.raises(ValueError, match="give it at least one sample, token and channel"):
@@ -200,7 +200,7 @@ def test_the_scans_operators_are_well_formed():
     for piece in (9, 4):
         prelude = (dt, dt_bias, A_log, piece)
         torch.library.opcheck(ops.ssd_decays.default, prelude, test_utils=CHECKS)
-        backward = (*ops.ssd_decays(*prelude), dt, dt_bias, A_log)
+        backward = (*ops.ssd_decays(*prelude), dt, dt_bias, A_log, torch.empty_like(dt))
         torch.library.opcheck(ops.ssd_decays_backward.default, backward, test_utils=CHECKS)
     arguments = (x, *ops.ssd_decays(dt, dt_bias, A_log, 9), B_in, C_out, D)
     torch.library.opcheck(ops.ssd.default, arguments, test_utils=CHECKS)
@@ -231,23 +231,25 @@ def test_the_fused_gated_norm_has_the_gradients_of_its_definition():
     y, z, weight = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16), torch.randn(3, 16)
     torch.library.opcheck(torch.ops.fastlatent.gated_norm.default, (y, z, weight, 1e-6), test_utils=CHECKS)
     backward = torch.ops.fastlatent.gated_norm_backward.default
-    torch.library.opcheck(backward, (z, y, z, weight, 1e-6), test_utils=CHECKS)
+    torch.library.opcheck(backward, (z, y, z, weight, 1e-6, torch.empty_like(z)), test_utils=CHECKS)
 
 
 def mixed_inputs():
-    """xBC, weight and bias of the convolution, dt, its bias, A_log, D, z and its weight, on a grid of 3 × 4."""
-    x, *rest, D = ssd_inputs(length=12)
-    return normal(2, 12, 48 + 64), normal(112, 1, 3, 3), normal(112), *rest[:3], D, *gate_inputs(x)
+    """The projection (z, xBC and dt), weight and bias of the convolution, dt's bias, A_log, D and the weight of the gate's
+    norm, on a grid of 3 × 4."""
+    _, _, dt_bias, A_log, *_, D = ssd_inputs(length=12)
+    return normal(2, 12, 48 + 112 + 6), normal(112, 1, 3, 3), normal(112), dt_bias, A_log, D, normal(3, 16)
 
 
-def mixed_then_scanned(xBC, weight, bias, dt, dt_bias, A_log, D, z, norm_weight):
-    x, B_in, C_out = local_mix(xBC, weight, bias, (3, 4)).split((48, 32, 32), dim=-1)
-    x, B_in, C_out = (t.unflatten(-1, (n, -1)) for t, n in zip((x, B_in, C_out), (3, 2, 2), strict=True))
+def mixed_then_scanned(projected, weight, bias, dt_bias, A_log, D, norm_weight):
+    z, xBC, dt = projected.split((48, 112, 6), dim=-1)
+    parts = (z, *local_mix(xBC, weight, bias, (3, 4)).split((48, 32, 32), dim=-1), dt)
+    z, x, B_in, C_out, dt = (t.unflatten(-1, (n, -1)) for t, n in zip(parts, (3, 3, 2, 2, 2), strict=True))
     return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight)
 
 
-def all_in_one(xBC, weight, bias, *rest):
-    return fused_mixed_ssd(xBC, weight, bias, (3, 4), *rest)
+def all_in_one(projected, weight, bias, *rest):
+    return fused_mixed_ssd(projected, weight, bias, (3, 4), *rest)
 
 
 def test_mixing_and_scan_in_one_operator_have_the_gradients_of_the_two():
@@ -275,7 +277,7 @@ def test_local_mixings_operators_are_well_formed():
     x, weight, bias = torch.randn(2, 12, 5), torch.randn(5, 1, 3, 3), torch.randn(5)
     torch.library.opcheck(torch.ops.fastlatent.local_mix.default, (x, weight, bias, 3, 4), test_utils=CHECKS)
     backward = torch.ops.fastlatent.local_mix_backward.default
-    torch.library.opcheck(backward, (x, x, weight, bias, 3, 4), test_utils=CHECKS)
+    torch.library.opcheck(backward, (x, x, weight, bias, 3, 4, torch.empty_like(x)), test_utils=CHECKS)
 
 
 def fused(family: str, on: bool) -> tuple[Any, ...]:

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from accel.kernels.checks import refuse_empty
 from accel.kernels.gated_norm import gated_norm
-from accel.kernels.ssd_decays import prefix_sums, ssd_decays
+from accel.kernels.ssd_decays import ssd_decays
 from accel.kernels.upcast import upcast
 
-PIECE = 64
-"""Tokens that the definition takes at once: a decay for every pair of them is what it spends its time on."""
+PIECE, PIECES = 64, 16
+"""Tokens that the definition takes at once: a decay for every pair of them is what it spends its time on. More of
+them where a sequence would have more pieces than `PIECES`, for those are done one after the other."""
 MAX_QUADRATIC = 512
 """Longest sequence that the kernels take at once; they cut a longer one into chunks of `CHUNK`."""
 CHUNK = 256
@@ -48,10 +49,11 @@ def bidirectional_ssd(
 
     With z and `norm_weight` the result is gated and normed by head: `rms_norm(y·silu(z))·norm_weight`. Decays and their
     sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in pieces of
-    64 tokens, linear in L. The models always pass z; without it, scripts.bench compares with other packages.
+    64 tokens, up to 1,024 tokens linear in L. The models always pass z; without it, scripts.bench compares with other packages.
     """
     refuse_empty("bidirectional_ssd", x)
-    steps, sums = ssd_decays(dt, dt_bias, A_log, min(x.shape[1], PIECE))
+    length = x.shape[1]
+    steps, sums = ssd_decays(dt, dt_bias, A_log, min(length, max(PIECE, -(-length // PIECES))))
     y = chunked(x, steps, sums, B_in, C_out, D)
     return y if z is None else gated_norm(y, z, gate_weight(norm_weight), eps)
 
@@ -105,38 +107,27 @@ def chunked(
     inside = inside_of(x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D)
     y = upcast(inside).unflatten(0, (batch, -1))
     steps_of, sums_of = (t.unflatten(0, (batch, -1)).unbind(2) for t in (steps, sums))  # 2 × (B, chunks, K, T)
-    with torch.amp.autocast(x.device.type, enabled=False):  # which would take the fp32 states for its own
-        for i in (0, 1):
-            y = y + carried(x, steps_of[i], sums_of[i], B_in[:, :, :, i], C_out[:, :, :, i], backward=bool(i))
+    for i in (0, 1):
+        y = y + carried(x, steps_of[i], sums_of[i], B_in[:, :, :, i], C_out[:, :, :, i], backward=bool(i))
     return y.to(x.dtype).flatten(1, 2)[:, :length]
 
 
 def carried(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, backward: bool) -> Tensor:
     """What each token (B, C, T, K, P) receives from the chunks before its own (after it, if `backward`), in fp32.
 
-    Each chunk leaves a state (N, P) a head, and takes the sum of the others' states, decayed by what lies between: the
-    same closed form as between tokens. States are summed in fp32; products run in the dtype of x.
+    Each chunk adds what it leaves of its own to a state (N, P) a head, decayed by all of the chunk. States are summed
+    in fp32; products run in the dtype of x.
     """
     heads_of = (x.shape[3], x.shape[4])
     whole = sums[..., 0] if backward else sums[..., -1]  # the decay over all of a chunk, (B, C, K)
     to_edge = (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps
-    left = B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)  # (B, C, N, K·P)
-    decay = between(whole.mT)
-    states = torch.einsum("bkdc,bdnkp->bcnkp", decay.mT if backward else decay, upcast(left.unflatten(-1, heads_of)))
-    read = (C_out @ states.to(x.dtype).flatten(3)).unflatten(-1, heads_of)
-    return upcast(read) * sums.exp2().mT.unsqueeze(-1)
-
-
-def between(whole: Float[Tensor, "B K C"]) -> Float[Tensor, "B K C C"]:
-    """The decay from the end of chunk d to the start of a later chunk c, at (d, c), of the chunks' log decays; else 0.
-
-    Sums run from each d, instead of being differences of sums from the start: neighbours stay exact whatever came
-    before them.
-    """
-    later = torch.ones(whole.shape[-1], whole.shape[-1], dtype=torch.bool, device=whole.device).triu(1)
-    before = F.pad(whole[..., :-1], (1, 0)).unsqueeze(-2)
-    sums = prefix_sums(torch.where(later.triu(2), before, 0.0))
-    return torch.where(later, sums.exp2(), 0.0)
+    left = (B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)).unflatten(-1, heads_of)
+    decays, left = (t.unbind(1) for t in (whole.exp2()[:, :, None, :, None], left))
+    states = [torch.zeros_like(left[0], dtype=sums.dtype)]
+    for own, decay in list(zip(left, decays, strict=True))[:: -1 if backward else 1][:-1]:
+        states.append(states[-1] * decay + own)
+    arriving = torch.stack(states[:: -1 if backward else 1], dim=1).to(x.dtype)  # (B, C, N, K, P)
+    return upcast((C_out @ arriving.flatten(3)).unflatten(-1, heads_of)) * sums.exp2().mT.unsqueeze(-1)
 
 
 def bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:

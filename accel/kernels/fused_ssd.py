@@ -170,7 +170,8 @@ class FusedGatedSSD(torch.autograd.Function):
         refuse_second_order()
         y, z, norm_weight, *inputs = ctx.saved_tensors
         backward = torch.ops.fastlatent.gated_norm_backward
-        dy, dz, dweight = backward(grads[0].contiguous(), y, z, norm_weight, ctx.eps)
+        dz = z.new_empty(z.shape)
+        dy, dweight = backward(grads[0].contiguous(), y, z, norm_weight, ctx.eps, dz)
         return None, dz, dweight.to(norm_weight.dtype), *gradients(dy, tuple(inputs))
 
 

@@ -29,8 +29,10 @@ def gated_norm(
     return (normed * upcast(weight)).to(y.dtype)
 
 
-def backward_reference(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of y, z and weight."""
+def backward_reference(
+    dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of y and weight; writes that of z to `dz`, which may be a slice."""
     wide, gate = upcast(y), upcast(z)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
@@ -39,17 +41,17 @@ def backward_reference(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: fl
     normed, dh = gated * rstd, upcast(dh)
     dnormed = dh * upcast(weight)
     dgated = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-    dz = dgated * wide * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    return (dgated * silu).to(y.dtype), dz.to(z.dtype), (dh * normed).sum((0, 1))
+    dz.copy_(dgated * wide * sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    return (dgated * silu).to(y.dtype), (dh * normed).sum((0, 1))
 
 
 def forward_fake(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.new_empty(y.shape)
 
 
-def backward_fake(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+def backward_fake(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, ...]:
     wide = torch.promote_types(y.dtype, torch.float32)
-    return y.new_empty(y.shape), z.new_empty(z.shape), weight.new_empty(weight.shape, dtype=wide)
+    return y.new_empty(y.shape), weight.new_empty(weight.shape, dtype=wide)
 
 
 register(
@@ -59,7 +61,7 @@ register(
     "gated_norm_triton.launch_forward",
 )
 register(
-    "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) -> (Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "gated_norm_triton.launch_backward",
@@ -80,7 +82,8 @@ class FusedGatedNorm(torch.autograd.Function):
         refuse_second_order()
         y, z, weight = ctx.saved_tensors
         backward = torch.ops.fastlatent.gated_norm_backward
-        dy, dz, dweight = backward(grads[0].contiguous(), y, z, weight, ctx.eps)
+        dz = z.new_empty(z.shape)
+        dy, dweight = backward(grads[0].contiguous(), y, z, weight, ctx.eps, dz)
         return dy, dz, dweight.to(weight.dtype), None
 
 

@@ -22,8 +22,8 @@ def gated_norm_kernel(
     Z,
     WEIGHT,
     H,
-    z_batch,
-    z_token,
+    z_batch: tl.constexpr,
+    z_token: tl.constexpr,
     L,
     K,
     EPS: tl.constexpr,
@@ -51,8 +51,10 @@ def gated_norm_backward_kernel(
     DY,
     DZ,
     SUMS,
-    z_batch,
-    z_token,
+    z_batch: tl.constexpr,
+    z_token: tl.constexpr,
+    dz_batch: tl.constexpr,
+    dz_token: tl.constexpr,
     L,
     K,
     EPS: tl.constexpr,
@@ -75,7 +77,9 @@ def gated_norm_backward_kernel(
     dnormed = dh * weight[None, :]
     dgated = rstd[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / P)[:, None])
     tl.store(DY + here, (dgated * z * sigmoid).to(DY.dtype.element_ty), mask=mask)
-    tl.store(DZ + here, (dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))).to(DZ.dtype.element_ty), mask=mask)
+    dz = dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))
+    there = b * dz_batch + t[:, None] * dz_token + k * P + p[None, :]
+    tl.store(DZ + there, dz.to(DZ.dtype.element_ty), mask=mask)
     sums = SUMS + ((b * tl.num_programs(0) + tile) * K + k) * P + p
     tl.store(sums, tl.sum(dh * normed, 0), mask=p < P)
 
@@ -97,11 +101,13 @@ def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return h
 
 
-def launch_backward(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of y and z (their dtypes) and weight (fp32)."""
+def launch_backward(
+    dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of y (its dtype) and weight (fp32); writes that of z to `dz`."""
     grid = grid_of(y)
-    dy, dz = y.new_empty(y.shape), z.new_empty(z.shape)
+    dy = y.new_empty(y.shape)
     sums = y.new_empty(y.shape[0], grid[0], y.shape[2], y.shape[3], dtype=torch.float32)
-    strides = (z.stride(0), z.stride(1), y.shape[1], y.shape[2])
+    strides = (z.stride(0), z.stride(1), dz.stride(0), dz.stride(1), y.shape[1], y.shape[2])
     gated_norm_backward_kernel[grid](dh, y, z, weight, dy, dz, sums, *strides, **shape_of(y, eps))
-    return dy, dz, sums.sum((0, 1))
+    return dy, sums.sum((0, 1))

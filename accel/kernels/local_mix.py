@@ -46,29 +46,30 @@ def forward_reference(x: Tensor, weight: Tensor, bias: Tensor, rows: int, column
 
 
 def backward_reference(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; the convolution is done again instead of being kept."""
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias; writes that of x to `dx`, which may be a slice. The convolution is done again
+    instead of being kept."""
     wide, kernel = upcast(x), upcast(weight)
     u = convolved(wide, kernel, upcast(bias), (rows, columns))
     gate = torch.sigmoid(u)
     du = upcast(dy).transpose(1, 2).unflatten(2, (rows, columns)) * gate * (1.0 + u * (1.0 - gate))
     image = wide.transpose(1, 2).unflatten(2, (rows, columns))
     padding = [weight.shape[2] // 2, weight.shape[3] // 2]
-    dx, dweight, dbias = torch.ops.aten.convolution_backward(
+    dimage, dweight, dbias = torch.ops.aten.convolution_backward(
         du, image, kernel, [x.shape[2]], [1, 1], padding, [1, 1], False, [0, 0], x.shape[2], [True, True, True]
     )
-    return dx.flatten(2).transpose(1, 2).to(x.dtype).contiguous(), dweight, dbias
+    dx.copy_(dimage.flatten(2).transpose(1, 2))
+    return dweight, dbias
 
 
 def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def backward_fake(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
+def backward_fake(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    dweight, dbias = weight.new_empty(weight.shape, dtype=dtype), bias.new_empty(bias.shape, dtype=dtype)
-    return x.new_empty(x.shape), dweight, dbias
+    return weight.new_empty(weight.shape, dtype=dtype), bias.new_empty(bias.shape, dtype=dtype)
 
 
 register(
@@ -78,8 +79,8 @@ register(
     "local_mix_triton.launch_forward",
 )
 register(
-    "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns) "
-    "-> (Tensor, Tensor, Tensor)",
+    "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, Tensor(a!) dx) "
+    "-> (Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "local_mix_triton.launch_backward",
@@ -109,7 +110,8 @@ class FusedLocalMix(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         x, weight, bias = ctx.saved_tensors
-        dx, dweight, dbias = torch.ops.fastlatent.local_mix_backward(grads[0].contiguous(), x, weight, bias, *ctx.grid)
+        dx, backward = x.new_empty(x.shape), torch.ops.fastlatent.local_mix_backward
+        dweight, dbias = backward(grads[0].contiguous(), x, weight, bias, *ctx.grid, dx)
         return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
 
 

@@ -25,7 +25,7 @@ def tap_of(
     t,
     c,
     mask,
-    x_token,
+    x_token: tl.constexpr,
     TAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -44,8 +44,10 @@ def local_mix_kernel(
     WEIGHT,
     BIAS,
     Y,
-    x_batch,
-    x_token,
+    x_batch: tl.constexpr,
+    x_token: tl.constexpr,
+    y_batch: tl.constexpr,
+    y_token: tl.constexpr,
     D,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -68,7 +70,7 @@ def local_mix_kernel(
     if not BACKWARDS:
         u += tl.load(BIAS + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         u = u * tl.sigmoid(u)
-    out = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
+    out = b * y_batch + t[:, None] * y_token + c[None, :]
     tl.store(Y + out, u.to(Y.dtype.element_ty), mask=mask)
 
 
@@ -80,8 +82,8 @@ def local_mix_backward_kernel(
     BIAS,
     DU,
     SUMS,
-    x_batch,
-    x_token,
+    x_batch: tl.constexpr,
+    x_token: tl.constexpr,
     D,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -124,21 +126,25 @@ def shape_of(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
 
 def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
     y = x.new_empty(x.shape)
-    how = shape_of(weight, rows, columns)
-    local_mix_kernel[grid_of(x)](x, weight, bias, y, x.stride(0), x.stride(1), x.shape[2], BACKWARDS=False, **how)
+    launch(x, weight, bias, y, shape_of(weight, rows, columns), backwards=False)
     return y
 
 
+def launch(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, how: dict[str, int], backwards: bool) -> None:
+    strides = (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
+    local_mix_kernel[grid_of(x)](x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **how)
+
+
 def launch_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (its dtype), weight and bias (fp32)."""
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias (fp32); writes that of x to `dx`."""
     batch, _, dim = x.shape
     grid, how = grid_of(x), shape_of(weight, rows, columns)
-    du, dx = x.new_empty(x.shape), x.new_empty(x.shape)
+    du = x.new_empty(x.shape)
     taps = weight.shape[2] * weight.shape[3]
     sums = x.new_empty(batch, grid[0], taps + 1, dim, dtype=torch.float32)
     local_mix_backward_kernel[grid](dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **how)
-    local_mix_kernel[grid](du, weight, bias, dx, du.stride(0), du.stride(1), dim, BACKWARDS=True, **how)
+    launch(du, weight, bias, dx, how, backwards=True)
     total = sums.sum((0, 1))
-    return dx, total[:taps].t().reshape(weight.shape).contiguous(), total[taps].clone()
+    return total[:taps].t().reshape(weight.shape).contiguous(), total[taps].clone()

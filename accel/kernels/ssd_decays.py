@@ -60,9 +60,9 @@ def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def backward_reference(
-    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of dt, dt_bias and A_log."""
+    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of dt_bias and A_log; writes that of dt to `ddt`, which may be a slice."""
     batch, length = dt.shape[:2]
 
     def by_token(t: Tensor) -> Tensor:
@@ -73,7 +73,8 @@ def backward_reference(
     steps = F.softplus(raw)
     da = torch.where(LOG2E * A * steps >= LEAST, da, 0.0)
     draw = (by_token(dsteps) + A * da) * torch.sigmoid(raw)
-    return draw.to(dt.dtype).contiguous(), draw.sum((0, 1)), (da * A * steps).sum((0, 1))
+    ddt.copy_(draw)
+    return draw.sum((0, 1)), (da * A * steps).sum((0, 1))
 
 
 def forward_fake(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
@@ -83,11 +84,8 @@ def forward_fake(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tupl
     return steps, torch.empty_like(steps)
 
 
-def backward_fake(
-    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    ddt_bias = dsteps.new_empty(dt_bias.shape)
-    return dt.new_empty(dt.shape), ddt_bias, torch.empty_like(ddt_bias)
+def backward_fake(dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    return dsteps.new_empty(dt_bias.shape), dsteps.new_empty(dt_bias.shape)
 
 
 register(
@@ -97,8 +95,8 @@ register(
     "ssd_decays_triton.launch_forward",
 )
 register(
-    "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log) "
-    "-> (Tensor, Tensor, Tensor)",
+    "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor(a!) ddt) "
+    "-> (Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "ssd_decays_triton.launch_backward",
@@ -118,7 +116,8 @@ class FusedDecays(torch.autograd.Function):
         refuse_second_order()
         dt, dt_bias, A_log = ctx.saved_tensors
         dsteps, dsums = (g.contiguous() for g in grads)
-        ddt, dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log)
+        ddt = dt.new_empty(dt.shape)
+        dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
         return ddt, dbias.to(dt_bias.dtype), dA_log.to(A_log.dtype), None
 
 

@@ -83,6 +83,8 @@ def ssd_decays_backward_kernel(
     TOTALS,
     dt_batch,
     dt_token,
+    ddt_batch,
+    ddt_token,
     L,
     K: tl.constexpr,
     T: tl.constexpr,
@@ -111,7 +113,7 @@ def ssd_decays_backward_kernel(
     da = tl.where(step * A[None, :] * LOG2E >= LEAST, da, 0.0)
     draw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
     draw = tl.where(mask, draw, 0.0)
-    out = (b * L + token[:, None]) * 2 * K + direction * K + k[None, :]
+    out = b * ddt_batch + token[:, None] * ddt_token + direction * K + k[None, :]
     tl.store(DDT + out, draw.to(DDT.dtype.element_ty), mask=mask)
     of_A_log = tl.where(mask, da * A[None, :] * step, 0.0)
     totals = TOTALS + (piece * 2 + direction) * K + k
@@ -138,14 +140,14 @@ def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tu
 
 
 def launch_backward(
-    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of dt (its dtype), dt_bias and A_log (fp32)."""
+    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of dt_bias and A_log (fp32); writes that of dt to `ddt`."""
     length, heads = dt.shape[1], dt.shape[3]
     pieces, _, _, piece = dsteps.shape
     shape = tile(heads, piece)
-    ddt, totals = dt.new_empty(dt.shape), dsteps.new_empty(2, pieces, 2, heads)
+    totals = dsteps.new_empty(2, pieces, 2, heads)
     grid = (triton.cdiv(heads, shape["BLOCK_K"]), pieces, 2)
-    strides = (dt.stride(0), dt.stride(1), length)
+    strides = (dt.stride(0), dt.stride(1), ddt.stride(0), ddt.stride(1), length)
     ssd_decays_backward_kernel[grid](dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS)
-    return ddt, *totals.sum(1).unbind()
+    return totals.sum(1).unbind()

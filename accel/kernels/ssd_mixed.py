@@ -4,7 +4,8 @@ It launches the kernels of local_mix.py, ssd_decays.py and fused_ssd.py one afte
 launches the first two again: their results, the mixed x, B and C, steps and sums, cost less to make than to keep.
 As one operator, so that the compiler, too, keeps no more.
 
-Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N mixed channels.
+Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N mixed channels, W
+channels of the projection.
 """
 
 from __future__ import annotations
@@ -19,86 +20,119 @@ from torch.utils.flop_counter import register_flop_formula
 from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.fused_ssd import check_sizes, ssd_backward_flops, ssd_flops
 from accel.kernels.local_mix import check_shape, local_mix_flops
-from accel.kernels.operator import heads_together, register
+from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
 
 
+def parts_of(projected: Tensor, weight: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z (B, L, K, P), xBC (B, L, E) and dt (B, L, 2, K), as they lie side by side in a projection or its gradient."""
+    heads, head_dim = norm_weight.shape
+    z, xBC, dt = projected.split((heads * head_dim, weight.shape[0], 2 * heads), dim=-1)
+    return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
+
+
 def prepared(
-    z: Tensor,
-    xBC: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
     weight: Tensor,
     bias: Tensor,
     rows: int,
     columns: int,
-    dt: Tensor,
     dt_bias: Tensor,
     A_log: Tensor,
 ) -> tuple[Tensor, ...]:
     """Mixed x, steps, sums, and mixed B and C."""
+    z, xBC, dt = parts
     mixed = torch.ops.fastlatent.local_mix(xBC, weight, bias, rows, columns)
+    steps, sums = torch.ops.fastlatent.ssd_decays(dt, dt_bias, A_log, dt.shape[1])
     inner = z.shape[2] * z.shape[3]
     x, B_in, C_out = mixed.split((inner, *2 * ((mixed.shape[2] - inner) // 2,)), dim=-1)
-    steps, sums = torch.ops.fastlatent.ssd_decays(dt, dt_bias, A_log, dt.shape[1])
     B_in, C_out = (t.unflatten(-1, (2, -1)) for t in (B_in, C_out))
     return x.unflatten(-1, z.shape[2:]), steps, sums, B_in, C_out
 
 
-def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def forward(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    rows: int,
+    columns: int,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     """The gated and normed y, and y."""
-    D, z, norm_weight, eps = arguments[8:]
-    return torch.ops.fastlatent.ssd_gated(*prepared(z, *arguments[:8]), D, z, norm_weight, eps)
+    parts = parts_of(projected, weight, norm_weight)
+    made = prepared(parts, weight, bias, rows, columns, dt_bias, A_log)
+    return torch.ops.fastlatent.ssd_gated(*made, D, parts[0], norm_weight, eps)
 
 
-def backward(dh: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of xBC, weight, bias, dt, dt_bias, A_log, D, z and norm_weight."""
-    xBC, weight, bias, rows, columns, dt, dt_bias, A_log, D, z, norm_weight, eps = arguments
-    ops = torch.ops.fastlatent
-    dy, dz, dnorm = ops.gated_norm_backward(dh, y, z, norm_weight, eps)
-    x, steps, sums, B_in, C_out = prepared(z, *arguments[:8])
-    dmixed, dsteps, dsums, dD = ops.ssd_backward(dy, x, steps, sums, B_in, C_out, D)
-    of_mixing = ops.local_mix_backward(dmixed, xBC, weight, bias, rows, columns)
-    return *of_mixing, *ops.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log), dD, dz, dnorm
+def backward(
+    dh: Tensor,
+    y: Tensor,
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    rows: int,
+    columns: int,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight; each part of the first is written where
+    it belongs."""
+    ops, dprojected = torch.ops.fastlatent, projected.new_empty(projected.shape)
+    parts = z, xBC, dt = parts_of(projected, weight, norm_weight)
+    dz, dxBC, ddt = parts_of(dprojected, weight, norm_weight)
+    dy, dnorm = ops.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
+    made = prepared(parts, weight, bias, rows, columns, dt_bias, A_log)
+    dmixed, dsteps, dsums, dD = ops.ssd_backward(dy, *made, D)
+    of_mixing = ops.local_mix_backward(dmixed, xBC, weight, bias, rows, columns, dxBC)
+    return dprojected, *of_mixing, *ops.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt), dD, dnorm
 
 
-def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    z = arguments[9]
-    return z.new_empty(z.shape), z.new_empty(z.shape)
+def forward_fake(projected: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = (*projected.shape[:2], *rest[7].shape)
+    return projected.new_empty(shape), projected.new_empty(shape)
 
 
-def backward_fake(dh: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    xBC, weight, bias, _, _, dt, dt_bias, A_log, D, z, norm_weight, _ = arguments
-
-    def wide(t: Tensor) -> Tensor:
-        return t.new_empty(t.shape, dtype=torch.promote_types(t.dtype, torch.float32))
-
-    narrow = [t.new_empty(t.shape) for t in (xBC, dt, z)]
-    sums = [wide(t) for t in (weight, bias, dt_bias, A_log, norm_weight)]
-    return narrow[0], *sums[:2], narrow[1], *sums[2:4], D.new_empty(D.shape), narrow[2], sums[4]
+def backward_fake(dh: Tensor, y: Tensor, projected: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    sums = (rest[i] for i in (0, 1, 4, 5, 6, 7))
+    wide = (t.new_empty(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in sums)
+    return projected.new_empty(projected.shape), *wide
 
 
 INPUTS = (
-    "Tensor xBC, Tensor weight, Tensor bias, int rows, int columns, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor D, "
-    "Tensor z, Tensor norm_weight, float eps"
+    "Tensor projected, Tensor weight, Tensor bias, int rows, int columns, Tensor dt_bias, Tensor A_log, Tensor D, "
+    "Tensor norm_weight, float eps"
 )
 register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake)
-register(f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 9)})", backward, backward_fake)
+register(f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})", backward, backward_fake)
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd_mixed)
-def forward_flops(xBC: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
+def forward_flops(projected: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
     """FLOPs of the operator on tensors of these shapes."""
-    z = rest[7]
-    state = (xBC[2] - z[2] * z[3]) // 4
-    return xBC[0] * local_mix_flops(xBC[1], xBC[2], weight[2] * weight[3]) + ssd_flops(z, None, None, (0, 0, 0, state))
+    mixing, of_scan = parts_for_flops(projected, weight, rest[6])
+    return mixing + ssd_flops(*of_scan)
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd_mixed_backward)
-def backward_flops(dh: Any, y: Any, *arguments: Any, **kwargs: Any) -> int:
+def backward_flops(dh: Any, y: Any, projected: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
     """Twice the mixing and the backward pass of the scan; recomputation is not counted."""
-    xBC, weight, z = arguments[0], arguments[1], arguments[9]
-    mixing = xBC[0] * local_mix_flops(xBC[1], xBC[2], weight[2] * weight[3])
-    state = (xBC[2] - z[2] * z[3]) // 4
-    return 2 * mixing + ssd_backward_flops(None, z, None, None, (0, 0, 0, state))
+    mixing, of_scan = parts_for_flops(projected, weight, rest[6])
+    return 2 * mixing + ssd_backward_flops(None, *of_scan)
+
+
+def parts_for_flops(projected: Any, weight: Any, norm_weight: Any) -> tuple[int, tuple[Any, ...]]:
+    """FLOPs of the mixing, and shapes for those of the scan, of shapes."""
+    batch, length, channels = *projected[:2], weight[0]
+    state = (channels - norm_weight[0] * norm_weight[1]) // 4
+    mixing = batch * local_mix_flops(length, channels, weight[2] * weight[3])
+    return mixing, ((batch, length, *norm_weight), None, None, (0, 0, 0, state))
 
 
 class FusedMixedSSD(torch.autograd.Function):
@@ -106,8 +140,7 @@ class FusedMixedSSD(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: int, columns: int, eps: float, *inputs: Tensor) -> Tensor:
-        xBC, weight, bias, *rest = inputs
-        h, y = torch.ops.fastlatent.ssd_mixed(xBC, weight, bias, rows, columns, *rest, eps)
+        h, y = torch.ops.fastlatent.ssd_mixed(*inputs[:3], rows, columns, *inputs[3:], eps)
         ctx.save_for_backward(y, *inputs)
         ctx.constants = (rows, columns, eps)
         return h
@@ -115,38 +148,32 @@ class FusedMixedSSD(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
-        y, xBC, weight, bias, *rest = ctx.saved_tensors
+        y, *inputs = ctx.saved_tensors
         rows, columns, eps = ctx.constants
-        found = torch.ops.fastlatent.ssd_mixed_backward(
-            grads[0].contiguous(), y, xBC, weight, bias, rows, columns, *rest, eps
-        )
-        inputs = (xBC, weight, bias, *rest)
+        backward = torch.ops.fastlatent.ssd_mixed_backward
+        found = backward(grads[0].contiguous(), y, *inputs[:3], rows, columns, *inputs[3:], eps)
         return None, None, None, *(g.to(t.dtype) for g, t in zip(found, inputs, strict=True))
 
 
 def fused_mixed_ssd(
-    xBC: Float[Tensor, "B L E"],
+    projected: Float[Tensor, "B L W"],
     weight: Float[Tensor, "E 1 R C"],
     bias: Float[Tensor, "E"],
     grid: tuple[int, int],
-    dt: Float[Tensor, "B L 2 K"],
     dt_bias: Float[Tensor, "2 K"],
     A_log: Float[Tensor, "2 K"],
     D: Float[Tensor, "K"],
-    z: Float[Tensor, "B L K P"],
     norm_weight: Float[Tensor, "K P"],
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`bidirectional_ssd` of the x, B and C that `local_mix` makes of `xBC`; up to 512 tokens.
+    """`bidirectional_ssd` of the x, B and C that `local_mix` makes of a slice of a projection; up to 512 tokens.
 
-    ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
-    they lie.
+    The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is made in one piece.
+    ValueError for a head dim or state size that the matrix units do not take.
     """
-    refuse_empty("bidirectional_ssd", z)
-    check_shape(xBC, weight, grid)
-    check_sizes(z.shape[3], (xBC.shape[2] - z.shape[2] * z.shape[3]) // 4)
-    xBC = xBC if xBC.stride(2) == 1 else xBC.contiguous()
-    of_mixing = (xBC, weight.contiguous(), bias.contiguous())
-    of_steps = (heads_together(dt), dt_bias.contiguous(), A_log.contiguous())
-    of_gate = (upcast(D).contiguous(), heads_together(z), norm_weight.contiguous())
-    return FusedMixedSSD.apply(*grid, eps, *of_mixing, *of_steps, *of_gate)
+    refuse_empty("bidirectional_ssd", projected)
+    heads, head_dim = norm_weight.shape
+    check_shape(projected, weight, grid)
+    check_sizes(head_dim, (weight.shape[0] - heads * head_dim) // 4)
+    parameters = (weight, bias, dt_bias, A_log, upcast(D), norm_weight)
+    return FusedMixedSSD.apply(*grid, eps, projected.contiguous(), *(t.contiguous() for t in parameters))

@@ -63,18 +63,18 @@ class BidirectionalSSD(nn.Module):
         nn.init.ones_(self.norm_weight)
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
-        z, xBC, dt = self.in_proj(h).split((self.inner, self.mixed, 2 * self.heads), dim=-1)
-        of_steps = (dt.unflatten(-1, (2, self.heads)), self.dt_bias, self.A_log)
-        z = z.unflatten(-1, (self.heads, self.head_dim))
-        of_mixing = (xBC, self.conv_weight, self.conv_bias, self.grid)
+        projected = self.in_proj(h)
+        of_mixing, of_steps = (self.conv_weight, self.conv_bias, self.grid), (self.dt_bias, self.A_log)
         if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC:
-            y = fused_mixed_ssd(*of_mixing, *of_steps, self.D, z, self.norm_weight, self.eps)
+            y = fused_mixed_ssd(projected, *of_mixing, *of_steps, self.D, self.norm_weight, self.eps)
         else:
-            mixed = (fused_local_mix if self.fused_conv else local_mix)(*of_mixing)
+            z, xBC, dt = projected.split((self.inner, self.mixed, 2 * self.heads), dim=-1)
+            mixed = (fused_local_mix if self.fused_conv else local_mix)(xBC, *of_mixing)
             x, *groups = mixed.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
-            x, (B_in, C_out) = x.unflatten(-1, z.shape[2:]), (t.unflatten(-1, (2, self.state_dim)) for t in groups)
+            z, x = (t.unflatten(-1, (self.heads, self.head_dim)) for t in (z, x))
+            dt, *groups = (t.unflatten(-1, (2, -1)) for t in (dt, *groups))
             scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
-            y = scan(x, *of_steps, B_in, C_out, self.D, z, self.norm_weight, self.eps)
+            y = scan(x, dt, *of_steps, *groups, self.D, z, self.norm_weight, self.eps)
         return self.out_proj(y.flatten(2))
 
     def flops(self, tokens: int) -> int:

@@ -16,13 +16,15 @@ from tests.interpreted.conftest import assert_near
 def test_kernels_equal_the_definition(length, heads, head_dim, dtype, poison):
     torch.manual_seed(length)
     inner = heads * head_dim
-    z = torch.randn(2, length, inner + 24).to(dtype)[..., :inner].unflatten(-1, (heads, head_dim))  # a slice
+    z, dz = (t.to(dtype)[..., :inner].unflatten(-1, (heads, head_dim)) for t in torch.randn(2, 2, length, inner + 24))
     y, weight = torch.randn(2, length, heads, head_dim).to(dtype), torch.randn(heads, head_dim)
     dh = torch.randn(2, length, heads, head_dim).to(dtype)
     exact = [t.double() for t in (y, z, weight)]
     expected = gated_norm(*exact, 1e-6)
-    gradients = backward_reference(dh.double(), *exact, 1e-6)
+    exact_dz = torch.empty_like(exact[1])
+    gradients = backward_reference(dh.double(), *exact, 1e-6, exact_dz)
     poison()
     assert_near(launch_forward(y, z, weight, 1e-6), expected.to(dtype), dtype)
-    for a, e in zip(launch_backward(dh, y, z, weight, 1e-6), gradients, strict=True):
+    found = launch_backward(dh, y, z, weight, 1e-6, dz.fill_(float("nan")))
+    for a, e in zip((dz, *found), (exact_dz, *gradients), strict=True):
         assert_near(a, e.to(a.dtype), dtype)

@@ -18,13 +18,14 @@ GRIDS = [((1, 1), (3, 3)), ((4, 7), (3, 3)), ((8, 9), (3, 3)), ((1, 50), (1, 7))
 def test_kernels_equal_the_definition(grid, taps, dim, dtype, poison):
     torch.manual_seed(dim)
     length = grid[0] * grid[1]
-    joined = torch.randn(2, length, dim + 40).to(dtype)
-    x = joined[..., 24 : 24 + dim]  # a slice of a projection
+    x, dx = torch.randn(2, 2, length, dim + 40).to(dtype)[..., 24 : 24 + dim]  # slices of a projection
     weight, bias, dy = torch.randn(dim, 1, *taps), torch.randn(dim), torch.randn(2, length, dim).to(dtype)
     exact = [t.double() for t in (x, weight, bias)]
     expected = forward_reference(*exact, *grid)
-    gradients = backward_reference(dy.double(), *exact, *grid)
+    exact_dx = torch.empty_like(exact[0])
+    gradients = backward_reference(dy.double(), *exact, *grid, exact_dx)
     poison()
     assert_near(launch_forward(x, weight, bias, *grid), expected.to(dtype), dtype)
-    for a, e in zip(launch_backward(dy, x, weight, bias, *grid), gradients, strict=True):
+    found = launch_backward(dy, x, weight, bias, *grid, dx.fill_(float("nan")))
+    for a, e in zip((dx, *found), (exact_dx, *gradients), strict=True):
         assert_near(a, e.to(a.dtype), dtype)
