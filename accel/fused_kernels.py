@@ -88,3 +88,19 @@ class FusedConv(FusedKernel):
     key = "fused_conv"
     summary = "Triton: local convolution and activation"
     op = "local_mix"
+
+
+class FusedSwiglu(FusedKernel):
+    """Activation and product of a SwiGLU in one kernel, and one gradient for both of its halves."""
+
+    key = "fused_swiglu"
+    summary = "Triton: activation and product of the SwiGLU"
+    op = "swiglu"
+
+
+class FusedRope(FusedKernel):
+    """Norm and rotary embedding of queries and keys in one kernel, and one gradient for queries, keys and values."""
+
+    key = "fused_rope"
+    summary = "Triton: QK-norm and rotary embedding of attention"
+    op = "qk_rope"

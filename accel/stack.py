@@ -18,7 +18,7 @@ from accel.cudnn_benchmark import CudnnBenchmark
 from accel.empty_cache_at_eval import EmptyCacheAtEval
 from accel.evidence import observe_ops, observe_step
 from accel.fused_adamw import FusedAdamW
-from accel.fused_kernels import FusedAddNorm, FusedConv, FusedKernel, FusedScan
+from accel.fused_kernels import FusedAddNorm, FusedConv, FusedKernel, FusedRope, FusedScan, FusedSwiglu
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.ledger import AUTO, Ledger, LedgerRow
 from accel.members import Make
@@ -43,6 +43,8 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     FusedAddNorm,
     FusedScan,
     FusedConv,
+    FusedSwiglu,
+    FusedRope,
     AttentionBackend,
     Weights,
     CheckpointBlocks,

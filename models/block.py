@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
-from models.gate import silu_product
+from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.initialisation import init_linear
 
 Norm = Literal["rms", "layer"]
@@ -29,6 +29,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int, bias: bool = False) -> None:
         super().__init__()
+        self.fused_swiglu = False
         self.w13 = nn.Linear(dim, 2 * hidden, bias=bias)
         self.w2 = nn.Linear(hidden, dim, bias=bias)
 
@@ -37,8 +38,8 @@ class SwiGLU(nn.Module):
             init_linear(layer)
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
-        gate, value = self.w13(h).chunk(2, dim=-1)
-        return self.w2(silu_product(gate, value))
+        joined = self.w13(h)
+        return self.w2(fused_swiglu(joined) if self.fused_swiglu else silu_product(*joined.chunk(2, dim=-1)))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     name: str
     kernel: Any
     types: dict[str, str]
-    """Argument -> Triton's type, such as *bf16 or i32."""
+    """Argument -> Triton's type, such as *bf16 or i32; of this kernel or another of its kind."""
     constants: dict[str, Any]
     warps: int
     stages: int = 3
@@ -76,9 +76,10 @@ def measure(case: Case, architecture: int) -> Resources:
     from triton.compiler import ASTSource
 
     names = case.kernel.arg_names
-    types = {name: kind for name, kind in case.types.items() if name in names and name not in case.constants}
-    signature = {name: "constexpr" if name in case.constants else types[name] for name in names}
-    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    known = {name: value for name, value in case.constants.items() if name in names}
+    types = {name: kind for name, kind in case.types.items() if name in names and name not in known}
+    signature = {name: "constexpr" if name in known else types[name] for name in names}
+    constants = {(names.index(name),): value for name, value in known.items()}
     # Pointers and sizes are multiples of 16 in every shipped shape, and Triton specialises on that.
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=divisible)
@@ -124,6 +125,8 @@ def cases(architecture: int) -> Iterator[Case]:
     yield from ssd_cases(architecture)
     yield from local_mix_cases()
     yield from gated_norm_cases()
+    yield from swiglu_cases()
+    yield from qk_rope_cases()
     yield from counter_noise_cases()
 
 
@@ -157,13 +160,13 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     narrow = {name: "*bf16" for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS", "Z", "H", "DT", "DDT")}
     wide = {name: "*fp32" for name in ("STEPS", "SUMS", "D", "DD", "BIAS", "A_LOG", "DSTEPS", "DSUMS", "TOTALS")}
     wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND", "NORM")}
-    strides = {f"{of}_{what}": "i32" for of in ("x", "b", "c", "z", "dt", "dx") for what in ("batch", "token")}
+    strides = {f"{of}_{what}": "i32" for of in ("dt", "ddt") for what in ("batch", "token")}
     types = narrow | wide | strides | {"L": "i32"}
     kernels = {"forward": ssd.ssd_kernel, "dx": backward.ssd_dx_kernel, "ds": backward.ssd_ds_kernel}
     corners = ((256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128))
     for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), *corners):
         quick = (length, head_dim) == (256, 64)
-        sizes = {"L": length, "K": 24, "N": state_dim, "P": head_dim, "PRECISION": "tf32"}
+        sizes = sizes_of_scan(length, head_dim, state_dim) | {"PRECISION": "tf32"}
         for part, kernel in kernels.items():
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
             block, warps = ssd.configuration(part, head_dim, state_dim, architecture)
@@ -179,7 +182,7 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     for size in (64, 128):
         for part, kernel in kernels.items():
             block, warps = ssd.configuration(part, size, size, architecture, fp32=True)
-            sizes = {"L": 256, "K": 24, "N": size, "P": size, "PRECISION": "ieee", "BLOCK": block}
+            sizes = sizes_of_scan(256, size, size) | {"PRECISION": "ieee", "BLOCK": block}
             constants = sizes | (NO_GATE if part == "forward" else {})
             for where, more in PARTS_OF.get(part, WHOLE):
                 name = f"ssd {part} L=256 P={size} N={size} fp32{where}"
@@ -191,15 +194,27 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     yield Case("ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
 
 
+def sizes_of_scan(length: int, head_dim: int, state_dim: int) -> dict[str, int]:
+    """Of 24 heads: x, B and C are slices of what is mixed, and z of the projection."""
+    inner = 24 * head_dim
+    mixed = inner + 4 * state_dim
+    tokens = dict.fromkeys(("x", "b", "c", "dx"), mixed) | {"z": inner + mixed + 2 * 24}
+    strides = {f"{of}_token": n for of, n in tokens.items()} | {f"{of}_batch": n * length for of, n in tokens.items()}
+    return {"L": length, "K": 24, "N": state_dim, "P": head_dim} | strides
+
+
 def local_mix_cases() -> Iterator[Case]:
     """3 × 3 taps on a 16 × 16 grid, and 7 taps along 1,024 tokens."""
     from accel.kernels import local_mix_triton as mix
 
     types = {name: "*bf16" for name in ("X", "Y", "DY", "DU")}
     types |= {name: "*fp32" for name in ("WEIGHT", "BIAS", "SUMS")}
-    types |= {name: "i32" for name in ("x_batch", "x_token", "D")}
+    types["D"] = "i32"
+    tokens = {"x": 1816, "y": 1024}  # a slice of the projection of ssd_mlp_b, mixed
     for rows, columns, r, c in ((16, 16, 3, 3), (1, 1024, 1, 7)):
         sizes = {"ROWS": rows, "COLUMNS": columns, "R": r, "C": c, "BLOCK_L": mix.BLOCK_L, "BLOCK_C": mix.BLOCK_C}
+        sizes |= {f"{of}_token": n for of, n in tokens.items()}
+        sizes |= {f"{of}_batch": n * rows * columns for of, n in tokens.items()}
         name, quick = f"local_mix {r}×{c} on {rows}×{columns}", rows == 16
         forward = sizes | {"BACKWARDS": False}
         yield Case(name, mix.local_mix_kernel, types, forward, mix.WARPS, quick=quick)
@@ -211,12 +226,39 @@ def gated_norm_cases() -> Iterator[Case]:
     from accel.kernels import gated_norm_triton as norm
 
     types = {name: "*bf16" for name in ("Y", "Z", "H", "DH", "DY", "DZ")}
-    types |= {"WEIGHT": "*fp32", "SUMS": "*fp32"} | dict.fromkeys(("z_batch", "z_token", "L", "K"), "i32")
+    types |= {"WEIGHT": "*fp32", "SUMS": "*fp32"} | dict.fromkeys(("L", "K"), "i32")
+    strides = {f"{of}_token": 1816 for of in ("z", "dz")} | {f"{of}_batch": 1816 * 256 for of in ("z", "dz")}
     for head_dim in (32, 64, 128):
-        sizes = {"EPS": 1e-6, "P": head_dim, "BLOCK_L": norm.BLOCK_L, "BLOCK_P": head_dim}
+        sizes = {"EPS": 1e-6, "P": head_dim, "BLOCK_L": norm.BLOCK_L, "BLOCK_P": head_dim} | strides
         name, quick = f"gated_norm P={head_dim}", head_dim == 64
         yield Case(name, norm.gated_norm_kernel, types, sizes, norm.WARPS, quick=quick)
         yield Case(f"{name}, backward", norm.gated_norm_backward_kernel, types, sizes, norm.WARPS, quick=quick)
+
+
+def swiglu_cases() -> Iterator[Case]:
+    from accel.kernels import swiglu_triton as swiglu
+
+    types = dict.fromkeys(("JOINED", "OUT", "DH", "DJOINED"), "*bf16") | {"rows": "i32"}
+    sizes = {"H": 2048, "BLOCK_R": swiglu.BLOCK_R, "BLOCK_H": swiglu.BLOCK_H}
+    yield Case("swiglu", swiglu.swiglu_kernel, types, sizes, swiglu.WARPS, quick=True)
+    yield Case("swiglu, backward", swiglu.swiglu_backward_kernel, types, sizes, swiglu.WARPS, quick=True)
+
+
+def qk_rope_cases() -> Iterator[Case]:
+    """Gradients as attention returns them, each by itself."""
+    from accel.kernels import qk_rope_triton as rope
+
+    types: dict[str, str] = dict.fromkeys(("QKV", "Q", "KEYS", "DQ", "DK", "DV", "DQKV"), "*bf16")
+    types |= dict.fromkeys(("Q_WEIGHT", "K_WEIGHT", "ROTATIONS", "SUMS"), "*fp32")
+    for head_dim in (32, 64, 128):
+        width = 12 * head_dim
+        sizes = {"L": 256, "K": 12, "P": head_dim, "EPS": 1e-6, "BLOCK_L": rope.ELEMENTS // head_dim}
+        sizes |= {f"{of}_token": width for of in "qkv"} | {f"{of}_batch": 256 * width for of in "qkv"}
+        name, quick = f"qk_rope P={head_dim}", head_dim == 64
+        yield Case(name, rope.qk_rope_kernel, types, sizes, rope.WARPS, pipelined=True, quick=quick)
+        yield Case(
+            f"{name}, backward", rope.qk_rope_backward_kernel, types, sizes, rope.WARPS, pipelined=True, quick=quick
+        )
 
 
 def counter_noise_cases() -> Iterator[Case]:

@@ -28,8 +28,8 @@ from scripts.bench.report import table
 from scripts.bench.settings import own_and_others
 from training.config.build import build
 from training.config.compose import compose, one_sentence
+from training.config.schema import KERNELS
 
-SWITCHES = ("fused_add_norm", "fused_scan", "fused_conv")
 BATCHES = (2, 4)
 LATENTS: dict[str, Any] = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
@@ -95,7 +95,7 @@ def uninitialised(build_model: Callable[[], Any]) -> Any:
 def switched(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
     """The fused operators on, except those named."""
     for module in model.modules():
-        for switch in SWITCHES:
+        for switch in KERNELS:
             if hasattr(module, switch):
                 setattr(module, switch, switch not in off)
     return model
@@ -149,7 +149,7 @@ class TrafficConfig:
     """The model; any other word is an override of the training configuration."""
 
     off: list[str] = field(default_factory=list)
-    """Fused operators that are off: fused_add_norm, fused_scan, fused_conv."""
+    """Fused operators that are off, such as fused_scan."""
 
 
 def main() -> None:

@@ -18,6 +18,11 @@ from accel.kernels.counter_noise import counter_bits, counter_normal, counter_un
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
+from accel.kernels.qk_rope import fused_qk_rope, qk_rope
+from accel.kernels.ssd_mixed import fused_mixed_ssd
+from accel.kernels.swiglu import fused_swiglu, silu_product
+from models.mixers.attention import axial_rotations
+from scripts.bench.kernels import mixed_ssd
 from scripts.bench.peers import ssd_by_mamba
 from training.config.compose import ROOT
 
@@ -68,7 +73,43 @@ def gated_norm_case(seed, dtype):
     return inputs, fused_gated_norm, gated_norm
 
 
+def swiglu_case(seed, dtype):
+    draw = random.Random(seed)
+    L, H = draw.choice([1, 63, 256]), draw.choice([96, 1024, 2736])
+    return [cuda(3, L, 2 * H, dtype=dtype)], fused_swiglu, lambda t: silu_product(*t.chunk(2, -1))
+
+
+def qk_rope_case(seed, dtype):
+    draw = random.Random(seed)
+    grid, K, P = draw.choice([(1, 1), (7, 9), (16, 16)]), draw.choice([1, 6, 12]), draw.choice([16, 64, 128])
+    rotations = axial_rotations(grid, P).cuda() if seed % 3 else None
+    inputs = [
+        cuda(3, grid[0] * grid[1], 3, K, P, dtype=dtype),
+        *((cuda(P), cuda(P)) if seed % 2 or not seed % 3 else ()),
+    ]
+
+    def placing(function):
+        return lambda qkv, *weights: function(qkv, *(weights or (None, None)), rotations)
+
+    return inputs, placing(fused_qk_rope), placing(qk_rope)
+
+
+def ssd_mixed_case(seed, dtype):
+    draw = random.Random(seed)
+    grid, K, P = draw.choice([(1, 1), (7, 9), (16, 16)]), draw.choice([1, 6, 12]), draw.choice([32, 64])
+    mixed = K * P + 4 * 16
+    widths = K * P + mixed + 2 * K
+    inputs = [cuda(3, grid[0] * grid[1], widths, dtype=dtype), cuda(mixed, 1, 3, 3), cuda(mixed)]
+    inputs += [(torch.randn(2, K, device="cuda") - 4.0).requires_grad_(), cuda(2, K), cuda(K), cuda(K, P)]
+
+    def on_grid(function):
+        return lambda projected, weight, bias, *rest: function(projected, weight, bias, grid, *rest)
+
+    return inputs, on_grid(fused_mixed_ssd), on_grid(mixed_ssd)
+
+
 CASES = {"gated_norm": gated_norm_case, "add_norm": add_norm_case, "ssd": ssd_case, "local_mix": local_mix_case}
+CASES |= {"swiglu": swiglu_case, "qk_rope": qk_rope_case, "ssd_mixed": ssd_mixed_case}
 
 
 def outputs(function, inputs, seed):
@@ -92,7 +133,8 @@ def test_near_the_definition_and_the_same_twice(op, seed, dtype):
         assert a.isfinite().all(), i
         error = (a.double() - e).norm() / e.norm().clamp(min=1e-3)  # the gradient of A of a single token is zero
         # Gradients of dt, its bias and A are differences of sums that cancel.
-        assert error < BOUND[dtype] * (10.0 if op == "ssd" and i in (2, 3, 4) else 1.0), f"output {i}: {error:.1e}"
+        cancels = i in {"ssd": (2, 3, 4), "ssd_mixed": (4, 5)}.get(op, ())
+        assert error < BOUND[dtype] * (10.0 if cancels else 1.0), f"output {i}: {error:.1e}"
 
 
 @pytest.mark.parametrize("op", CASES)

@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels import bidirectional_ssd
+from accel.kernels.qk_rope import rotate
 from models.conditioning import sincos_positions
 from models.denoiser import Denoiser
-from models.mixers.attention import Attention, axial_rotations, rotate
+from models.mixers.attention import Attention, axial_rotations
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 from models.mixers.convolution import Convolution
 from models.mixers.zigzag_ssd import PATHS, ZigzagSSD, zigzag_path

@@ -11,13 +11,18 @@ from torch.utils.checkpoint import checkpoint
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.add_norm import add_norm, fused_add_norm
+from accel.kernels.attend import attend
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_decays import fused_ssd_decays
 from accel.kernels.ssd_mixed import fused_mixed_ssd
+from accel.kernels.swiglu import fused_swiglu, silu_product
+from models.mixers.attention import axial_rotations
 from tests.harness import CPU
+from training.config.schema import KERNELS
 
 CHECKS = ("test_schema", "test_faketensor")
 
@@ -153,6 +158,8 @@ def test_no_samples_and_no_tokens_are_refused(batch, length):
         lambda: fused_gated_norm(scan[0], *gate),
         lambda: fused_ssd_decays(*scan[1:4], 9),
         lambda: fused_local_mix(normal(batch, length, 5), normal(5, 1, 3, 3), normal(5), (3, 3)),
+        lambda: fused_swiglu(normal(batch, length, 8)),
+        lambda: fused_qk_rope(normal(batch, length, 3, 2, 8), None, None, None),
         lambda: fused_mixed_ssd(
             normal(batch, length, 166), normal(112, 1, 3, 3), normal(112), (3, 3), *scan[2:4], scan[6], gate[1]
         ),
@@ -235,8 +242,8 @@ def test_the_fused_gated_norm_has_the_gradients_of_its_definition():
 
 
 def mixed_inputs():
-    """The projection (z, xBC and dt), weight and bias of the convolution, dt's bias, A_log, D and the weight of the gate's
-    norm, on a grid of 3 × 4."""
+    """The projection (z, xBC and dt), weight and bias of the convolution, dt's bias, A_log, D and the weight of the
+    head norm, on a grid of 3 × 4."""
     _, _, dt_bias, A_log, *_, D = ssd_inputs(length=12)
     return normal(2, 12, 48 + 112 + 6), normal(112, 1, 3, 3), normal(112), dt_bias, A_log, D, normal(3, 16)
 
@@ -280,19 +287,52 @@ def test_local_mixings_operators_are_well_formed():
     torch.library.opcheck(backward, (x, x, weight, bias, 3, 4, torch.empty_like(x)), test_utils=CHECKS)
 
 
+def test_the_fused_swiglu_has_the_gradients_of_its_definition():
+    joined = normal(2, 5, 12)
+    assert_equal_with_gradients([fused_swiglu(joined)], [silu_product(*joined.chunk(2, -1))], [joined])
+    ops, joined = torch.ops.fastlatent, torch.randn(2, 5, 12)
+    torch.library.opcheck(ops.swiglu.default, (joined,), test_utils=CHECKS)
+    torch.library.opcheck(ops.swiglu_backward.default, (joined[..., :6].contiguous(), joined), test_utils=CHECKS)
+
+
+def qk_inputs(normed=True, rotated=True):
+    qkv, weights = normal(2, 6, 3, 2, 8), [normal(8), normal(8)] if normed else [None, None]
+    return qkv, *weights, axial_rotations((2, 3), 8).double() if rotated else None
+
+
+@pytest.mark.parametrize(("normed", "rotated"), [(True, True), (True, False), (False, True)])
+def test_fused_queries_and_keys_have_the_gradients_of_their_definition(normed, rotated):
+    """By themselves, and inside of attention, which gives gradients of other strides."""
+    torch.manual_seed(0)
+    inputs = qk_inputs(normed, rotated)
+    wanted = inputs[: 3 if normed else 1]
+    assert_equal_with_gradients(fused_qk_rope(*inputs), qk_rope(*inputs), wanted)
+    attended = [[attend(*place(*inputs))] for place in (fused_qk_rope, qk_rope)]
+    assert_equal_with_gradients(*attended, wanted)
+    plain = [None if t is None else t.detach().float() for t in inputs]
+    torch.library.opcheck(torch.ops.fastlatent.qk_rope.default, (*plain, 1e-6), test_utils=CHECKS)
+    backward = torch.ops.fastlatent.qk_rope_backward.default
+    torch.library.opcheck(backward, (*plain[0].unbind(2), *plain, 1e-6), test_utils=CHECKS)
+
+
+def test_a_head_dim_that_is_no_power_of_two_is_refused():
+    with pytest.raises(ValueError, match=r"fused_rope=true.*got 72.*fused_rope=false"):
+        fused_qk_rope(torch.zeros(1, 2, 3, 1, 72), None, None, torch.zeros(2, 2, 72))
+
+
 def fused(family: str, on: bool) -> tuple[Any, ...]:
     """The switches, not the techniques: those need a GPU."""
     from tests.harness import assemble
 
     model, step, _, loader = assemble(family)
     for module in model.modules():
-        for switch in ("fused_add_norm", "fused_scan", "fused_conv"):
+        for switch in KERNELS:
             if hasattr(module, switch):
                 setattr(module, switch, on)
     return model, step, loader
 
 
-@pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "dit"])
 def test_a_model_with_fused_operators_is_the_same_model(family):
     losses = []
     for on in (False, True):
@@ -371,6 +411,8 @@ def second_order_inputs() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
         "ssd_mixed": (all_in_one, mixed_inputs()),
         "ssd_decays": (lambda *t: fused_ssd_decays(*t, 9)[0], scan[1:4]),
         "gated_norm": (fused_gated_norm, (gated[0], *gated[-2:])),
+        "swiglu": (fused_swiglu, (normal(2, 5, 12),)),
+        "qk_rope": (lambda *t: fused_qk_rope(*t, None)[0], qk_inputs()[:3]),
     }
 
 

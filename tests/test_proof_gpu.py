@@ -9,9 +9,17 @@ import torch
 
 from accel import proof
 from tests.harness import tiny_training
+from training.config.schema import KERNELS
 
 pytestmark = pytest.mark.gpu
-KEYS = ("fused_add_norm", "fused_scan", "fused_conv")
+SCAN = ("fused_add_norm", "fused_scan", "fused_conv")
+USES = {
+    "mamba": SCAN,
+    "zigzag": SCAN,
+    "ssd_mlp": (*SCAN, "fused_swiglu"),
+    "conv": ("fused_add_norm", "fused_conv", "fused_swiglu"),
+    "dit": ("fused_add_norm", "fused_swiglu", "fused_rope"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +32,26 @@ def trained(family="mamba", *words, **values):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("family", ["mamba", "zigzag", "conv", "dit"])
+@pytest.mark.parametrize("family", USES)
 def test_every_kernel_passes_its_parity_test(family, precision):
-    training = trained(family, **dict.fromkeys(KEYS, True), precision=precision)
-    rows = {row.key: row for row in training.warm_up() if row.key in KEYS}
-    uses = {"conv": ("fused_add_norm", "fused_conv"), "dit": ("fused_add_norm",)}.get(family, KEYS)
-    for key in uses:
+    training = trained(family, **dict.fromkeys(KERNELS, True), precision=precision)
+    rows = {row.key: row for row in training.warm_up() if row.key in KERNELS}
+    for key in USES[family]:
         assert training.kernels["found"][key]["refusal"] is None
         assert rows[key].active is True, rows[key].evidence
-    assert all(rows[key].active == "unused" for key in set(KEYS) - set(uses))
+    assert all(rows[key].active == "unused" for key in set(KERNELS) - set(USES[family]))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
-    values = dict.fromkeys(KEYS, "auto") | {"precision": "bf16", "compile": compiled}
+    values = dict.fromkeys(KERNELS, "auto") | {"precision": "bf16", "compile": compiled}
     first = trained(**values)
-    for key in KEYS:
+    for key in USES["mamba"]:
         found = first.kernels["found"][key]
         assert found["refusal"] is None
         assert found["times"]["on"] > 0
         assert found["kept_mb"]["on"] <= found["kept_mb"]["off"]
-    assert {row.key: row.active for row in first.warm_up() if row.key in KEYS} == first.kernels["chosen"]
+    assert {row.key: row.active for row in first.warm_up() if row.key in SCAN} == first.kernels["chosen"]
     monkeypatch.setattr(proof, "tried", None)
     assert trained(**values).kernels == first.kernels
 

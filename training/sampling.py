@@ -31,15 +31,12 @@ from training.adapter_file import load_model
 from training.checkpoint.find import weights_file
 from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.compose import typed
-from training.config.schema import RuntimeConfig, SamplingConfig
+from training.config.schema import KERNELS, RuntimeConfig, SamplingConfig
 from training.config.yaml_text import read_config
 from training.environment import pick_device
 from training.pretrained import build_autoencoder, told_by
 
-TECHNIQUES = (
-    *("tf32", "residual_in_fp32", "fused_add_norm", "fused_scan", "fused_conv"),
-    *("attention", "compile", "precision"),
-)
+TECHNIQUES = ("tf32", "residual_in_fp32", *KERNELS, "attention", "compile", "precision")
 """The runtime keys that matter where nothing is trained. Not cudnn_benchmark: it chooses algorithms by their time, and
 work that continues after a stop must end with the same bytes."""
 UNCOMPILED = MappingProxyType({"compile": False})

@@ -35,7 +35,7 @@ from data.manifest import write_atomically
 from training.cards import device_name
 from training.components import latents_of, runtime_values
 from training.config.compose import ROOT
-from training.config.schema import AttentionName, CheckpointPolicyName, CompileScope, TrainConfig
+from training.config.schema import KERNELS, AttentionName, CheckpointPolicyName, CompileScope, TrainConfig
 from training.contest import Changes, Contest, words_of
 from training.forecast import Forecast
 from training.goodput import UNREADABLE
@@ -49,7 +49,6 @@ USABLE = 0.95
 WORTH = 8
 """Samples of a micro-batch below which recomputing is tried first."""
 KINDS = {"attention": AttentionName, "checkpoint_policy": CheckpointPolicyName, "compile_scope": CompileScope}
-KERNELS = ("fused_add_norm", "fused_scan", "fused_conv")
 
 
 def changed(cfg: TrainConfig, changes: Changes) -> TrainConfig:

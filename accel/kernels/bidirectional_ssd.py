@@ -49,7 +49,8 @@ def bidirectional_ssd(
 
     With z and `norm_weight` the result is gated and normed by head: `rms_norm(y·silu(z))·norm_weight`. Decays and their
     sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in pieces of
-    64 tokens, up to 1,024 tokens linear in L. The models always pass z; without it, scripts.bench compares with other packages.
+    64 tokens, so linear in L up to 1,024 tokens. The models always pass z; without it, scripts.bench compares with
+    other packages.
     """
     refuse_empty("bidirectional_ssd", x)
     length = x.shape[1]

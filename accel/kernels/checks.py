@@ -22,6 +22,6 @@ def refuse_second_order() -> None:
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            "The fused operators have no second derivative, and create_graph=True asks for one; set "
-            "runtime.fused_add_norm, runtime.fused_scan and runtime.fused_conv to false for it."
+            "The fused operators have no second derivative, and create_graph=True asks for one; set the keys "
+            "runtime.fused_… of kernels to false for it."
         )

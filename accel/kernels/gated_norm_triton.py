@@ -101,9 +101,7 @@ def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return h
 
 
-def launch_backward(
-    dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
-) -> tuple[Tensor, Tensor]:
+def launch_backward(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of y (its dtype) and weight (fp32); writes that of z to `dz`."""
     grid = grid_of(y)
     dy = y.new_empty(y.shape)

@@ -6,11 +6,11 @@ Letters: B samples, L tokens, D width, K heads, P head dim.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.attend import attend
+from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from models.initialisation import init_linear
 from models.mixers.checks import heads_of
 
@@ -28,13 +28,6 @@ def axial_rotations(grid: tuple[int, int], head_dim: int, base: float = 100.0) -
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
-def rotate(x: Float[Tensor, "B K L P"], rotations: Float[Tensor, "2 L P"]) -> Float[Tensor, "B K L P"]:
-    """Turns each pair of neighbouring channels by its angle, in fp32."""
-    pairs = x.float().unflatten(-1, (-1, 2))
-    turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
-    return (x.float() * rotations[0] + turned * rotations[1]).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Multi-head self-attention through `scaled_dot_product_attention`.
 
@@ -44,6 +37,7 @@ class Attention(nn.Module):
     """
 
     rotations: Tensor | None
+    fused_rope: bool
 
     def __init__(
         self,
@@ -63,6 +57,8 @@ class Attention(nn.Module):
             raise ValueError(f"model.head_dim={head_dim} must be a multiple of 4 for 2-D RoPE.")
         self.head_dim, self.grid, self.eps = head_dim, grid, eps
         self.attention_backend = "auto"
+        if qk_norm or rope_base is not None:  # without the attribute there is nothing to switch
+            self.fused_rope = False
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
         self.q_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
@@ -82,15 +78,13 @@ class Attention(nn.Module):
         if self.rotations is not None and self.rope_base is not None:
             self.rotations.copy_(axial_rotations(self.grid, self.head_dim, self.rope_base))
 
-    def placed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Queries or keys, normed and turned by where their tokens are."""
-        if weight is not None:
-            x = F.rms_norm(x.float(), (self.head_dim,), weight, self.eps).to(x.dtype)
-        return x if self.rotations is None else rotate(x, self.rotations)
-
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
-        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        q, k = self.placed(q, self.q_weight), self.placed(k, self.k_weight)
+        qkv = self.qkv(h).unflatten(-1, (3, self.heads, self.head_dim))
+        if self.q_weight is None and self.rotations is None:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        else:
+            place = fused_qk_rope if self.fused_rope else qk_rope
+            q, k, v = place(qkv, self.q_weight, self.k_weight, self.rotations, self.eps)
         return self.out_proj(attend(q, k, v, self.attention_backend).transpose(1, 2).flatten(2))
 
     def flops(self, tokens: int) -> int:

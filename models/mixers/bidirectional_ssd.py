@@ -72,9 +72,9 @@ class BidirectionalSSD(nn.Module):
             mixed = (fused_local_mix if self.fused_conv else local_mix)(xBC, *of_mixing)
             x, *groups = mixed.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
             z, x = (t.unflatten(-1, (self.heads, self.head_dim)) for t in (z, x))
-            dt, *groups = (t.unflatten(-1, (2, -1)) for t in (dt, *groups))
+            dt, B_in, C_out = (t.unflatten(-1, (2, -1)) for t in (dt, *groups))
             scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
-            y = scan(x, dt, *of_steps, *groups, self.D, z, self.norm_weight, self.eps)
+            y = scan(x, dt, *of_steps, B_in, C_out, self.D, z, self.norm_weight, self.eps)
         return self.out_proj(y.flatten(2))
 
     def flops(self, tokens: int) -> int:

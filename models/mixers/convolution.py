@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
-from models.gate import silu_product
+from accel.kernels.swiglu import silu_product
 
 
 class Convolution(nn.Module):

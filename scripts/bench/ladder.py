@@ -38,6 +38,8 @@ TECHNIQUES = (
     ("+ fused add+norm", "runtime.fused_add_norm=true"),
     ("+ fused scan", "runtime.fused_scan=true"),
     ("+ fused convolution", "runtime.fused_conv=true"),
+    ("+ fused SwiGLU", "runtime.fused_swiglu=true"),
+    ("+ fused RoPE", "runtime.fused_rope=true"),
     ("+ compiled blocks", COMPILE),
     ("+ CUDA graph = max", "runtime.cuda_graph=true"),
 )

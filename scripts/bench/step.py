@@ -24,6 +24,7 @@ from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Workload, time_steps
 from scripts.capabilities import capabilities
 from scripts.timing import Spread, profiler_activities, synchronise
+from training.config.schema import KERNELS
 from training.goodput import bound_of, keys_for, reason_of
 
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging")
@@ -150,8 +151,7 @@ def verdict(
     if share >= 0.5:
         keys = propose("precision=bf16", "tf32=true")
         return Verdict("compute-bound", reason, keys or ["a smaller model, or a faster device"])
-    fused = ("fused_add_norm=true", "fused_scan=true", "fused_conv=true", "compile=true", "fused_adamw=true")
-    keys = propose(*fused, "precision=bf16")
+    keys = propose(*(f"{key}=true" for key in (*KERNELS, "compile", "fused_adamw")), "precision=bf16")
     return Verdict("bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"])
 
 

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from training.config.compose import from_words, one_sentence
 from training.config.paths import refuse_no_weights
+from training.config.schema import KERNELS
 
 if TYPE_CHECKING:
     from training.sampling import TrainedModel
 
 PLAIN = {"compile": False, "precision": "fp32", "attention": "auto", "tf32": False}
-PLAIN |= {"fused_add_norm": False, "fused_scan": False, "fused_conv": False}
+PLAIN |= dict.fromkeys(KERNELS, False)
 """Runtime keys of a model that is written down."""
 
 

@@ -22,7 +22,7 @@ from scripts.plan.scale import known_card
 from training.base import settled
 from training.cards import GIB, Card, this_card
 from training.components import latents_of
-from training.config.schema import TrainConfig
+from training.config.schema import KERNELS, TrainConfig
 from training.forecast import CONTEXT, SLACK, Forecast
 from training.memory import memory_of
 from training.roofline import KERNEL, LAUNCH, REACHED, REACHED_MEASURED, Time
@@ -31,7 +31,7 @@ HERE = "here"
 USEFUL = 0.99
 """Share of the peak below which a change must bring it."""
 CHANGES = (
-    (["runtime.fused_scan=auto", "runtime.fused_add_norm=auto", "runtime.fused_conv=auto"], "nothing: kernels"),
+    ([f"runtime.{key}=auto" for key in KERNELS], "nothing: kernels"),
     (["runtime.compile=true"], "a minute of warm-up"),
     (["accumulation_steps=*2"], "smaller products"),
     (["accumulation_steps=*4"], "smaller products"),
@@ -202,7 +202,7 @@ def without_effect(cfg: TrainConfig) -> dict[str, str]:
         found["runtime.fp8_recipe"] = "scales are small beside what they scale; their cost is not told apart"
     if runtime.parallel.bucket_cap_mb != 25 or runtime.parallel.nccl:
         found["runtime.parallel"] = "buckets are reckoned as 25 MiB, and NCCL as it comes"
-    if any(getattr(runtime, key) == "auto" for key in ("fused_add_norm", "fused_scan", "fused_conv")):
+    if any(getattr(runtime, key) == "auto" for key in KERNELS):
         found["fused kernels"] = "auto is planned as on; the trial on the GPU decides"
     return found
 

@@ -8,15 +8,17 @@ import torch
 from accel.parity import Comparing
 from accel.precision import Precision
 from accel.proof import recorded
+from accel.technique import switches
 from accel.trial import forward_and_backward, random_inputs, switch
 from tests.harness import CPU, tiny_training
 
 OPERATORS = {"fused_add_norm": {"add_norm"}, "fused_conv": {"local_mix"}, "fused_scan": {"ssd_decays", "ssd_gated"}}
+OPERATORS |= {"fused_swiglu": {"swiglu"}, "fused_rope": {"qk_rope"}}
 BACKWARD = {"ssd_gated": {"ssd_backward", "gated_norm_backward"}}
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["mamba", pytest.param("zigzag", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["mamba", pytest.param("zigzag", marks=pytest.mark.slow), "dit"])
 def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
     model = tiny_training(family, "model.depth=2").model
     autocast = Precision(precision, CPU).autocast
@@ -25,9 +27,10 @@ def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
         use = recorded(model, lambda: model(torch.zeros(2, 1, 8, 8), t, labels))[-1]
     assert use.inputs[0][2] == {"fp16": "float16", "fp32": "float32"}[precision]
     assert use.inputs[2][2] == "float32"
-    for keys in (*([key] for key in OPERATORS), list(OPERATORS)):
+    of_family = [key for key in OPERATORS if switches([use.block], key)]
+    for keys in (*([key] for key in of_family), of_family):
         comparing, inputs = Comparing(), random_inputs(use.inputs, 3, CPU, seed=1)
-        for key in OPERATORS:
+        for key in of_family:
             switch(use.block, key, key in keys)
         with comparing:
             forward_and_backward(use.block, inputs, autocast())

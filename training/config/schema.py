@@ -127,6 +127,10 @@ class ParallelConfig:
                 )
 
 
+KERNELS = ("fused_add_norm", "fused_scan", "fused_conv", "fused_swiglu", "fused_rope")
+"""Runtime keys of our Triton kernels."""
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """How a run is executed; each key is one technique. The defaults are `runtime=eager`, the honest baseline."""
@@ -140,8 +144,10 @@ class RuntimeConfig:
     rounding: Rounding = Rounding.stochastic  # of updated bf16 weights; kahan keeps the rest in 2 more bytes a weight
     residual_in_fp32: bool = True
     fused_add_norm: bool | str = False  # the Triton kernel or its definition; auto: what a trial on this device favours
-    fused_scan: bool | str = False  # so are these two; true: whenever parity is shown
+    fused_scan: bool | str = False  # so are the next ones; true: whenever parity is shown
     fused_conv: bool | str = False
+    fused_swiglu: bool | str = False
+    fused_rope: bool | str = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
     checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks  # selective keeps products, attention, scan
@@ -161,7 +167,7 @@ class RuntimeConfig:
     def check(self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None) -> None:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
-        for key in ("fused_add_norm", "fused_scan", "fused_conv"):
+        for key in KERNELS:
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise ValueError(f"runtime.{key}={value} must be false, true or auto.")
         check_tune(self, deterministic)

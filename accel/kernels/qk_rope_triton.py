@@ -1,0 +1,192 @@
+"""Triton kernels of `qk_rope`: one pass forward, one backward, statistics taken anew in the second.
+
+A program has some tokens of one sample, of queries or of keys (backward also of values), and goes through their heads,
+so that it reads their rotations once. Sums for the weights are stored by program and added up afterwards: no atomics.
+
+Letters: B samples, L tokens, K heads, P head dim.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportUnboundVariable=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS, WARPS = 2048, 4
+
+
+@triton.jit
+def turned(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
+    """Each pair of neighbours of x turned by its angle."""
+    first, second = tl.split(tl.reshape(x, [BLOCK_L, P // 2, 2]))
+    return tl.reshape(tl.join(first * cosine - second * sine, second * cosine + first * sine), [BLOCK_L, P])
+
+
+@triton.jit
+def angles(ROTATIONS, t, L: tl.constexpr, P: tl.constexpr):
+    """Cosines and sines of tokens t, one of each pair of channels."""
+    at = ROTATIONS + t[:, None] * P + 2 * tl.arange(0, P // 2)[None, :]
+    inside = (t < L)[:, None]
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + L * P, mask=inside, other=0.0)
+
+
+@triton.jit
+def qk_rope_kernel(
+    QKV,
+    Q_WEIGHT,
+    K_WEIGHT,
+    ROTATIONS,
+    Q,
+    KEYS,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    of_keys, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t, p = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, P)
+    mask = (t < L)[:, None] & (p < P)[None, :]
+    source = QKV + ((b * L + t[:, None]) * 3 + of_keys) * (K * P) + p[None, :]
+    here = (b * L + t[:, None]) * (K * P) + p[None, :]
+    if Q_WEIGHT is not None:
+        weight = tl.load(Q_WEIGHT + p).to(tl.float32)
+        if of_keys == 1:
+            weight = tl.load(K_WEIGHT + p).to(tl.float32)
+    if ROTATIONS is not None:
+        cosine, sine = angles(ROTATIONS, t, L, P)
+    for k in tl.range(0, K, num_stages=2):
+        x = tl.load(source + k * P, mask=mask, other=0.0).to(tl.float32)
+        if Q_WEIGHT is not None:
+            x = x * tl.rsqrt(tl.sum(x * x, 1) / P + EPS)[:, None] * weight[None, :]
+        if ROTATIONS is not None:
+            x = turned(x, cosine, sine, BLOCK_L, P)
+        x = x.to(Q.dtype.element_ty)
+        if of_keys == 1:
+            tl.store(KEYS + here + k * P, x, mask=mask)
+        else:
+            tl.store(Q + here + k * P, x, mask=mask)
+
+
+@triton.jit
+def backward_of(
+    D,
+    WEIGHT,
+    ROTATIONS,
+    SUMS,
+    source,
+    target,
+    b,
+    t,
+    d_batch: tl.constexpr,
+    d_token: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Queries or keys (or values, if neither normed nor turned) of all heads: `source` and `target` in qkv and its
+    gradient, SUMS (P) for the weight."""
+    p = tl.arange(0, P)
+    mask = (t < L)[:, None] & (p < P)[None, :]
+    D += b * d_batch + t[:, None] * d_token + p[None, :]
+    if WEIGHT is not None:
+        weight = tl.load(WEIGHT + p).to(tl.float32)
+        dweight = tl.zeros([P], tl.float32)
+    if ROTATIONS is not None:
+        cosine, sine = angles(ROTATIONS, t, L, P)
+    for k in tl.range(0, K, num_stages=2):
+        d = tl.load(D + k * P, mask=mask, other=0.0).to(tl.float32)
+        if ROTATIONS is not None:
+            d = turned(d, cosine, -sine, BLOCK_L, P)
+        if WEIGHT is not None:
+            x = tl.load(source + k * P, mask=mask, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(x * x, 1) / P + EPS)[:, None]
+            normed = x * rstd
+            dweight += tl.sum(d * normed, 0)
+            d = d * weight[None, :]
+            d = rstd * (d - normed * (tl.sum(d * normed, 1) / P)[:, None])
+        tl.store(target + k * P, d.to(target.dtype.element_ty), mask=mask)
+    if WEIGHT is not None:
+        tl.store(SUMS + p, dweight)
+
+
+@triton.jit
+def qk_rope_backward_kernel(
+    DQ,
+    DK,
+    DV,
+    QKV,
+    Q_WEIGHT,
+    K_WEIGHT,
+    ROTATIONS,
+    DQKV,
+    SUMS,
+    q_batch: tl.constexpr,
+    q_token: tl.constexpr,
+    k_batch: tl.constexpr,
+    k_token: tl.constexpr,
+    v_batch: tl.constexpr,
+    v_token: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """SUMS (B, tiles, 2, P): the gradients of both weights, by program."""
+    tile, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t, p = tile * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, P)
+    here = ((b * L + t[:, None]) * 3 + part) * (K * P) + p[None, :]
+    source, target = QKV + here, DQKV + here
+    sums = SUMS + ((b * tl.num_programs(0) + tile) * 2 + part) * P
+    if part == 0:
+        backward_of(DQ, Q_WEIGHT, ROTATIONS, sums, source, target, b, t, q_batch, q_token, L, K, P, EPS, BLOCK_L)
+    elif part == 1:
+        backward_of(DK, K_WEIGHT, ROTATIONS, sums, source, target, b, t, k_batch, k_token, L, K, P, EPS, BLOCK_L)
+    else:
+        backward_of(DV, None, None, sums, source, target, b, t, v_batch, v_token, L, K, P, EPS, BLOCK_L)
+
+
+def shape_of(qkv: Tensor, eps: float) -> dict[str, float | int]:
+    _, length, _, heads, head_dim = qkv.shape
+    block = max(1, ELEMENTS // head_dim)
+    return {"L": length, "K": heads, "P": head_dim, "EPS": eps, "BLOCK_L": block, "num_warps": WARPS}
+
+
+def launch_forward(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, rotations: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, (B, L, K, P)."""
+    how = shape_of(qkv, eps)
+    q, k = (qkv.new_empty(qkv.shape[0], qkv.shape[1], *qkv.shape[3:]) for _ in range(2))
+    grid = (triton.cdiv(qkv.shape[1], how["BLOCK_L"]), 2, qkv.shape[0])
+    qk_rope_kernel[grid](qkv, q_weight, k_weight, rotations, q, k, **how)
+    return q, k
+
+
+def launch_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    rotations: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of qkv, and those of both weights (2, P) in fp32."""
+    how, dqkv = shape_of(qkv, eps), qkv.new_empty(qkv.shape)
+    tiles = triton.cdiv(qkv.shape[1], how["BLOCK_L"])
+    make = qkv.new_zeros if q_weight is None else qkv.new_empty
+    sums = make(qkv.shape[0], tiles, 2, qkv.shape[4], dtype=torch.float32)
+    strides = [stride for d in (dq, dk, dv) for stride in d.stride()[:2]]
+    qk_rope_backward_kernel[(tiles, 3, qkv.shape[0])](
+        dq, dk, dv, qkv, q_weight, k_weight, rotations, dqkv, sums, *strides, **how
+    )
+    return dqkv, sums.sum((0, 1))

@@ -1,0 +1,91 @@
+"""The product of a gated unit, `silu(gate)·value` (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+`silu_product` is the definition, in PyTorch; `fused_swiglu` the same of the two halves of one projection, as one
+operator whose backward pass writes one gradient of both: Triton on a GPU (swiglu_triton.py), plain PyTorch elsewhere.
+
+Letters: B samples, L tokens, H hidden channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from accel.kernels.checks import refuse_empty, refuse_second_order
+from accel.kernels.operator import register
+from accel.kernels.upcast import upcast
+
+
+class SiluProduct(torch.autograd.Function):
+    """`silu(gate)·value`; autograd itself would keep silu(gate) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, value)
+        return F.silu(gate) * value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, value = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * value, gate), grads[0] * F.silu(gate)
+
+
+def silu_product(gate: Float[Tensor, "B L H"], value: Float[Tensor, "B L H"]) -> Float[Tensor, "B L H"]:
+    """`silu(gate)·value`, which keeps its two factors only.
+
+    A compiler decides itself what to keep; PyTorch 2.11 would not recompute the function under checkpointing.
+    """
+    return F.silu(gate) * value if torch.compiler.is_compiling() else SiluProduct.apply(gate, value)
+
+
+def forward_reference(joined: Tensor) -> Tensor:
+    gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
+    return (F.silu(gate) * value).to(joined.dtype)
+
+
+def backward_reference(dh: Tensor, joined: Tensor) -> Tensor:
+    """The gradient of both halves."""
+    gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
+    dgate = torch.ops.aten.silu_backward(upcast(dh) * value, gate)
+    return torch.cat((dgate, upcast(dh) * F.silu(gate)), dim=-1).to(joined.dtype)
+
+
+def forward_fake(joined: Tensor) -> Tensor:
+    return joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
+
+
+def backward_fake(dh: Tensor, joined: Tensor) -> Tensor:
+    return joined.new_empty(joined.shape)
+
+
+register("swiglu(Tensor joined) -> Tensor", forward_reference, forward_fake, "swiglu_triton.launch_forward")
+register(
+    "swiglu_backward(Tensor dh, Tensor joined) -> Tensor",
+    backward_reference,
+    backward_fake,
+    "swiglu_triton.launch_backward",
+)
+
+
+class FusedSwiglu(torch.autograd.Function):
+    """The operators as one differentiable function."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor) -> Tensor:
+        ctx.save_for_backward(joined)
+        return torch.ops.fastlatent.swiglu(joined)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        refuse_second_order()
+        return torch.ops.fastlatent.swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)
+
+
+def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
+    """`silu_product` of the first and the second half of the channels. ValueError for an empty tensor."""
+    refuse_empty("swiglu", joined)
+    return FusedSwiglu.apply(joined.contiguous())

@@ -1,0 +1,67 @@
+"""Triton kernels of `swiglu`: one pass forward, one backward, over tiles of rows and channels.
+
+Letters: H hidden channels; rows are the tokens of all samples.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_R, BLOCK_H, WARPS = 8, 256, 4
+
+
+@triton.jit
+def tile_of(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Rows and channels of this program's tile, and which of them there are; neighbours in a row run one after the
+    other."""
+    across = tl.cdiv(H, BLOCK_H)
+    r = (tl.program_id(0) // across).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = (tl.program_id(0) % across) * BLOCK_H + tl.arange(0, BLOCK_H)
+    return r[:, None], c[None, :], (r < rows)[:, None] & (c < H)[None, :]
+
+
+@triton.jit
+def swiglu_kernel(JOINED, OUT, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    r, c, mask = tile_of(rows, H, BLOCK_R, BLOCK_H)
+    gate = tl.load(JOINED + r * (2 * H) + c, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(JOINED + r * (2 * H) + H + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + r * H + c, (gate * tl.sigmoid(gate) * value).to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_backward_kernel(DH, JOINED, DJOINED, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    r, c, mask = tile_of(rows, H, BLOCK_R, BLOCK_H)
+    gate = tl.load(JOINED + r * (2 * H) + c, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(JOINED + r * (2 * H) + H + c, mask=mask, other=0.0).to(tl.float32)
+    dh = tl.load(DH + r * H + c, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    dgate = dh * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    kind = DJOINED.dtype.element_ty
+    tl.store(DJOINED + r * (2 * H) + c, dgate.to(kind), mask=mask)
+    tl.store(DJOINED + r * (2 * H) + H + c, (dh * gate * sigmoid).to(kind), mask=mask)
+
+
+def grid_of(joined: Tensor) -> tuple[int, dict[str, int], tuple[int]]:
+    """Rows, constants and programs of a launch."""
+    hidden = joined.shape[-1] // 2
+    rows = joined.numel() // (2 * hidden)
+    how = {"H": hidden, "BLOCK_R": BLOCK_R, "BLOCK_H": BLOCK_H, "num_warps": WARPS}
+    return rows, how, (triton.cdiv(rows, BLOCK_R) * triton.cdiv(hidden, BLOCK_H),)
+
+
+def launch_forward(joined: Tensor) -> Tensor:
+    rows, how, grid = grid_of(joined)
+    out = joined.new_empty(*joined.shape[:-1], how["H"])
+    swiglu_kernel[grid](joined, out, rows, **how)
+    return out
+
+
+def launch_backward(dh: Tensor, joined: Tensor) -> Tensor:
+    rows, how, grid = grid_of(joined)
+    djoined = joined.new_empty(joined.shape)
+    swiglu_backward_kernel[grid](dh, joined, djoined, rows, **how)
+    return djoined
