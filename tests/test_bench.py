@@ -268,10 +268,10 @@ def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
 
 def test_operators_are_measured_beside_their_definitions(tmp_path):
     found = result("kernels", tmp_path, "inductor=false")
-    assert len(found) == 4 * 3 * 2
+    assert len(found) == 7 * 3 * 2
     assert "bidirectional_ssd, gated fused, both passes" in found
     measured = [entry for entry in found.values() if "reason" not in entry]
-    assert len(measured) == 4 * 2  # a CPU has no fused ones
+    assert len(measured) == 7 * 2  # a CPU has no fused ones
     assert all(entry["us"] > 0 and entry["gb_s"] > 0 and entry["speed"] == 1 for entry in measured)
     assert kernels.bars(measured)[1] == []  # the definition beside itself
     op = next(op for op in kernels.operators("tiny", CPU) if op.name == "local_mix")

@@ -20,9 +20,9 @@ from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd
-from accel.kernels.swiglu import fused_swiglu, silu_product
+from accel.kernels.swiglu import fused_swiglu
 from models.mixers.attention import axial_rotations
-from scripts.bench.kernels import mixed_ssd
+from scripts.bench.kernels import mixed_ssd, swiglu
 from scripts.bench.peers import ssd_by_mamba
 from training.config.compose import ROOT
 
@@ -76,7 +76,7 @@ def gated_norm_case(seed, dtype):
 def swiglu_case(seed, dtype):
     draw = random.Random(seed)
     L, H = draw.choice([1, 63, 256]), draw.choice([96, 1024, 2736])
-    return [cuda(3, L, 2 * H, dtype=dtype)], fused_swiglu, lambda t: silu_product(*t.chunk(2, -1))
+    return [cuda(3, L, 2 * H, dtype=dtype)], fused_swiglu, swiglu
 
 
 def qk_rope_case(seed, dtype):

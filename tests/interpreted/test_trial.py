@@ -27,7 +27,7 @@ def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
         use = recorded(model, lambda: model(torch.zeros(2, 1, 8, 8), t, labels))[-1]
     assert use.inputs[0][2] == {"fp16": "float16", "fp32": "float32"}[precision]
     assert use.inputs[2][2] == "float32"
-    of_family = [key for key in OPERATORS if switches([use.block], key)]
+    of_family = [key for key in OPERATORS if switches(use.block, key)]
     for keys in (*([key] for key in of_family), of_family):
         comparing, inputs = Comparing(), random_inputs(use.inputs, 3, CPU, seed=1)
         for key in of_family:
