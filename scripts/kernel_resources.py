@@ -52,6 +52,8 @@ class Case(NamedTuple):
     """It turns a layout round, so its loads cannot be wide."""
     quick: bool = False
     """A common size: checked in every run of the tests."""
+    most_registers: int | None = None
+    """What the launch allows a thread; None: as many as there are."""
 
 
 class Resources(NamedTuple):
@@ -83,7 +85,7 @@ def measure(case: Case, architecture: int) -> Resources:
     # Pointers and sizes are multiples of 16 in every shipped shape, and Triton specialises on that.
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=divisible)
-    options = {"num_warps": case.warps, "num_stages": case.stages}
+    options = {"num_warps": case.warps, "num_stages": case.stages, "maxnreg": case.most_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     usage, code = disassembled(compiled.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
@@ -169,24 +171,23 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
         sizes = sizes_of_scan(length, head_dim, state_dim) | {"PRECISION": "tf32"}
         for part, kernel in kernels.items():
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
-            block, warps = ssd.configuration(part, head_dim, state_dim, architecture)
+            block, warps, most = ssd.configuration(part, length, head_dim, state_dim, architecture)
             constants = sizes | {"BLOCK": block}
+            case = Case(name, kernel, types, constants, warps, 2, multiplies=True, quick=quick, most_registers=most)
             if part == "forward":
-                gated = constants | {"EPS": 1e-6}
-                yield Case(f"{name}, gated", kernel, types, gated, warps, stages=2, multiplies=True, quick=quick)
+                yield case._replace(name=f"{name}, gated", constants=constants | {"EPS": 1e-6})
                 constants |= NO_GATE
             for where, more in PARTS_OF.get(part, WHOLE):
-                case = Case(f"{name}{where}", kernel, types, constants | more, warps, stages=2)
-                yield case._replace(multiplies=True, quick=quick)
+                yield case._replace(name=f"{name}{where}", constants=constants | more)
     full = {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
     for size in (64, 128):
         for part, kernel in kernels.items():
-            block, warps = ssd.configuration(part, size, size, architecture, fp32=True)
+            block, warps, most = ssd.configuration(part, 256, size, size, architecture, fp32=True)
             sizes = sizes_of_scan(256, size, size) | {"PRECISION": "ieee", "BLOCK": block}
             constants = sizes | (NO_GATE if part == "forward" else {})
             for where, more in PARTS_OF.get(part, WHOLE):
                 name = f"ssd {part} L=256 P={size} N={size} fp32{where}"
-                yield Case(name, kernel, full, constants | more, warps, stages=2)
+                yield Case(name, kernel, full, constants | more, warps, stages=2, most_registers=most)
     for kernel, way in ((prelude.ssd_decays_kernel, ""), (prelude.ssd_decays_backward_kernel, ", backward")):
         shape = prelude.tile(24, 256)
         yield Case(f"ssd decays L=256{way}", kernel, types, shape, prelude.WARPS, narrow_loads=True, quick=True)

@@ -24,9 +24,7 @@ def of_model(*words: str):
     return composed, lambda: build(composed.model, "model", **LATENTS)
 
 
-@pytest.mark.parametrize(
-    ("name", "megabytes"), [("mamba_b", 5.0), ("ssd_mlp_b", 8.1), ("conv_b", 8.5), ("dit_b", 8.7)]
-)
+@pytest.mark.parametrize(("name", "megabytes"), [("mamba_b", 5.0), ("ssd_mlp_b", 8.1), ("conv_b", 8.5), ("dit_b", 8.7)])
 def test_a_block_keeps_no_more_for_its_backward_pass(name, megabytes):
     """A sample's share, with the fused operators on, under bf16 autocast, at 256 tokens."""
     kept = count(of_model(f"model={name}")[1]).kept / 1e6

@@ -52,7 +52,7 @@ def ssd_dx_kernel(
     j0 = tile * BLOCK
     r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
     j = j0 + r
-    inside = j < L
+    inside = (j < L) | (L % BLOCK == 0)  # L is a constant: tiles that are all full need no mask
     X += b * x_batch + k * P
     DY += b * L * K * P + k * P
     B_IN += b * b_batch
@@ -68,26 +68,25 @@ def ssd_dx_kernel(
     g = tl.zeros([BLOCK, P], tl.float32)
     if j0 + BLOCK < L:
         pivot = tl.load(SUMS + ahead + j0 + BLOCK - 1)
+        own_ahead = tl.exp2(tl.minimum(pivot - sum_ahead, 0.0)) * step_ahead
         for i0 in range(j0 + BLOCK, L, BLOCK):
             i = i0 + r
-            there = i < L
+            there = (i < L) | (L % BLOCK == 0)
             c_t = tl.load(C_OUT + i[None, :] * c_token + n[:, None], mask=there[None, :], other=0.0)
             dy = tl.load(DY + i[:, None] * (K * P) + p[None, :], mask=there[:, None], other=0.0)
             weight = tl.exp2(tl.minimum(tl.load(SUMS + ahead + i, mask=there, other=0.0) - pivot, 0.0))
-            m = tl.dot(b_ahead, c_t, input_precision=PRECISION) * weight[None, :]
+            m = tl.dot(b_ahead, c_t, input_precision=PRECISION) * weight[None, :] * own_ahead[:, None]
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
-        g = g * (tl.exp2(tl.minimum(pivot - sum_ahead, 0.0)) * step_ahead)[:, None]
     if j0 > 0:
         pivot = tl.load(SUMS + behind + j0)
-        u = tl.zeros([BLOCK, P], tl.float32)
+        own_behind = tl.exp2(tl.minimum(pivot - sum_behind, 0.0)) * step_behind
         for i0 in range(0, j0, BLOCK):
             i = i0 + r
             c_t = tl.load(C_OUT + N + i[None, :] * c_token + n[:, None])
             dy = tl.load(DY + i[:, None] * (K * P) + p[None, :])
             weight = tl.exp2(tl.minimum(tl.load(SUMS + behind + i) - pivot, 0.0))
-            m = tl.dot(b_behind, c_t, input_precision=PRECISION) * weight[None, :]
-            u = tl.dot(m.to(dy.dtype), dy, u, input_precision=PRECISION)
-        g += u * (tl.exp2(tl.minimum(pivot - sum_behind, 0.0)) * step_behind)[:, None]
+            m = tl.dot(b_behind, c_t, input_precision=PRECISION) * weight[None, :] * own_behind[:, None]
+            g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
     c_behind = tl.load(C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
     dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
@@ -101,8 +100,8 @@ def ssd_dx_kernel(
     m = m * tl.exp2(tl.minimum(exponent, 0.0))
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     g += dy.to(tl.float32) * tl.load(D + k)
-    out = b * dx_batch + j[:, None] * dx_token + k * P + p[None, :]
-    tl.store(DX + out, g.to(DX.dtype.element_ty), mask=inside[:, None])
+    DX += b * dx_batch + k * P
+    tl.store(DX + j[:, None] * dx_token + p[None, :], g.to(DX.dtype.element_ty), mask=inside[:, None])
     x = tl.load(X + j[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     tl.store(DD + (b * K + k) * tl.num_programs(0) + tile, tl.sum(x * dy.to(tl.float32)))
 
@@ -146,7 +145,7 @@ def ssd_ds_kernel(
         j_tile += (j_tile >= i_tile).to(tl.int32)
     r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
     i, j = i_tile * BLOCK + r, j_tile * BLOCK + r
-    i_in, j_in = i < L, j < L
+    i_in, j_in = (i < L) | (L % BLOCK == 0), (j < L) | (L % BLOCK == 0)
     X += b * x_batch
     DY += b * L * K * P
     B_IN += b * b_batch
@@ -178,14 +177,13 @@ def ssd_ds_kernel(
             other_step = tl.load(STEPS + behind + j, mask=j_in, other=0.0)
             exponent = tl.where(lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :])
             g = g * tl.exp2(tl.minimum(exponent, 0.0))
-            q = g * scores
-            q_ahead = tl.where(lower, q, 0.0)
-            q_behind = tl.where(lower, 0.0, q)
-            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q_ahead * step[None, :], 1), mask=i_in)
-            tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q_ahead, 0), mask=j_in)
-            tl.store(ROWS_BEHIND + head * L + i, tl.sum(q_behind * other_step[None, :], 1), mask=i_in)
-            tl.store(COLUMNS_BEHIND + head * L + j, tl.sum(q_behind, 0), mask=j_in)
             ds += g * tl.where(lower, step[None, :], other_step[None, :])
+            g = g * scores
+            tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(tl.where(lower, g, 0.0), 0), mask=j_in)
+            tl.store(COLUMNS_BEHIND + head * L + j, tl.sum(tl.where(lower, 0.0, g), 0), mask=j_in)
+            g = g * tl.where(lower, step[None, :], other_step[None, :])
+            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(tl.where(lower, g, 0.0), 1), mask=i_in)
+            tl.store(ROWS_BEHIND + head * L + i, tl.sum(tl.where(lower, 0.0, g), 1), mask=i_in)
         else:
             edge = tl.where(direction == 0, j_tile * BLOCK + BLOCK - 1, j_tile * BLOCK)
             pivot = tl.load(SUMS + own + edge)
@@ -196,7 +194,8 @@ def ssd_ds_kernel(
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)
             ds += g * step[None, :]
     # dS of both directions: (B, 2, L, L), each zero where the other one rules.
-    out = b * 2 * L * L + i[:, None] * L + j[None, :]
+    DS += b * 2 * L * L
+    out = i[:, None] * L + j[None, :]
     mask = i_in[:, None] & j_in[None, :]
     kind = DS.dtype.element_ty
     tl.store(DS + out, tl.where(lower, ds, 0.0).to(kind), mask=mask)

@@ -7,7 +7,8 @@ log2 (ssd_decays.py):
                             exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·step⁻_j  for i < j
 
 Exponents are split at a pivot between the tiles, exp2(s_i - p)·exp2(p - s_j): both are ≤ 0 and clamped, nothing
-overflows, and a tile needs one exp2 a row and one a column. Only the tile on the diagonal takes one an element.
+overflows, and a tile needs one exp2 a row and one a column. Only the tile on the diagonal takes one an element, for
+each direction. All tiles add to one accumulator: two, each scaled at its end, would take a quarter more registers.
 
 The backward pass is in bidirectional_ssd_backward_triton.py.
 
@@ -56,7 +57,7 @@ def ssd_kernel(
     i0, k, b = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2).to(tl.int64)
     r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
     i = i0 + r
-    inside = i < L
+    inside = (i < L) | (L % BLOCK == 0)  # L is a constant: tiles that are all full need no mask
     X += b * x_batch + k * P
     B_IN += b * b_batch
     C_OUT += b * c_batch
@@ -67,80 +68,82 @@ def ssd_kernel(
     y = tl.zeros([BLOCK, P], tl.float32)
     if i0 > 0:
         pivot = tl.load(SUMS + ahead + i0 - 1)
+        own_ahead = tl.exp2(tl.minimum(sum_ahead - pivot, 0.0))
         for j0 in range(0, i0, BLOCK):
             j = j0 + r
             b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None])
             x = tl.load(X + j[:, None] * x_token + p[None, :])
             weight = tl.exp2(tl.minimum(pivot - tl.load(SUMS + ahead + j), 0.0)) * tl.load(STEPS + ahead + j)
-            m = tl.dot(c_ahead, b_t, input_precision=PRECISION) * weight[None, :]
+            m = tl.dot(c_ahead, b_t, input_precision=PRECISION) * weight[None, :] * own_ahead[:, None]
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
-        y = y * tl.exp2(tl.minimum(sum_ahead - pivot, 0.0))[:, None]
     # What the second half needs is loaded only here: fewer registers in the first.
     sum_behind = tl.load(SUMS + behind + i, mask=inside, other=0.0)
     c_behind = tl.load(C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0)
     if i0 + BLOCK < L:
         pivot = tl.load(SUMS + behind + i0 + BLOCK)
-        u = tl.zeros([BLOCK, P], tl.float32)
+        own_behind = tl.exp2(tl.minimum(sum_behind - pivot, 0.0))
         for j0 in range(i0 + BLOCK, L, BLOCK):
             j = j0 + r
-            there = j < L
+            there = (j < L) | (L % BLOCK == 0)
             b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=there[None, :], other=0.0)
             x = tl.load(X + j[:, None] * x_token + p[None, :], mask=there[:, None], other=0.0)
             sums = tl.load(SUMS + behind + j, mask=there, other=0.0)
             weight = tl.exp2(tl.minimum(pivot - sums, 0.0)) * tl.load(STEPS + behind + j, mask=there, other=0.0)
-            m = tl.dot(c_behind, b_t, input_precision=PRECISION) * weight[None, :]
-            u = tl.dot(m.to(x.dtype), x, u, input_precision=PRECISION)
-        y += u * tl.exp2(tl.minimum(sum_behind - pivot, 0.0))[:, None]
-    b_ahead = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
-    b_behind = tl.load(B_IN + N + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
+            m = tl.dot(c_behind, b_t, input_precision=PRECISION) * weight[None, :] * own_behind[:, None]
+            y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
     x = tl.load(X + i[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
-    step_ahead = tl.load(STEPS + ahead + i, mask=inside, other=0.0)
-    step_behind = tl.load(STEPS + behind + i, mask=inside, other=0.0)
     lower = r[:, None] >= r[None, :]
-    exponent = tl.where(lower, sum_ahead[:, None] - sum_ahead[None, :], sum_behind[:, None] - sum_behind[None, :])
-    m = tl.where(
-        lower,
-        tl.dot(c_ahead, b_ahead, input_precision=PRECISION) * step_ahead[None, :],
-        tl.dot(c_behind, b_behind, input_precision=PRECISION) * step_behind[None, :],
-    )
-    m = m * tl.exp2(tl.minimum(exponent, 0.0))
-    y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
+    b_t = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
+    step = tl.load(STEPS + ahead + i, mask=inside, other=0.0)
+    decay = tl.exp2(tl.minimum(sum_ahead[:, None] - sum_ahead[None, :], 0.0)) * step[None, :]
+    m_ahead = tl.where(lower, tl.dot(c_ahead, b_t, input_precision=PRECISION) * decay, 0.0).to(x.dtype)
+    b_t = tl.load(B_IN + N + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
+    step = tl.load(STEPS + behind + i, mask=inside, other=0.0)
+    decay = tl.exp2(tl.minimum(sum_behind[:, None] - sum_behind[None, :], 0.0)) * step[None, :]
+    m_behind = tl.where(lower, 0.0, tl.dot(c_behind, b_t, input_precision=PRECISION) * decay).to(x.dtype)
+    y = tl.dot(m_ahead + m_behind, x, y, input_precision=PRECISION)
     y += x.to(tl.float32) * tl.load(D + k)
-    out = (b * L + i[:, None]) * (K * P) + k * P + p[None, :]
-    tl.store(Y + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
+    out = i[:, None] * (K * P) + p[None, :]
+    tl.store(Y + b * L * K * P + k * P + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
     if H is not None:
-        z = tl.load(Z + b * z_batch + k * P + i[:, None] * z_token + p[None, :], mask=inside[:, None], other=0.0)
-        gate = z.to(tl.float32)
+        of_z = i[:, None] * z_token + p[None, :]
+        gate = tl.load(Z + b * z_batch + k * P + of_z, mask=inside[:, None], other=0.0).to(tl.float32)
         gated = y * gate * tl.sigmoid(gate)
         rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
         norm = tl.load(NORM + k * P + p).to(tl.float32)
-        tl.store(H + out, (gated * rstd[:, None] * norm[None, :]).to(H.dtype.element_ty), mask=inside[:, None])
+        h = (gated * rstd[:, None] * norm[None, :]).to(H.dtype.element_ty)
+        tl.store(H + b * L * K * P + k * P + out, h, mask=inside[:, None])
 
 
 def configuration(
-    part: str, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
-) -> tuple[int, int]:
-    """Tokens a tile and warps, by compute capability, so that nothing spills (scripts/kernel_resources.py).
+    part: str, length: int, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
+) -> tuple[int, int, int | None]:
+    """Tokens a tile, warps, and registers a thread (None: the compiler's choice), by compute capability, so that
+    nothing spills and as many programs as can be share a processor (scripts/kernel_resources.py).
 
     `part` is forward, dx or ds. fp32 products take far more registers. Not tuned for speed yet: no GPU was at hand.
     """
     little = capability < 90 or capability >= 120  # shared memory
+    large = max(head_dim, state_dim) > 64
     if fp32:
-        return (32, 8) if part == "ds" and not little else (16, 4 if max(head_dim, state_dim) <= 64 else 8)
+        block = 32 if part == "ds" and not little else 16
+        warps = 8 if block == 32 or large or part == "forward" else 4
+        return block, warps, 128 if warps == 8 and part != "forward" else None  # else it spills for a third program
     if little:
-        return 32, 8 if part == "ds" and max(head_dim, state_dim) > 64 else 4
-    if capability >= 100 or part == "ds":
-        return 64, 8
-    return 64, 4 if max(head_dim, state_dim) <= 64 else 8
+        return 32, 8 if part == "ds" and large else 4, None
+    if capability >= 100 or part == "ds" or large:
+        return 64, 8, None
+    return 64, 4, 168 if part == "forward" and length % 64 == 0 else None  # a third program, and nothing spills
 
 
-def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str]:
+def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
     """Constants and options of a launch."""
     capability = 90
     if x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
         capability = 10 * major + minor
-    block, warps = configuration(part, x.shape[3], B_in.shape[3], capability, x.dtype == torch.float32)
+    of_x = (x.shape[1], x.shape[3])
+    block, warps, registers = configuration(part, *of_x, B_in.shape[3], capability, x.dtype == torch.float32)
     highest = not x.is_cuda or torch.get_float32_matmul_precision() == "highest"
     return {
         "L": x.shape[1],
@@ -151,6 +154,7 @@ def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str]:
         "PRECISION": "ieee" if highest else "tf32",
         "num_warps": warps,
         "num_stages": 2,
+        "maxnreg": registers,
     }
 
 

@@ -68,7 +68,7 @@ def test_any_size(head_dim, state_dim, poison):
 
 @pytest.mark.parametrize("block", [32, 64])
 def test_other_tiles(block, poison, monkeypatch):
-    monkeypatch.setattr(kernels, "configuration", lambda *a: (block, 4))
+    monkeypatch.setattr(kernels, "configuration", lambda *a: (block, 4, None))
     check(inputs(100), poison)
 
 
