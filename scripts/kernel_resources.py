@@ -125,6 +125,7 @@ def cases(architecture: int) -> Iterator[Case]:
     """Every kernel in every configuration that is shipped for an architecture."""
     yield from add_norm_cases()
     yield from ssd_cases(architecture)
+    yield from chunked_ssd_cases()
     yield from local_mix_cases()
     yield from gated_norm_cases()
     yield from swiglu_cases()
@@ -193,6 +194,28 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
         yield Case(f"ssd decays L=256{way}", kernel, types, shape, prelude.WARPS, narrow_loads=True, quick=True)
     decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256, "LN2": LN2}
     yield Case("ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
+
+
+def chunked_ssd_cases() -> Iterator[Case]:
+    """Chunks of 256 tokens; forward reads into y, backward takes products with its gradient."""
+    from accel.kernels import chunked_ssd_triton as between
+
+    types: dict[str, str] = dict.fromkeys(("X", "GROUPS", "INSIDE", "OTHER"), "*bf16")
+    types |= dict.fromkeys(("STATES", "WEIGHTS", "DOTS"), "*fp32") | {"OUT": "*bf16"}
+    full = {name: "*fp32" for name in types}
+    read = between.ssd_read_kernel
+    kernels = (("states", between.ssd_states_kernel, {}), ("read", read, {"OTHER": None, "DOTS": None}))
+    kernels += (("read, products", read, {"INSIDE": None}), ("groups", between.ssd_groups_kernel, {}))
+    for size, fp32 in ((64, False), (128, False), (64, True), (128, True)):
+        sizes: dict[str, Any] = sizes_of_scan(256, size, size)
+        sizes |= {"g_token": sizes["x_token"], "g_batch": sizes["x_batch"], "o_token": 24 * size}
+        block, block_n, warps = between.configuration(size, size, fp32)
+        sizes |= {"o_batch": 256 * 24 * size, "T": 256, "BLOCK": block, "BLOCK_N": block_n}
+        sizes["PRECISION"] = "ieee" if fp32 else "tf32"
+        for part, kernel, more in kernels:
+            name, quick = f"ssd {part} T=256 P={size} N={size}{' fp32' if fp32 else ''}", size == 64 and not fp32
+            case = Case(name, kernel, full if fp32 else types, sizes | more, warps, stages=2, quick=quick)
+            yield case._replace(multiplies=not fp32)
 
 
 def sizes_of_scan(length: int, head_dim: int, state_dim: int) -> dict[str, int]:

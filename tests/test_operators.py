@@ -213,6 +213,11 @@ def test_the_scans_operators_are_well_formed():
     torch.library.opcheck(ops.ssd.default, arguments, test_utils=CHECKS)
     torch.library.opcheck(ops.ssd_gated.default, (*arguments, z, weight, 1e-6), test_utils=CHECKS)
     torch.library.opcheck(ops.ssd_backward.default, (x, *arguments), test_utils=CHECKS)
+    torch.library.opcheck(ops.ssd_states.default, (x, B_in, arguments[1]), test_utils=CHECKS)
+    states = ops.ssd_states(x, B_in, arguments[1])
+    for more in ((x, None), (None, x)):
+        torch.library.opcheck(ops.ssd_read.default, (states, C_out, arguments[1], *more), test_utils=CHECKS)
+    torch.library.opcheck(ops.ssd_groups.default, (states, x, arguments[1]), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize(("grid", "taps"), [((3, 4), (3, 3)), ((1, 12), (1, 7)), ((12, 1), (3, 3))])

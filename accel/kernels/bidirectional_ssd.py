@@ -13,8 +13,6 @@ shared by all heads and called `B_in` and `C_out`. Inside: S pieces of T tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -86,26 +84,15 @@ def within(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, 
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
 
-def chunked(
-    x: Tensor,
-    steps: Tensor,
-    sums: Tensor,
-    B_in: Tensor,
-    C_out: Tensor,
-    D: Tensor,
-    inside_of: Callable[..., Tensor] = within,
-) -> Tensor:
-    """Quadratic inside chunks; between them a state (N, P) a head is carried in each direction.
-
-    `inside_of` is what computes the inside: `within`, or an operator that equals it.
-    """
+def chunked(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+    """Quadratic inside chunks; between them a state (N, P) a head is carried in each direction."""
     (batch, length), chunk = x.shape[:2], steps.shape[-1]
     if length == chunk:
-        return inside_of(x, steps, sums, B_in, C_out, D)
+        return within(x, steps, sums, B_in, C_out, D)
     if pad := -length % chunk:
         x, B_in, C_out = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (x, B_in, C_out))
     x, B_in, C_out = (t.unflatten(1, (-1, chunk)) for t in (x, B_in, C_out))
-    inside = inside_of(x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D)
+    inside = within(x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D)
     y = upcast(inside).unflatten(0, (batch, -1))
     steps_of, sums_of = (t.unflatten(0, (batch, -1)).unbind(2) for t in (steps, sums))  # 2 × (B, chunks, K, T)
     for i in (0, 1):
@@ -123,12 +110,18 @@ def carried(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor,
     whole = sums[..., 0] if backward else sums[..., -1]  # the decay over all of a chunk, (B, C, K)
     to_edge = (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps
     left = (B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)).unflatten(-1, heads_of)
-    decays, left = (t.unbind(1) for t in (whole.exp2()[:, :, None, :, None], left))
-    states = [torch.zeros_like(left[0], dtype=sums.dtype)]
-    for own, decay in list(zip(left, decays, strict=True))[:: -1 if backward else 1][:-1]:
+    states = arriving(left, whole.exp2()[:, :, None, :, None], backward).to(x.dtype)
+    return upcast((C_out @ states.flatten(3)).unflatten(-1, heads_of)) * sums.exp2().mT.unsqueeze(-1)
+
+
+def arriving(left: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool) -> Tensor:
+    """The state that arrives at each chunk, in the dtype of `decays`: the sum of what the chunks before it (after it,
+    if `backward`) have left, decayed by those between."""
+    order = -1 if backward else 1
+    states = [torch.zeros_like(left[:, 0], dtype=decays.dtype)]
+    for own, decay in list(zip(left.unbind(1), decays.unbind(1), strict=True))[::order][:-1]:
         states.append(states[-1] * decay + own)
-    arriving = torch.stack(states[:: -1 if backward else 1], dim=1).to(x.dtype)  # (B, C, N, K, P)
-    return upcast((C_out @ arriving.flatten(3)).unflatten(-1, heads_of)) * sums.exp2().mT.unsqueeze(-1)
+    return torch.stack(states[::order], dim=1)
 
 
 def bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.checks import refuse_empty, refuse_second_order
+from accel.kernels.chunked_ssd import between_chunks, cut
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import heads_together, register
 from accel.kernels.ssd_decays import fused_ssd_decays
@@ -188,7 +189,7 @@ def fused_bidirectional_ssd(
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
     """`bidirectional_ssd` in two launches up to 512 tokens, gate and norm included; beyond, the operator inside chunks
-    of 256, matrix products of PyTorch between them, and gate and norm in a launch of their own.
+    of 256, one for what they leave, one for what they read, and gate and norm in a launch of their own.
 
     ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
     they lie, without a copy.
@@ -199,7 +200,7 @@ def fused_bidirectional_ssd(
     steps, sums = fused_ssd_decays(dt, dt_bias, A_log, x.shape[1] if whole else definition.CHUNK)
     inputs = (x, steps, sums, B_in, C_out, upcast(D))
     if not whole:
-        y = definition.chunked(*inputs, inside)
+        y = chunked(*inputs)
         return y if z is None else fused_gated_norm(y, z, definition.gate_weight(norm_weight), eps)
     if z is None:
         return inside(*inputs)
@@ -213,6 +214,14 @@ def check_sizes(head_dim: int, state_dim: int) -> None:
             f"runtime.fused_scan=true takes head_dim and state_dim of {', '.join(map(str, SIZES))}, and got "
             f"{head_dim} and {state_dim}; choose such sizes, or runtime.fused_scan=false."
         )
+
+
+def chunked(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+    """`bidirectional_ssd.chunked` on operators."""
+    (batch, length), chunk = x.shape[:2], steps.shape[-1]
+    x, B_in, C_out = (cut(t, chunk) for t in (x, B_in, C_out))
+    y = between_chunks(inside(x, steps, sums, B_in, C_out, D), x, steps, sums, B_in, C_out, batch)
+    return y.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
 
 
 def inside(*inputs: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ import torch
 
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels import bidirectional_ssd_triton as kernels
+from accel.kernels import chunked_ssd_triton as between
 from accel.kernels import ssd_decays_triton as decays
 from accel.kernels.bidirectional_ssd_backward_triton import launch_backward
+from accel.kernels.chunked_ssd import groups_reference, read_reference, states_reference
 from accel.kernels.fused_ssd import slices_of
 from accel.kernels.ssd_decays import ssd_decays
 from tests.interpreted.conftest import assert_near
@@ -110,16 +112,31 @@ def test_tokens_far_apart(poison):
     check(values, poison)
 
 
-@pytest.mark.parametrize("length", [600, 1024])
-def test_between_chunks(length, poison):
-    """Two levels: the kernels inside chunks, products of PyTorch between them."""
-    values = inputs(length, batch=1, heads=1, decay=0.05)[:7]
-    exact = definition.bidirectional_ssd(*(t.double() for t in values))
-    x, dt, dt_bias, A_log, *rest = values
+SIZES = [(256, 2, 64, 64), (100, 3, 16, 32), (7, 1, 32, 16)]
+
+
+@pytest.mark.parametrize(("length", "heads", "head_dim", "state_dim"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_between_chunks(length, heads, head_dim, state_dim, dtype, poison):
+    """What chunks leave, what is read of it, and the gradient of B and C; x and B are slices."""
+    torch.manual_seed(0)
+    inner = heads * head_dim
+    joined = torch.randn(3, length, inner + 2 * state_dim).to(dtype)
+    x, groups = joined[..., :inner].unflatten(-1, (heads, -1)), joined[..., inner:].unflatten(-1, (2, -1))
+    weights, inside = torch.rand(3, 2, heads, length), torch.randn(3, length, heads, head_dim).to(dtype)
+    given = torch.randn(3, 2, heads, state_dim, head_dim)
+    exact = {name: t.double() for name, t in (("x", x), ("g", groups), ("w", weights), ("i", inside), ("s", given))}
     poison()
-    steps, sums = decays.launch_forward(dt, dt_bias, A_log, definition.CHUNK)
-    y = definition.chunked(x, steps, sums, *rest, kernels.launch_forward)
-    assert_near(y, exact.float(), torch.float32, 4.0)
+    states = between.launch_states(x, groups, weights)
+    assert_near(states, states_reference(exact["x"], exact["g"], exact["w"]).float(), dtype)
+    for more in ((inside, None), (None, x)):
+        out, dots = between.launch_read(given, groups, weights, *more)
+        arguments = (exact["s"], exact["g"], exact["w"], *(None if t is None else t.double() for t in more))
+        expected, expected_dots = read_reference(*arguments)
+        assert_near(out, expected.to(dtype), dtype)
+        assert_near(dots, expected_dots.float(), dtype)
+    found = between.launch_groups(given, x, weights)
+    assert_near(found, groups_reference(exact["s"], exact["x"], exact["w"]).to(dtype), dtype)
 
 
 @pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 100), (300, 256), (513, 256)])

@@ -1,0 +1,158 @@
+"""The scan of long sequences on fused operators: quadratic inside chunks, and states that go from chunk to chunk.
+
+`chunked` (bidirectional_ssd.py) is the definition of all of it. Here the inside is an operator, and so are what a chunk
+leaves, `ssd_states`, and what its tokens read of a state, `ssd_read`: each the other's backward pass, with `ssd_groups`
+for B and C. Triton on a GPU (chunked_ssd_triton.py), plain PyTorch elsewhere. The states themselves are summed by
+PyTorch, in fp32.
+
+Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a sample, S = B·C.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from accel.kernels.bidirectional_ssd import arriving
+from accel.kernels.checks import refuse_second_order
+from accel.kernels.operator import heads_together, register
+from accel.kernels.upcast import upcast
+
+
+def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
+    """x times the weights of each direction, in the dtype of x."""
+    return (upcast(x).transpose(1, 2).unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype)
+
+
+def states_reference(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, of x (S, T, K, P), B or C (S, T, 2, N), and
+    weights (S, 2, K, T)."""
+    return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weighted(x, weights))
+
+
+def read_reference(
+    states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """group_t · state of both directions: times the weights and added to `inside` (S, T, K, P), or to nothing; and its
+    products with `other` (S, T, K, P), which are (S, 2, K, T) in fp32, or empty."""
+    read = upcast(groups.transpose(1, 2).unsqueeze(2) @ states.to(groups.dtype))  # (S, 2, K, T, P)
+    out = (read * weights.unsqueeze(-1)).sum(1).transpose(1, 2)
+    out = out if inside is None else out + upcast(inside)
+    dots = weights.new_empty(0) if other is None else (read * upcast(other).transpose(1, 2).unsqueeze(1)).sum(-1)
+    return out.to(groups.dtype).contiguous(), dots
+
+
+def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """Σ over heads of weight_t · x_t · stateᵀ, (S, T, 2, N) in the dtype of x: the gradient of B or C."""
+    return upcast(weighted(x, weights) @ states.to(x.dtype).mT).sum(2).transpose(1, 2).to(x.dtype).contiguous()
+
+
+def states_fake(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    return weights.new_empty(x.shape[0], 2, x.shape[2], groups.shape[3], x.shape[3])
+
+
+def read_fake(
+    states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    pieces, _, heads, _, head_dim = states.shape
+    out = groups.new_empty(pieces, groups.shape[1], heads, head_dim)
+    return out, weights.new_empty(0 if other is None else weights.shape)
+
+
+def groups_fake(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], 2, states.shape[3])
+
+
+MODULE = "chunked_ssd_triton"
+register(
+    "ssd_states(Tensor x, Tensor groups, Tensor weights) -> Tensor",
+    states_reference,
+    states_fake,
+    f"{MODULE}.launch_states",
+)
+register(
+    "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> (Tensor, Tensor)",
+    read_reference,
+    read_fake,
+    f"{MODULE}.launch_read",
+)
+register(
+    "ssd_groups(Tensor states, Tensor x, Tensor weights) -> Tensor",
+    groups_reference,
+    groups_fake,
+    f"{MODULE}.launch_groups",
+)
+
+
+@register_flop_formula(torch.ops.fastlatent.ssd_states)
+def states_flops(x: Any, groups: Any, *rest: Any, **kwargs: Any) -> int:
+    return 4 * x[0] * x[1] * x[2] * x[3] * groups[3]
+
+
+@register_flop_formula([torch.ops.fastlatent.ssd_read, torch.ops.fastlatent.ssd_groups])
+def read_flops(states: Any, other: Any, *rest: Any, **kwargs: Any) -> int:
+    return 4 * states[0] * states[2] * states[3] * states[4] * other[1]
+
+
+class FusedStates(torch.autograd.Function):
+    """What each chunk leaves of its own: `ssd_states` as a differentiable function of x, B and weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, B_in: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, B_in, weights)
+        return torch.ops.fastlatent.ssd_states(x, B_in, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        refuse_second_order()
+        x, B_in, weights = ctx.saved_tensors
+        dstates, ops = grads[0].contiguous(), torch.ops.fastlatent
+        dx, dweights = ops.ssd_read(dstates, B_in, weights, None, x)
+        return dx, ops.ssd_groups(dstates, x, weights), dweights
+
+
+class FusedRead(torch.autograd.Function):
+    """What tokens read of the states that arrive at their chunk, added to y: of y, states, C and weights."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, states: Tensor, C_out: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(states, C_out, weights)
+        return torch.ops.fastlatent.ssd_read(states, C_out, weights, y, None)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        refuse_second_order()
+        states, C_out, weights = ctx.saved_tensors
+        dy, ops = grads[0].contiguous(), torch.ops.fastlatent
+        dweights = ops.ssd_read(states, C_out, weights, None, dy)[1]
+        return dy, ops.ssd_states(dy, C_out, weights), ops.ssd_groups(states, dy, weights), dweights
+
+
+def between_chunks(
+    y: Float[Tensor, "S T K P"],
+    x: Float[Tensor, "S T K P"],
+    steps: Float[Tensor, "S 2 K T"],
+    sums: Float[Tensor, "S 2 K T"],
+    B_in: Float[Tensor, "S T 2 N"],
+    C_out: Float[Tensor, "S T 2 N"],
+    batch: int,
+) -> Float[Tensor, "S T K P"]:
+    """y, and what its tokens receive from the other chunks of their sample."""
+    whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)  # the decay over all of a chunk, (S, 2, K)
+    to_edge = (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps
+    left = FusedStates.apply(heads_together(x), heads_together(B_in), to_edge).unflatten(0, (batch, -1))
+    decays = whole.exp2().unflatten(0, (batch, -1))[..., None, None]
+    states = [arriving(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
+    return FusedRead.apply(y, torch.stack(states, dim=2).flatten(0, 1), heads_together(C_out), sums.exp2())
+
+
+def cut(t: Tensor, chunk: int) -> Tensor:
+    """t (B, L, groups, width) in chunks (S, T, groups, width), the last filled up with zeros."""
+    if pad := -t.shape[1] % chunk:
+        t = F.pad(t, (0, 0, 0, 0, 0, pad))
+    return t.unflatten(1, (-1, chunk)).flatten(0, 1)

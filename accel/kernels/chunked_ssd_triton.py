@@ -1,0 +1,179 @@
+"""Triton kernels of what goes between the chunks of a long scan (chunked_ssd.py). No atomics: equal runs, equal bits.
+
+Letters: S chunks of T tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward.
+"""
+
+# A launch turns plain numbers into constexpr:
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def ssd_states_kernel(
+    X,
+    GROUPS,
+    WEIGHTS,
+    STATES,
+    x_batch: tl.constexpr,
+    x_token: tl.constexpr,
+    g_batch: tl.constexpr,
+    g_token: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some rows of a state: of one chunk, head and direction."""
+    k, direction, s = tl.program_id(0) // (N // BLOCK_N), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    r, p = tl.arange(0, BLOCK), tl.arange(0, P)
+    n = tl.program_id(0) % (N // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    X += s * x_batch + k * P
+    GROUPS += s * g_batch + direction * N
+    own = (s * 2 + direction) * K + k
+    state = tl.zeros([BLOCK_N, P], tl.float32)
+    for start in range(0, T, BLOCK):
+        t = start + r
+        inside = (t < T) | (T % BLOCK == 0)
+        g_t = tl.load(GROUPS + t[None, :] * g_token + n[:, None], mask=inside[None, :], other=0.0)
+        x = tl.load(X + t[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
+        weight = tl.load(WEIGHTS + own * T + t, mask=inside, other=0.0)
+        xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
+        state = tl.dot(g_t, xw, state, input_precision=PRECISION)
+    tl.store(STATES + own * (N * P) + n[:, None] * P + p[None, :], state)
+
+
+@triton.jit
+def ssd_read_kernel(
+    STATES,
+    GROUPS,
+    WEIGHTS,
+    INSIDE,
+    OTHER,
+    OUT,
+    DOTS,
+    g_batch: tl.constexpr,
+    g_token: tl.constexpr,
+    o_batch: tl.constexpr,
+    o_token: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    k, s = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t, p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, P)
+    inside = (t < T) | (T % BLOCK == 0)
+    GROUPS += s * g_batch
+    here = s * T * K * P + k * P
+    out = tl.zeros([BLOCK, P], tl.float32)
+    if INSIDE is not None:
+        out += tl.load(INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0).to(
+            tl.float32
+        )
+    if OTHER is not None:
+        of_other = s * o_batch + k * P + t[:, None] * o_token + p[None, :]
+        other = tl.load(OTHER + of_other, mask=inside[:, None], other=0.0).to(tl.float32)
+    for direction in range(0, 2):
+        own = (s * 2 + direction) * K + k
+        read = tl.zeros([BLOCK, P], tl.float32)
+        for start in range(0, N, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            g = tl.load(GROUPS + direction * N + t[:, None] * g_token + n[None, :], mask=inside[:, None], other=0.0)
+            state = tl.load(STATES + own * (N * P) + n[:, None] * P + p[None, :]).to(g.dtype)
+            read = tl.dot(g, state, read, input_precision=PRECISION)
+        out += read * tl.load(WEIGHTS + own * T + t, mask=inside, other=0.0)[:, None]
+        if OTHER is not None:
+            tl.store(DOTS + own * T + t, tl.sum(read * other, 1), mask=inside)
+    tl.store(OUT + here + t[:, None] * (K * P) + p[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def ssd_groups_kernel(
+    STATES,
+    X,
+    WEIGHTS,
+    OUT,
+    x_batch: tl.constexpr,
+    x_token: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    direction, s = tl.program_id(1) // (N // BLOCK_N), tl.program_id(2).to(tl.int64)
+    t, p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, P)
+    n = tl.program_id(1) % (N // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (t < T) | (T % BLOCK == 0)
+    X += s * x_batch
+    out = tl.zeros([BLOCK, BLOCK_N], tl.float32)
+    for k in range(0, K):
+        own = (s * 2 + direction) * K + k
+        x = tl.load(X + t[:, None] * x_token + k * P + p[None, :], mask=inside[:, None], other=0.0)
+        weight = tl.load(WEIGHTS + own * T + t, mask=inside, other=0.0)
+        state_t = tl.load(STATES + own * (N * P) + n[None, :] * P + p[:, None]).to(x.dtype)
+        xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
+        out = tl.dot(xw, state_t, out, input_precision=PRECISION)
+    here = OUT + s * T * 2 * N + direction * N
+    tl.store(here + t[:, None] * (2 * N) + n[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None])
+
+
+def configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:
+    """Tokens a tile, rows of a state at once, and warps."""
+    large = max(head_dim, state_dim) > 64
+    return (16, min(32, state_dim), 8) if fp32 else (64, state_dim, 8 if large else 4)
+
+
+def chosen(like: Tensor, length: int, heads: int, state_dim: int, head_dim: int) -> dict[str, Any]:
+    """Constants and options of a launch on tensors of the kind of `like`."""
+    block, block_n, warps = configuration(head_dim, state_dim, like.dtype == torch.float32)
+    highest = not like.is_cuda or torch.get_float32_matmul_precision() == "highest"
+    sizes = {"T": length, "K": heads, "N": state_dim, "P": head_dim, "BLOCK": block, "BLOCK_N": block_n}
+    return sizes | {"PRECISION": "ieee" if highest else "tf32", "num_warps": warps, "num_stages": 2}
+
+
+def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    pieces, length, heads, head_dim = x.shape
+    states = weights.new_empty(pieces, 2, heads, groups.shape[3], head_dim)
+    how = chosen(x, length, heads, groups.shape[3], head_dim)
+    strides = (*x.stride()[:2], *groups.stride()[:2])
+    ssd_states_kernel[(heads * (how["N"] // how["BLOCK_N"]), 2, pieces)](x, groups, weights, states, *strides, **how)
+    return states
+
+
+def launch_read(
+    states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    pieces, _, heads, state_dim, head_dim = states.shape
+    length = groups.shape[1]
+    out = groups.new_empty(pieces, length, heads, head_dim)
+    dots = weights.new_empty(0 if other is None else weights.shape)
+    how = chosen(groups, length, heads, state_dim, head_dim)
+    strides = (*groups.stride()[:2], *((0, 0) if other is None else other.stride()[:2]))
+    grid = (triton.cdiv(length, how["BLOCK"]), heads, pieces)
+    ssd_read_kernel[grid](states, groups, weights, inside, other, out, dots, *strides, **how)
+    return out, dots
+
+
+def launch_groups(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    pieces, length, heads, head_dim = x.shape
+    out = x.new_empty(pieces, length, 2, states.shape[3])
+    how = chosen(x, length, heads, states.shape[3], head_dim)
+    grid = (triton.cdiv(length, how["BLOCK"]), 2 * (how["N"] // how["BLOCK_N"]), pieces)
+    ssd_groups_kernel[grid](states, x, weights, out, *x.stride()[:2], **how)
+    return out
