@@ -142,14 +142,13 @@ def add_norm_cases() -> Iterator[Case]:
     narrow = {name: "*bf16" for name in ("BRANCH", "GATE", "SCALE", "SHIFT", "H", "DH", "DBRANCH")}
     wide = {name: "*fp32" for name in ("RESIDUAL", "Z", "RSTD", "DZ", "DRESIDUAL", "SUMS")}
     for dim in (96, 384, 768, 1024, 1152):
-        shape = tile(dim)
-        warps, quick = shape.pop("num_warps"), dim == 768
+        shapes = tile(dim), tile(dim, backward=True)
+        warps, quick = shapes[0]["num_warps"], dim == 768
         for mapped in (False, True):
             name = f"add_norm D={dim}{', row maps' if mapped else ''}"
-            types = narrow | wide | strides | maps
-            constants = {"D": dim, **shape} | ({} if mapped else dict.fromkeys(maps))
-            yield Case(name, add_norm_kernel, types, constants | {"EPS": 1e-6}, warps, quick=quick)
-            name, constants = f"{name}, backward", constants | {"ROWS": 64}
+            types, given = narrow | wide | strides | maps, {"D": dim} | ({} if mapped else dict.fromkeys(maps))
+            yield Case(name, add_norm_kernel, types, given | shapes[0] | {"EPS": 1e-6}, warps, quick=quick)
+            name, constants = f"{name}, backward", given | shapes[1] | {"ROWS": 64}
             yield Case(name, add_norm_backward_kernel, types, constants, warps, pipelined=True, quick=quick)
 
 

@@ -19,9 +19,10 @@ QUICK = [(case, architecture) for case, architecture in ALL if architecture == 9
 
 TABLES = recorded(ROOT / "docs" / "benchmarks" / "kernel_resources.json")
 SPILLS = {
-    ("3.6.0", "ssd forward L=300 P=64 N=64 sm_90"): (1, 8),
-    ("3.6.0", "ssd forward L=300 P=64 N=64, gated sm_90"): (1, 8),
-    ("3.6.0", "add_norm D=768, row maps, backward sm_100"): (3, 16),
+    ("3.6.0", "add_norm D=384, row maps sm_90"): (2, 16),
+    ("3.6.0", "ssd forward L=256 P=64 N=64 sm_90"): (1, 8),
+    ("3.6.0", "ssd read T=256 P=64 N=64 fp32 sm_86"): (2, 8),
+    ("3.6.0", "ssd read T=256 P=64 N=64 fp32 sm_89"): (2, 8),
 }
 """Version of Triton and case -> spills and bytes of stack, where they are not 0."""
 

@@ -13,6 +13,8 @@ two: 768 = 512 + 256.
 # pyright: reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -183,12 +185,13 @@ def add_norm_backward_kernel(
         tl.store(SUMS + 2 * D + c_rest, dshift_rest, mask=c_rest < D)
 
 
-def tile(dim: int) -> dict[str, int]:
+def tile(dim: int, backward: bool = False) -> dict[str, int]:
     """Static configuration by width: the largest power of two of columns, the rest of them, and rows for about 2,048
-    elements. Nothing of 384, 768 or 1,152 columns is masked."""
+    elements. Nothing of 384, 768 or 1,152 columns is masked. Backward, fewer rows, so that a third program shares a
+    processor."""
     block_d = 1 << (dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
-    rows = max(1, 2048 // block_d)
+    rows = 1 << max(0, round(math.log2(2048 / dim))) if backward else max(1, 2048 // block_d)
     return {"BLOCK_D": block_d, "REST": rest, "BLOCK_L": rows, "num_warps": 4 if dim <= 2048 else 8}
 
 
@@ -254,7 +257,7 @@ def launch_backward(
     batch, length, dim = branch.shape
     dbranch = torch.empty_like(branch)
     dresidual = torch.empty_like(z, dtype=residual_dtype)
-    shape = tile(dim)
+    shape = tile(dim, backward=True)
     cuda = branch.is_cuda
     processors = torch.cuda.get_device_properties(branch.device).multi_processor_count if cuda else 1
     splits, rows = splits_of(batch, length, shape["BLOCK_L"], processors)
