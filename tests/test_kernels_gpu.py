@@ -19,10 +19,10 @@ from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
-from accel.kernels.ssd_mixed import fused_mixed_ssd
+from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
 from models.mixers.attention import axial_rotations
-from scripts.bench.kernels import mixed_ssd, swiglu
+from scripts.bench.kernels import swiglu
 from scripts.bench.peers import ssd_by_mamba
 from training.config.compose import ROOT
 

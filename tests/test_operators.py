@@ -18,7 +18,7 @@ from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_decays import fused_ssd_decays
-from accel.kernels.ssd_mixed import fused_mixed_ssd
+from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.mixers.attention import axial_rotations
 from tests.harness import CPU
@@ -253,11 +253,8 @@ def mixed_inputs():
     return normal(2, 12, 48 + 112 + 6), normal(112, 1, 3, 3), normal(112), dt_bias, A_log, D, normal(3, 16)
 
 
-def mixed_then_scanned(projected, weight, bias, dt_bias, A_log, D, norm_weight):
-    z, xBC, dt = projected.split((48, 112, 6), dim=-1)
-    parts = (z, *local_mix(xBC, weight, bias, (3, 4)).split((48, 32, 32), dim=-1), dt)
-    z, x, B_in, C_out, dt = (t.unflatten(-1, (n, -1)) for t, n in zip(parts, (3, 3, 2, 2, 2), strict=True))
-    return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight)
+def mixed_then_scanned(projected, weight, bias, *rest):
+    return mixed_ssd(projected, weight, bias, (3, 4), *rest)
 
 
 def all_in_one(projected, weight, bias, *rest):

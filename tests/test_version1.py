@@ -28,7 +28,7 @@ WORDS = [
     *("runtime=fast", "runtime.precision=fp32", "deterministic=true", "total_samples=64", "batch_size=8"),
     *("log_every=3", "eval_every=4", "save_every=4", "sample_every=0", "schedule.warmup_samples=16"),
     *("guards.spike_sigmas=6.0", "guards.spike_window=8"),
-    *(f"runtime.fused_{op}=false" for op in ("add_norm", "scan", "conv")),  # as `fast` said then
+    *(f"runtime.fused_{op}=false" for op in ("add_norm", "scan", "conv", "swiglu", "rope")),  # as `fast` said then
 ]
 
 

@@ -17,11 +17,31 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.fused_ssd import check_sizes, ssd_backward_flops, ssd_flops
-from accel.kernels.local_mix import check_shape, local_mix_flops
+from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
+
+
+def mixed_ssd(
+    projected: Float[Tensor, "B L W"],
+    weight: Float[Tensor, "E 1 R C"],
+    bias: Float[Tensor, "E"],
+    grid: tuple[int, int],
+    dt_bias: Float[Tensor, "2 K"],
+    A_log: Float[Tensor, "2 K"],
+    D: Float[Tensor, "K"],
+    norm_weight: Float[Tensor, "K P"],
+    eps: float = 1e-6,
+) -> Float[Tensor, "B L K P"]:
+    """The definition of `fused_mixed_ssd`: `bidirectional_ssd` of what `local_mix` makes of a slice of a projection."""
+    z, xBC, dt = parts_of(projected, weight, norm_weight)
+    inner, mixed = z.shape[2] * z.shape[3], local_mix(xBC, weight, bias, grid)
+    x, B_in, C_out = mixed.split((inner, *2 * ((mixed.shape[2] - inner) // 2,)), dim=-1)
+    B_in, C_out = (t.unflatten(-1, (2, -1)) for t in (B_in, C_out))
+    return bidirectional_ssd(x.unflatten(-1, z.shape[2:]), dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
 
 
 def parts_of(projected: Tensor, weight: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

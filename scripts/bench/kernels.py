@@ -23,7 +23,7 @@ from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
-from accel.kernels.ssd_mixed import fused_mixed_ssd, parts_of
+from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from accel.technique import first_line
 from models.mixers.attention import axial_rotations
@@ -55,43 +55,47 @@ class Op(NamedTuple):
     """Of the forward pass; the backward pass has twice as many."""
 
 
-def mixed_ssd(
-    projected: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    grid: tuple[int, int],
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-) -> Tensor:
-    """What `fused_mixed_ssd` computes, by the definitions of its parts."""
-    z, xBC, dt = parts_of(projected, weight, norm_weight)
-    inner, mixed = D.shape[0] * norm_weight.shape[1], local_mix(xBC, weight, bias, grid)
-    x, B_in, C_out = mixed.split((inner, *2 * ((mixed.shape[2] - inner) // 2,)), dim=-1)
-    x, B_in, C_out = x.unflatten(-1, z.shape[2:]), B_in.unflatten(-1, (2, -1)), C_out.unflatten(-1, (2, -1))
-    return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight)
-
-
 def swiglu(joined: Tensor) -> Tensor:
     return silu_product(*joined.chunk(2, dim=-1))
 
 
 def operators(setting: str, device: torch.device) -> list[Op]:
-    B, L, D, P, N = SHAPES[setting]
-    inner, rows = 2 * D, int(L**0.5)
-    K, mixed, dtype = inner // P, inner + 4 * N, torch.bfloat16
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+    add, *others = of_a_block(*SHAPES[setting][:4], normal)
+    return [add, *of_the_scan(*SHAPES[setting], normal), *others]
+
+
+def of_a_block(B: int, L: int, D: int, P: int, normal: Callable[..., Tensor]) -> list[Op]:
+    """What stands around products and mixers, and in attention."""
 
     def stream() -> list[Tensor]:
         vectors = [normal(B, D) for _ in range(3)]
         return [normal(B, L, D), vectors[0], normal(B, L, D, dtype=torch.float32), *vectors[1:]]
 
+    def queries() -> list[Tensor]:
+        return [normal(B, L, 3, D // P, P), *(normal(P, dtype=torch.float32) for _ in range(2))]
+
+    def placing(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda qkv, *weights: function(qkv, *weights, rotations.to(qkv.device))
+
+    rotations, n = axial_rotations((int(L**0.5), int(L**0.5)), P), B * L * D
+    return [
+        Op("add_norm", stream, add_norm, fused_add_norm, 12 * n, 18 * n, 0),
+        Op("swiglu", lambda: [normal(B, L, 4 * D)], swiglu, fused_swiglu, 12 * n, 20 * n, 0),
+        Op("qk_rope", queries, placing(qk_rope), placing(fused_qk_rope), 8 * n, 16 * n, 0),
+    ]
+
+
+def of_the_scan(B: int, L: int, D: int, P: int, N: int, normal: Callable[..., Tensor]) -> list[Op]:
+    """The scan, what is before it, and all of it from the projection on."""
+    inner, rows, tokens = 2 * D, int(L**0.5), B * L
+    K, mixed, grid = inner // P, inner + 4 * N, (rows, rows)
+
     def decays() -> tuple[Tensor, Tensor]:
-        dt_bias = (torch.randn(2, K, device=device) - 4.0).requires_grad_()
-        return dt_bias, (16.0 * torch.rand(2, K, device=device)).log().requires_grad_()
+        dt_bias = (normal(2, K, dtype=torch.float32).detach() - 4.0).requires_grad_()
+        return dt_bias, (16.0 * torch.rand_like(dt_bias)).log().requires_grad_()
 
     def scan() -> list[Tensor]:
         groups = normal(B, L, 2, N), normal(B, L, 2, N)
@@ -100,50 +104,29 @@ def operators(setting: str, device: torch.device) -> list[Op]:
     def gated_scan() -> list[Tensor]:
         return [*scan(), normal(B, L, K, P), normal(K, P, dtype=torch.float32)]
 
-    def image() -> list[Tensor]:
-        return [normal(B, L, mixed), normal(mixed, 1, 3, 3, dtype=torch.float32), normal(mixed, dtype=torch.float32)]
+    def image(channels: int) -> list[Tensor]:
+        taps = normal(mixed, 1, 3, 3, dtype=torch.float32)
+        return [normal(B, L, channels), taps, normal(mixed, dtype=torch.float32)]
 
     def projection() -> list[Tensor]:
         heads = [normal(*shape, dtype=torch.float32) for shape in ((K,), (K, P))]
-        return [normal(B, L, inner + mixed + 2 * K), *image()[1:], *decays(), *heads]
+        return [*image(inner + mixed + 2 * K), *decays(), *heads]
 
-    def queries() -> list[Tensor]:
-        return [normal(B, L, 3, D // P, P), *(normal(P, dtype=torch.float32) for _ in range(2))]
+    def on_grid(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, weight, bias, *rest: function(x, weight, bias, grid, *rest)
 
-    def halves() -> list[Tensor]:
-        return [normal(B, L, 4 * D)]
-
-    grid, tokens = (rows, rows), B * L
-    rotations = axial_rotations(grid, P).to(device)
     of_scan = tokens * (2 * inner + 4 * N + 2 * K) * 2  # x, B, C and dt in, y out
     gated = of_scan + tokens * inner * 2
-    scans = bidirectional_ssd, fused_bidirectional_ssd
-    mixes = partial(local_mix, grid=grid), partial(fused_local_mix, grid=grid)
     all_of_it = tokens * (2 * inner + mixed + 2 * K) * 2  # the projection in, y out
-
-    def of_projection(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda projected, weight, bias, *rest: function(projected, weight, bias, grid, *rest)
-
-    def placing(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda qkv, *weights: function(qkv, *weights, rotations)
-
-    scan_flops = B * bidirectional_ssd_flops(L, K, P, N)
+    scans = bidirectional_ssd, fused_bidirectional_ssd
+    flops, mixing = B * bidirectional_ssd_flops(L, K, P, N), B * local_mix_flops(L, mixed)
+    mixes = on_grid(local_mix), on_grid(fused_local_mix)
+    alls = on_grid(mixed_ssd), on_grid(fused_mixed_ssd)
     return [
-        Op("add_norm", stream, add_norm, fused_add_norm, 12 * tokens * D, 18 * tokens * D, 0),
-        Op("bidirectional_ssd", scan, *scans, of_scan, 2 * of_scan, scan_flops),
-        Op("bidirectional_ssd, gated", gated_scan, *scans, gated, 2 * gated, scan_flops),
-        Op("local_mix", image, *mixes, 4 * tokens * mixed, 6 * tokens * mixed, B * local_mix_flops(L, mixed)),
-        Op(
-            "ssd_mixed",
-            projection,
-            of_projection(mixed_ssd),
-            of_projection(fused_mixed_ssd),
-            all_of_it,
-            2 * all_of_it,
-            scan_flops + B * local_mix_flops(L, mixed),
-        ),
-        Op("swiglu", halves, swiglu, fused_swiglu, 12 * tokens * D, 20 * tokens * D, 0),
-        Op("qk_rope", queries, placing(qk_rope), placing(fused_qk_rope), 8 * tokens * D, 16 * tokens * D, 0),
+        Op("bidirectional_ssd", scan, *scans, of_scan, 2 * of_scan, flops),
+        Op("bidirectional_ssd, gated", gated_scan, *scans, gated, 2 * gated, flops),
+        Op("local_mix", lambda: image(mixed), *mixes, 4 * tokens * mixed, 6 * tokens * mixed, mixing),
+        Op("ssd_mixed", projection, *alls, all_of_it, 2 * all_of_it, flops + mixing),
     ]
 
 
