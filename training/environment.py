@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import subprocess
@@ -20,30 +19,11 @@ from training.config.secrets import redact_words
 PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
 
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
-
-
 def pick_device(name: str) -> torch.device:
-    """ValueError if a GPU was asked for and there is none. On a CPU, freed memory stays with the process."""
+    """ValueError if a GPU was asked for and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu.")
-    if name != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda")
-    keep_freed_memory()
-    return torch.device("cpu")
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep what is freed for what is allocated next, as PyTorch's allocator does on a GPU.
-
-    By default it gives large blocks back to the system at once and gets them anew, which has to fill each page with
-    zeros: a third of a training step of small models. Elsewhere than with glibc nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def set_deterministic(on: bool) -> None:
