@@ -177,6 +177,10 @@ def test_impossible_shapes_are_refused():
     x, bias = torch.zeros(1, 12, 5), torch.zeros(5)
     with pytest.raises(ValueError, match="3 × 2 taps"):
         fused_local_mix(x, torch.zeros(5, 1, 3, 2), bias, (3, 4))
+    with pytest.raises(ValueError, match="swiglu got 5 channels"):
+        fused_swiglu(torch.zeros(1, 2, 5))
+    with pytest.raises(ValueError, match="takes up to 512 tokens, and got 600"):
+        all_in_one(torch.zeros(1, 600, 166), *mixed_inputs()[1:])
     with pytest.raises(ValueError, match="12 tokens for a grid of 4 × 4"):
         fused_local_mix(x, torch.zeros(5, 1, 3, 3), bias, (4, 4))
 
@@ -317,9 +321,19 @@ def test_fused_queries_and_keys_have_the_gradients_of_their_definition(normed, r
     torch.library.opcheck(backward, (*plain[0].unbind(2), *plain, 1e-6), test_utils=CHECKS)
 
 
-def test_a_head_dim_that_is_no_power_of_two_is_refused():
-    with pytest.raises(ValueError, match=r"fused_rope=true.*got 72.*fused_rope=false"):
-        fused_qk_rope(torch.zeros(1, 2, 3, 1, 72), None, None, torch.zeros(2, 2, 72))
+@pytest.mark.parametrize(
+    ("head_dim", "weights", "rotations", "sentence"),
+    [
+        (72, (None, None), (2, 2, 72), r"fused_rope=true.*got 72.*fused_rope=false"),
+        (8, (None, None), (2, 3, 8), r"rotations of shape \(2, 3, 8\); it must be \(2, 2, 8\)"),
+        (8, (None, None), (2, 1, 8), r"rotations of shape \(2, 1, 8\)"),
+        (8, (torch.ones(8), torch.ones(4)), (2, 2, 8), r"k_weight of shape \(4,\); it must be \(8,\)"),
+        (8, (None, torch.ones(8)), (2, 2, 8), "for queries or for keys alone"),
+    ],
+)
+def test_what_queries_and_keys_cannot_take_is_refused(head_dim, weights, rotations, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fused_qk_rope(torch.zeros(1, 2, 3, 1, head_dim), *weights, torch.zeros(rotations))
 
 
 def fused(family: str, on: bool) -> tuple[Any, ...]:

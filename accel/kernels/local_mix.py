@@ -123,7 +123,7 @@ def fused_local_mix(
     refuse_empty("local_mix", x)
     check_shape(x, weight, grid)
     x = x if x.stride(2) == 1 else x.contiguous()
-    return FusedLocalMix.apply(x, weight.contiguous(), bias, *grid)
+    return FusedLocalMix.apply(x, weight.contiguous(), bias.contiguous(), *grid)
 
 
 def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:

@@ -133,15 +133,21 @@ def fused_qk_rope(
     rotations: Float[Tensor, "2 L P"] | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`qk_rope` as one operator. Both weights, or none. ValueError for an empty tensor, or a head dim that is not a
-    power of two from 8 on."""
+    """`qk_rope` as one operator. ValueError for an empty tensor, one weight of two, shapes that do not belong together,
+    or a head dim that is not a power of two from 8 on."""
     refuse_empty("qk_rope", qkv)
+    given = {"q_weight": q_weight, "k_weight": k_weight, "rotations": rotations}
+    shapes = {"q_weight": qkv.shape[4:], "k_weight": qkv.shape[4:], "rotations": (2, qkv.shape[1], qkv.shape[4])}
+    for name, t in given.items():
+        if t is not None and t.shape != shapes[name]:
+            raise ValueError(f"qk_rope got {name} of shape {tuple(t.shape)}; it must be {tuple(shapes[name])}.")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("qk_rope got a weight for queries or for keys alone; give both, or none.")
     if (head_dim := qkv.shape[4]) < 8 or head_dim & (head_dim - 1):
         raise ValueError(
             f"runtime.fused_rope=true takes a head_dim that is a power of two from 8 on, and got {head_dim}; choose "
             f"such a size, or runtime.fused_rope=false."
         )
-    weights = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
-    parts = FusedQKRope.apply(qkv.contiguous(), *weights, rotations, eps)
+    parts = FusedQKRope.apply(qkv.contiguous(), *(None if t is None else t.contiguous() for t in given.values()), eps)
     q, k, v = (t.transpose(1, 2) for t in parts)
     return q, k, v

@@ -69,7 +69,8 @@ def ssd_decays_kernel(
     step = tl.where(mask, softplus(raw), 0.0)
     target = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     tl.store(STEPS + target, step, mask=row)
-    tl.store(SUMS + target, tl.cumsum(tl.maximum(step * rate[None, :], LEAST), 0), mask=row)
+    a = tl.maximum(step * rate[None, :], LEAST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(SUMS + target, tl.cumsum(a, 0), mask=row)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.bidirectional_ssd import bidirectional_ssd
+from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
 from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.fused_ssd import check_sizes, ssd_backward_flops, ssd_flops
 from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
@@ -189,9 +189,14 @@ def fused_mixed_ssd(
     """`bidirectional_ssd` of the x, B and C that `local_mix` makes of a slice of a projection; up to 512 tokens.
 
     The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is made in one piece.
-    ValueError for a head dim or state size that the matrix units do not take.
+    ValueError for a head dim or state size that the matrix units do not take, or for more tokens.
     """
     refuse_empty("bidirectional_ssd", projected)
+    if (length := projected.shape[1]) > MAX_QUADRATIC:
+        raise ValueError(
+            f"fused_mixed_ssd takes up to {MAX_QUADRATIC} tokens, and got {length}; use fused_local_mix and "
+            f"fused_bidirectional_ssd."
+        )
     heads, head_dim = norm_weight.shape
     check_shape(projected, weight, grid)
     check_sizes(head_dim, (weight.shape[0] - heads * head_dim) // 4)

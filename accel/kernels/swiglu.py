@@ -86,6 +86,9 @@ class FusedSwiglu(torch.autograd.Function):
 
 
 def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
-    """`silu_product` of the first and the second half of the channels. ValueError for an empty tensor."""
+    """`silu_product` of the first and the second half of the channels. ValueError for an empty tensor, or halves that
+    differ."""
     refuse_empty("swiglu", joined)
+    if joined.shape[-1] % 2:
+        raise ValueError(f"swiglu got {joined.shape[-1]} channels; gate and value must have as many each.")
     return FusedSwiglu.apply(joined.contiguous())

@@ -63,12 +63,14 @@ def operators(setting: str, device: torch.device) -> list[Op]:
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
-    add, *others = of_a_block(*SHAPES[setting][:4], normal)
+    rotations = axial_rotations((int(SHAPES[setting][1] ** 0.5),) * 2, SHAPES[setting][3]).to(device)
+    add, *others = of_a_block(*SHAPES[setting][:3], rotations, normal)
     return [add, *of_the_scan(*SHAPES[setting], normal), *others]
 
 
-def of_a_block(B: int, L: int, D: int, P: int, normal: Callable[..., Tensor]) -> list[Op]:
+def of_a_block(B: int, L: int, D: int, rotations: Tensor, normal: Callable[..., Tensor]) -> list[Op]:
     """What stands around products and mixers, and in attention."""
+    P, n = rotations.shape[2], B * L * D
 
     def stream() -> list[Tensor]:
         vectors = [normal(B, D) for _ in range(3)]
@@ -78,9 +80,8 @@ def of_a_block(B: int, L: int, D: int, P: int, normal: Callable[..., Tensor]) ->
         return [normal(B, L, 3, D // P, P), *(normal(P, dtype=torch.float32) for _ in range(2))]
 
     def placing(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda qkv, *weights: function(qkv, *weights, rotations.to(qkv.device))
+        return lambda qkv, *weights: function(qkv, *weights, rotations)
 
-    rotations, n = axial_rotations((int(L**0.5), int(L**0.5)), P), B * L * D
     return [
         Op("add_norm", stream, add_norm, fused_add_norm, 12 * n, 18 * n, 0),
         Op("swiglu", lambda: [normal(B, L, 4 * D)], swiglu, fused_swiglu, 12 * n, 20 * n, 0),
