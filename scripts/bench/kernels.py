@@ -63,7 +63,8 @@ def operators(setting: str, device: torch.device) -> list[Op]:
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
-    rotations = axial_rotations((int(SHAPES[setting][1] ** 0.5),) * 2, SHAPES[setting][3]).to(device)
+    side = int(SHAPES[setting][1] ** 0.5)
+    rotations = axial_rotations((side, side), SHAPES[setting][3]).to(device)
     add, *others = of_a_block(*SHAPES[setting][:3], rotations, normal)
     return [add, *of_the_scan(*SHAPES[setting], normal), *others]
 
