@@ -131,7 +131,7 @@ def chunked_ssd_cases() -> Iterator[Case]:
 
 
 def sizes_of_scan(length: int, head_dim: int, state_dim: int) -> dict[str, int]:
-    """Of 24 heads: x, B and C are slices of what is mixed, and z of the projection."""
+    """Constants of a launch for 24 heads: x, B and C lie as `local_mix` writes them, and z in the projection."""
     inner = 24 * head_dim
     mixed = inner + 4 * state_dim
     tokens = dict.fromkeys(("x", "b", "c", "dx"), mixed) | {"z": inner + mixed + 2 * 24}

@@ -89,29 +89,42 @@ def chunked(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor,
     (batch, length), chunk = x.shape[:2], steps.shape[-1]
     if length == chunk:
         return within(x, steps, sums, B_in, C_out, D)
-    if pad := -length % chunk:
-        x, B_in, C_out = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (x, B_in, C_out))
-    x, B_in, C_out = (t.unflatten(1, (-1, chunk)) for t in (x, B_in, C_out))
+    x, B_in, C_out = (cut(t, chunk) for t in (x, B_in, C_out))
     inside = within(x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D)
     y = upcast(inside).unflatten(0, (batch, -1))
-    steps_of, sums_of = (t.unflatten(0, (batch, -1)).unbind(2) for t in (steps, sums))  # 2 × (B, chunks, K, T)
+    to_edge, decays = of_chunks(steps, sums)
+    to_edge, decays, reach = (t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2()))
     for i in (0, 1):
-        y = y + carried(x, steps_of[i], sums_of[i], B_in[:, :, :, i], C_out[:, :, :, i], backward=bool(i))
+        groups = B_in[:, :, :, i], C_out[:, :, :, i]
+        y = y + carried(x, to_edge[i], decays[i], reach[i], *groups, backward=bool(i))
     return y.to(x.dtype).flatten(1, 2)[:, :length]
 
 
-def carried(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, backward: bool) -> Tensor:
+def cut(t: Tensor, chunk: int) -> Tensor:
+    """t (B, L, groups, width) in chunks (B, C, T, groups, width), the last filled up with zeros."""
+    if pad := -t.shape[1] % chunk:
+        t = F.pad(t, (0, 0, 0, 0, 0, pad))
+    return t.unflatten(1, (-1, chunk))
+
+
+def of_chunks(steps: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """What a token leaves of itself at the edge of its chunk (S, 2, K, T), and all of a chunk of a state (S, 2, K)."""
+    whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)
+    return (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps, whole.exp2()
+
+
+def carried(
+    x: Tensor, to_edge: Tensor, decays: Tensor, reach: Tensor, B_in: Tensor, C_out: Tensor, backward: bool
+) -> Tensor:
     """What each token (B, C, T, K, P) receives from the chunks before its own (after it, if `backward`), in fp32.
 
-    Each chunk adds what it leaves of its own to a state (N, P) a head, decayed by all of the chunk. States are summed
-    in fp32; products run in the dtype of x.
+    Each chunk adds what it leaves of its own to a state (N, P) a head, decayed by all of the chunk. A token sees of a
+    state as much as `reach` (B, C, K, T) says. States are summed in fp32; products run in the dtype of x.
     """
     heads_of = (x.shape[3], x.shape[4])
-    whole = sums[..., 0] if backward else sums[..., -1]  # the decay over all of a chunk, (B, C, K)
-    to_edge = (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps
     left = (B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)).unflatten(-1, heads_of)
-    states = arriving(left, whole.exp2()[:, :, None, :, None], backward).to(x.dtype)
-    return upcast((C_out @ states.flatten(3)).unflatten(-1, heads_of)) * sums.exp2().mT.unsqueeze(-1)
+    states = arriving(left, decays[:, :, None, :, None], backward).to(x.dtype)
+    return upcast((C_out @ states.flatten(3)).unflatten(-1, heads_of)) * reach.mT.unsqueeze(-1)
 
 
 def arriving(left: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool) -> Tensor:

@@ -253,7 +253,7 @@ def launch_backward(
     strides, how = strides_of(x, B_in, C_out), chosen("dx", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
     joined = x.new_empty(batch, length, channels_of(x, B_in))
-    dx, dB, dC = slices_of(joined, x, B_in)
+    dx, dB, dC = slices_of(joined, *x.shape[2:])
     dD = sums.new_empty(batch, heads, tiles)
     ssd_dx_kernel[(tiles, heads, batch)](
         dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, dx.stride(0), dx.stride(1), **how

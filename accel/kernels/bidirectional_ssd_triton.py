@@ -136,6 +136,11 @@ def configuration(
     return 64, 4, 168 if part == "forward" and length % 64 == 0 else None  # a third program, and nothing spills
 
 
+def precision_of(x: Tensor) -> str:
+    """Of fp32 products, as PyTorch is told to take them."""
+    return "ieee" if not x.is_cuda or torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
     """Constants and options of a launch."""
     capability = 90
@@ -144,14 +149,13 @@ def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
         capability = 10 * major + minor
     of_x = (x.shape[1], x.shape[3])
     block, warps, registers = configuration(part, *of_x, B_in.shape[3], capability, x.dtype == torch.float32)
-    highest = not x.is_cuda or torch.get_float32_matmul_precision() == "highest"
     return {
         "L": x.shape[1],
         "K": x.shape[2],
         "N": B_in.shape[3],
         "P": x.shape[3],
         "BLOCK": block,
-        "PRECISION": "ieee" if highest else "tf32",
+        "PRECISION": precision_of(x),
         "num_warps": warps,
         "num_stages": 2,
         "maxnreg": registers,

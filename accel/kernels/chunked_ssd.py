@@ -13,12 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.bidirectional_ssd import arriving
+from accel.kernels.bidirectional_ssd import arriving, of_chunks
 from accel.kernels.checks import refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
@@ -143,16 +142,8 @@ def between_chunks(
     batch: int,
 ) -> Float[Tensor, "S T K P"]:
     """y, and what its tokens receive from the other chunks of their sample."""
-    whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)  # the decay over all of a chunk, (S, 2, K)
-    to_edge = (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps
+    to_edge, decays = of_chunks(steps, sums)
     left = FusedStates.apply(heads_together(x), heads_together(B_in), to_edge).unflatten(0, (batch, -1))
-    decays = whole.exp2().unflatten(0, (batch, -1))[..., None, None]
+    decays = decays.unflatten(0, (batch, -1))[..., None, None]
     states = [arriving(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
     return FusedRead.apply(y, torch.stack(states, dim=2).flatten(0, 1), heads_together(C_out), sums.exp2())
-
-
-def cut(t: Tensor, chunk: int) -> Tensor:
-    """t (B, L, groups, width) in chunks (S, T, groups, width), the last filled up with zeros."""
-    if pad := -t.shape[1] % chunk:
-        t = F.pad(t, (0, 0, 0, 0, 0, pad))
-    return t.unflatten(1, (-1, chunk)).flatten(0, 1)

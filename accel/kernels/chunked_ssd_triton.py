@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.bidirectional_ssd_triton import precision_of
+
 
 @triton.jit
 def ssd_states_kernel(
@@ -142,9 +144,8 @@ def configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[in
 def chosen(like: Tensor, length: int, heads: int, state_dim: int, head_dim: int) -> dict[str, Any]:
     """Constants and options of a launch on tensors of the kind of `like`."""
     block, block_n, warps = configuration(head_dim, state_dim, like.dtype == torch.float32)
-    highest = not like.is_cuda or torch.get_float32_matmul_precision() == "highest"
     sizes = {"T": length, "K": heads, "N": state_dim, "P": head_dim, "BLOCK": block, "BLOCK_N": block_n}
-    return sizes | {"PRECISION": "ieee" if highest else "tf32", "num_warps": warps, "num_stages": 2}
+    return sizes | {"PRECISION": precision_of(like), "num_warps": warps, "num_stages": 2}
 
 
 def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.checks import refuse_empty, refuse_second_order
-from accel.kernels.chunked_ssd import between_chunks, cut
+from accel.kernels.chunked_ssd import between_chunks
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import heads_together, register
 from accel.kernels.ssd_decays import fused_ssd_decays
@@ -64,7 +64,7 @@ def backward_reference(
         dsteps.append(part.sum(2))
         dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * own))
     joined = x.new_empty(*x.shape[:2], channels_of(x, B_in))
-    dx_out, dB, dC = slices_of(joined, x, B_in)
+    dx_out, dB, dC = slices_of(joined, *x.shape[2:])
     dx_out.copy_(dx.transpose(1, 2))
     dS = torch.stack((torch.where(lower, dS, 0.0), torch.where(lower, 0.0, dS)), dim=1).to(x.dtype)
     groups_backward(dS, B_in, C_out, dB, dC)
@@ -75,11 +75,11 @@ def channels_of(x: Tensor, B_in: Tensor) -> int:
     return x.shape[2] * x.shape[3] + 4 * B_in.shape[3]
 
 
-def slices_of(joined: Tensor, x: Tensor, B_in: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def slices_of(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, B and C, each (S, T, groups, width), as they lie side by side in `joined` (S, T, E)."""
-    sizes = (x.shape[2] * x.shape[3], 2 * B_in.shape[3], 2 * B_in.shape[3])
-    of_x, of_B, of_C = joined.split(sizes, dim=-1)
-    return of_x.unflatten(-1, x.shape[2:]), of_B.unflatten(-1, (2, -1)), of_C.unflatten(-1, (2, -1))
+    inner = heads * head_dim
+    x, B_in, C_out = joined.split((inner, *2 * ((joined.shape[-1] - inner) // 2,)), dim=-1)
+    return x.unflatten(-1, (heads, head_dim)), B_in.unflatten(-1, (2, -1)), C_out.unflatten(-1, (2, -1))
 
 
 def groups_backward(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
@@ -136,9 +136,9 @@ def ssd_backward_flops(dy: Any, x: Any, steps: Any, sums: Any, B_in: Any, *rest:
 
 def gradients(dy: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of x, steps, sums, B_in, C_out and D, which are `inputs`."""
-    x, _, _, B_in, _, D = inputs
+    x, D = inputs[0], inputs[5]
     joined, dsteps, dsums, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), *inputs)
-    dx, dB, dC = slices_of(joined, x, B_in)
+    dx, dB, dC = slices_of(joined, *x.shape[2:])
     return dx, dsteps, dsums, dB, dC, dD.to(D.dtype)
 
 
@@ -219,7 +219,7 @@ def check_sizes(head_dim: int, state_dim: int) -> None:
 def chunked(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
     """`bidirectional_ssd.chunked` on operators."""
     (batch, length), chunk = x.shape[:2], steps.shape[-1]
-    x, B_in, C_out = (cut(t, chunk) for t in (x, B_in, C_out))
+    x, B_in, C_out = (definition.cut(t, chunk).flatten(0, 1) for t in (x, B_in, C_out))
     y = between_chunks(inside(x, steps, sums, B_in, C_out, D), x, steps, sums, B_in, C_out, batch)
     return y.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
 

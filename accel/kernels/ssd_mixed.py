@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
 from accel.kernels.checks import refuse_empty, refuse_second_order
-from accel.kernels.fused_ssd import check_sizes, ssd_backward_flops, ssd_flops
+from accel.kernels.fused_ssd import check_sizes, slices_of, ssd_backward_flops, ssd_flops
 from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
@@ -38,10 +38,8 @@ def mixed_ssd(
 ) -> Float[Tensor, "B L K P"]:
     """The definition of `fused_mixed_ssd`: `bidirectional_ssd` of what `local_mix` makes of a slice of a projection."""
     z, xBC, dt = parts_of(projected, weight, norm_weight)
-    inner, mixed = z.shape[2] * z.shape[3], local_mix(xBC, weight, bias, grid)
-    x, B_in, C_out = mixed.split((inner, *2 * ((mixed.shape[2] - inner) // 2,)), dim=-1)
-    B_in, C_out = (t.unflatten(-1, (2, -1)) for t in (B_in, C_out))
-    return bidirectional_ssd(x.unflatten(-1, z.shape[2:]), dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
+    x, B_in, C_out = slices_of(local_mix(xBC, weight, bias, grid), *z.shape[2:])
+    return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
 
 
 def parts_of(projected: Tensor, weight: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,10 +62,8 @@ def prepared(
     z, xBC, dt = parts
     mixed = torch.ops.fastlatent.local_mix(xBC, weight, bias, rows, columns)
     steps, sums = torch.ops.fastlatent.ssd_decays(dt, dt_bias, A_log, dt.shape[1])
-    inner = z.shape[2] * z.shape[3]
-    x, B_in, C_out = mixed.split((inner, *2 * ((mixed.shape[2] - inner) // 2,)), dim=-1)
-    B_in, C_out = (t.unflatten(-1, (2, -1)) for t in (B_in, C_out))
-    return x.unflatten(-1, z.shape[2:]), steps, sums, B_in, C_out
+    x, B_in, C_out = slices_of(mixed, *z.shape[2:])
+    return x, steps, sums, B_in, C_out
 
 
 def forward(

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd, bidirectional_ssd_flops
-from accel.kernels.fused_ssd import fused_bidirectional_ssd
+from accel.kernels.fused_ssd import fused_bidirectional_ssd, slices_of
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
-from accel.kernels.ssd_mixed import fused_mixed_ssd
+from accel.kernels.ssd_mixed import fused_mixed_ssd, parts_of
 from models.mixers.checks import heads_of
 
 
@@ -68,11 +68,9 @@ class BidirectionalSSD(nn.Module):
         if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC:
             y = fused_mixed_ssd(projected, *of_mixing, *of_steps, self.D, self.norm_weight, self.eps)
         else:
-            z, xBC, dt = projected.split((self.inner, self.mixed, 2 * self.heads), dim=-1)
+            z, xBC, dt = parts_of(projected, self.conv_weight, self.norm_weight)
             mixed = (fused_local_mix if self.fused_conv else local_mix)(xBC, *of_mixing)
-            x, *groups = mixed.split((self.inner, 2 * self.state_dim, 2 * self.state_dim), dim=-1)
-            z, x = (t.unflatten(-1, (self.heads, self.head_dim)) for t in (z, x))
-            dt, B_in, C_out = (t.unflatten(-1, (2, -1)) for t in (dt, *groups))
+            x, B_in, C_out = slices_of(mixed, self.heads, self.head_dim)
             scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
             y = scan(x, dt, *of_steps, B_in, C_out, self.D, z, self.norm_weight, self.eps)
         return self.out_proj(y.flatten(2))

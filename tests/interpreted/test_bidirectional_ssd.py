@@ -43,7 +43,7 @@ def check(values, poison, dtype=torch.float32, factor=1.0, skip=()):
     steps, sums = decays.launch_forward(dt, dt_bias, A_log, x.shape[1])
     assert_near(kernels.launch_forward(x, steps, sums, B_in, C_out, D), expected.to(dtype), dtype, 2.0 * factor)
     joined, dsteps, dsums, dD = launch_backward(dy, x, steps, sums, B_in, C_out, D)
-    dx, dB, dC = slices_of(joined, x, B_in)
+    dx, dB, dC = slices_of(joined, *x.shape[2:])
     ddt = torch.full_like(dt, float("nan"))
     dbias, dA_log = decays.launch_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
     found = {"x": dx, "dt": ddt, "dt_bias": dbias, "A_log": dA_log, "B": dB, "C": dC, "D": dD}
