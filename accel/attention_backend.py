@@ -25,8 +25,8 @@ from torch.nn.attention import (
 )
 
 from accel.compilation import REGION
-from accel.evidence import ACTIVATION_PRODUCTS, Evidence
-from accel.ledger import AUTO, UNUSED
+from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, Evidence
+from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.technique import Model, Observation, Technique, blocks_of, first_line, switches
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
@@ -128,10 +128,15 @@ class AttentionBackend(Technique):
         note = (note or "no attention ran") + " (in an uncompiled step)" * evidence.blocks_uncompiled
         complete = ran.total() == len(self.switches)
         active = "mixed" if len(ran) > 1 else next(iter(ran)) if complete else False
+        if UNSEEN in ran:
+            active, note = UNSEEN, f"{note}: {NO_KERNEL_SEEN}"
         return Observation(active, f"{self.failure}; {note}" if self.failure else note)
 
     def layers_by_backend(self, evidence: Evidence) -> Counter[str]:
-        """Backend -> number of attention layers whose forward pass it computed in every micro-batch."""
+        """Backend -> number of attention layers whose forward pass it computed in every micro-batch.
+
+        Compiling leaves no event of `flex` or `math` on the host, so where no kernel was seen they are `UNSEEN`.
+        """
         total: Counter[str] = Counter()
         flex_on_device = any("flex_attention" in op for op in evidence.ops)
         for layers, calls in zip(self.layers, evidence.blocks, strict=False):
@@ -141,7 +146,7 @@ class AttentionBackend(Technique):
             if calls and not ran and flex_on_device:  # its kernel has no event on the host
                 ran["flex"] = layers
             elif calls and all(is_dissolved(call.ops) for call in calls):
-                ran["math"] += max(0, layers - ran.total())
+                ran[UNSEEN if evidence.kernels_unseen else "math"] += max(0, layers - ran.total())
             total += ran
         return total
 

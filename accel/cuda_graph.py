@@ -15,11 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from accel.evidence import Evidence
+from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.fused_adamw import is_fused
+from accel.ledger import UNSEEN
 from accel.parallel import world_size
 from accel.technique import AnyStep, Observation, Technique, TrainingStep, first_line
 
+SINGLE_LAUNCHES = ("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunchKernel")
+"""How the profiler's names of calls that launch one kernel begin; CUDA 13 has the one with underscores."""
 GraphedUpdate = Callable[[Sequence[Any]], Any]
 
 
@@ -62,10 +65,15 @@ class CudaGraph(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         if self.failure:
             return Observation(False, self.failure)
+        if not self.enabled:
+            return Observation(False, "no graph was captured")
         launches = evidence.warm_ops["cudaGraphLaunch"]
-        singles = sum(n for op, n in evidence.warm_ops.items() if op.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
-        note = f"{launches} graph launches, {singles} kernels launched one by one in a step"
-        return Observation(launches > 0, note if self.enabled else "no graph was captured")
+        if evidence.kernels_unseen and not launches:
+            return Observation(UNSEEN, NO_KERNEL_SEEN)
+        singles = sum(n for op, n in evidence.warm_ops.items() if op.startswith(SINGLE_LAUNCHES))
+        return Observation(
+            launches > 0, f"{launches} graph launches, {singles} kernels launched one by one in a step"
+        )
 
 
 class CapturedUpdate:
@@ -75,9 +83,12 @@ class CapturedUpdate:
     that what autograd keeps from the calls before belongs to the stream of the capture. At least one call must come
     before the capture: what it makes (moments, workspaces, kernels) must not be made anew by each replay.
 
-    ValueError if the step cannot be captured. That ends the run: after a failed capture the allocator of some versions
-    of PyTorch is not to be trusted.
+    ValueError if the step cannot be captured. That ends a run, and what is measured after it in the same process counts
+    for nothing: some versions of PyTorch leave the memory allocator in the state of a capture.
     """
+
+    failed = False
+    """Whether a capture has failed in this process."""
 
     def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
         self.inner = update
@@ -111,7 +122,7 @@ class CapturedUpdate:
     def capture(self, batches: Sequence[Any]) -> None:
         assert self.calls > 0
         static = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
-        graph, failure = torch.cuda.CUDAGraph(), None
+        graph, failure, current = torch.cuda.CUDAGraph(), None, torch.cuda.current_stream()
         try:
             # Loaders may copy on streams of their own meanwhile: only this thread's calls can break the capture.
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -122,6 +133,8 @@ class CapturedUpdate:
                     failure = error  # leaving the context raises another, which says less
                     raise
         except Exception as error:
+            CapturedUpdate.failed = True
+            torch.cuda.set_stream(current)  # PyTorch's context raises before it leaves the stream of the capture
             cause = first_line(failure or error)
             raise ValueError(
                 f"runtime.cuda_graph=true: the step cannot be captured ({cause}); use runtime.cuda_graph=false."

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from accel.evidence import Evidence, observe_kernels
-from accel.ledger import UNUSED
+from accel.evidence import NO_KERNEL_SEEN, Evidence, observe_kernels
+from accel.ledger import UNSEEN, UNUSED
 from accel.technique import Observation, Technique
 
 CONVOLUTION = "aten::cudnn_convolution"
@@ -37,10 +37,10 @@ class CudnnBenchmark(Technique):
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         if not self.enabled or not evidence.ops[CONVOLUTION]:
             return
-        tuned = observe_kernels(run)
+        tuned = observe_kernels(run, self.device)
         torch.backends.cudnn.benchmark = False
         try:
-            self.chosen = tuned - observe_kernels(run)
+            self.chosen = tuned - observe_kernels(run, self.device)
         finally:
             torch.backends.cudnn.benchmark = True
 
@@ -51,6 +51,8 @@ class CudnnBenchmark(Technique):
             return Observation(torch.backends.cudnn.benchmark and calls > 0, note)
         if not calls:
             return Observation(UNUSED, note)
+        if evidence.kernels_unseen:
+            return Observation(UNSEEN, f"{note}; {NO_KERNEL_SEEN}")
         if not self.chosen:
             return Observation(UNUSED, f"{note}; the autotuner chose the kernels that run without it")
         return Observation(

@@ -25,6 +25,11 @@ UPDATE = "Optimizer.step#"
 """How PyTorch names an optimizer's step to the profiler."""
 BLOCK = "fastlatent block"
 """What the profiler calls a call of a probed block, before the block's index."""
+CPU = torch.device("cpu")
+NO_KERNEL_SEEN = (
+    "the profiler saw no kernel of this GPU, so this cannot be known (another profiler, the driver, or no permission "
+    "to read the GPU's counters)"
+)
 FINE_BITS = 0x1FFF
 """The 13 bits of an fp32 mantissa that neither bf16 nor fp16 has."""
 
@@ -73,7 +78,10 @@ class Evidence:
     blocks: list[list[BlockEvidence]] = field(default_factory=list)
     """Of every block its calls, one for each micro-batch."""
     busy_ms: float | None = None
-    """Milliseconds that the device worked; None without a GPU."""
+    """Milliseconds that the device worked; None without a GPU, and where the profiler saw no kernel."""
+    kernels_unseen: bool = False
+    """True if the step ran on a GPU and the profiler recorded none of its kernels. Then a missing kernel shows
+    nothing: the techniques whose kernels are their only evidence are `UNSEEN`, not off."""
     blocks_uncompiled: bool = False
     """True if the blocks were seen in an uncompiled step, because the compiled one has no blocks to look at."""
     warm_ops: Counter[str] = field(default_factory=Counter)
@@ -200,17 +208,27 @@ def probed(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[
             blocks[i] = block
 
 
-def profiled_events(run: Callable[[], object]) -> list[Any]:
-    """The profiler's events of one call of `run`, host and device, as recorded.
+def profiled_events(run: Callable[[], object], device: torch.device) -> list[Any]:
+    """The profiler's events of one call of `run`, those of the host and those of `device`, as recorded.
 
     torch.profiler would parse them into its own classes, which takes several times as long as a small step.
     """
-    device = "cuda" if torch.cuda.is_available() else None
-    profiler = torch.autograd.profiler.profile(use_device=device, record_shapes=True)
+    use_device = "cuda" if device.type == "cuda" else None
+    # Without use_kineto this class asks no GPU for its kernels, and says nothing about it.
+    profiler = torch.autograd.profiler.profile(use_device=use_device, use_kineto=True, record_shapes=True)
     with profiler:
         run()  # the profiler waits for the device at its end
     assert profiler.kineto_results is not None
     return list(profiler.kineto_results.events())
+
+
+def kernels_of(events: Iterable[Any]) -> list[Any]:
+    """What the device did, copies and fills included.
+
+    The profiler also repeats the host's annotations on the device, around their kernels; these are left out.
+    """
+    device = (event for event in events if event.device_type() != torch.autograd.DeviceType.CPU)
+    return [event for event in device if not event.is_user_annotation()]
 
 
 def on_host(events: Iterable[Any]) -> list[Any]:
@@ -265,7 +283,9 @@ def tell_calls(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
             notes[i].ops[event.name()] += 1
 
 
-def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden: bool = False) -> Evidence:
+def observe_step(
+    run: Callable[[], object], blocks: nn.ModuleList | None, device: torch.device = CPU, hidden: bool = False
+) -> Evidence:
     """Calls `run` once under the profiler, with all blocks probed if there are any, and returns the evidence.
 
     `hidden` blocks, inside a model compiled as a whole, are probed in one more step that runs uncompiled. Compile
@@ -273,40 +293,32 @@ def observe_step(run: Callable[[], object], blocks: nn.ModuleList | None, hidden
     """
     evidence = Evidence(blocks_uncompiled=hidden)
     with probed(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
-        events = profiled_events(run)
-    evidence.ops.update(event.name() for event in events)
-    host = on_host(events)
+        events = profiled_events(run, device)
+    host, kernels = on_host(events), kernels_of(events)
+    evidence.ops.update(event.name() for event in (*host, *kernels))
     evidence.products = products_of(host)
-    evidence.busy_ms = busy_ms(events)
+    evidence.kernels_unseen = device.type == "cuda" and not kernels
+    if kernels:
+        evidence.busy_ms = sum(kernel.duration_ns() for kernel in kernels) / 1e6
     evidence.graphs = graphs()
     evidence.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     if blocks and hidden:
         with torch.compiler.set_stance("force_eager"), probed(blocks, evidence.blocks):
-            host = on_host(profiled_events(run))
+            host = on_host(profiled_events(run, device))
     tell_calls(evidence.blocks, host)
     return evidence
 
 
-def busy_ms(events: Iterable[Any]) -> float | None:
-    """Milliseconds of the device's work among a profiler's events; None where there is no GPU.
-
-    Annotations, which the profiler shows on the device too, span the kernels inside them and count as nothing.
-    """
-    if not torch.cuda.is_available():
-        return None
-    work = (e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation())
-    return sum(e.duration_ns() for e in work) / 1e6
-
-
-def observe_ops(run: Callable[[], object]) -> Counter[str]:
+def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
     """Profiler event name -> how often it ran in one call of `run`."""
-    return Counter(event.name() for event in profiled_events(run))
+    events = profiled_events(run, device)
+    return Counter(event.name() for event in (*on_host(events), *kernels_of(events)))
 
 
-def observe_kernels(run: Callable[[], object]) -> set[str]:
+def observe_kernels(run: Callable[[], object], device: torch.device) -> set[str]:
     """Names of the device's kernels in one call of `run`; copies and fills left out."""
-    events = (e for e in profiled_events(run) if e.device_type() != torch.autograd.DeviceType.CPU)
-    return {e.name() for e in events if not e.name().startswith(("Memcpy", "Memset"))}
+    names = {kernel.name() for kernel in kernels_of(profiled_events(run, device))}
+    return {name for name in names if not name.startswith(("Memcpy", "Memset"))}
 
 
 def graphs() -> int:

@@ -12,8 +12,8 @@ import importlib.util
 
 import torch
 
-from accel.evidence import Evidence
-from accel.ledger import UNUSED
+from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.ledger import UNSEEN, UNUSED
 from accel.proof import Proof
 from accel.technique import Model, Observation, Technique, blocks_of, switches
 
@@ -59,11 +59,14 @@ class FusedKernel(Technique):
             return Observation(UNUSED, f"the model has no {self.op}")
         launches = sum(n for name, n in evidence.ops.items() if name.startswith(f"{self.op}_"))
         called = evidence.where(lambda call: any(op.startswith(f"fastlatent::{self.op}") for op in call.ops))
-        note = f"{evidence.share(called)} called {self.op}; {launches} launches of its Triton kernels in one step"
+        everywhere = sum(called) >= min(len(called), len(self.switches))
+        unseen = self.enabled and evidence.kernels_unseen and any(called) and everywhere
+        seen = NO_KERNEL_SEEN if unseen else f"{launches} launches of its Triton kernels in one step"
+        note = f"{evidence.share(called)} called {self.op}; {seen}"
         if self.enabled and self.proof is None:
             note = f"nobody proved it, so nothing may launch it; {note}"
-        on = launches > 0 and sum(called) >= min(len(called), len(self.switches))
-        return Observation(on, f"{self.proof.why}; {note}" if self.proof else note)
+        active = UNSEEN if unseen else launches > 0 and everywhere
+        return Observation(active, f"{self.proof.why}; {note}" if self.proof else note)
 
 
 class FusedAddNorm(FusedKernel):

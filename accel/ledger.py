@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 UNUSED = "unused"
 """Active, but the step held nothing that it applies to."""
+UNSEEN = "unseen"
+"""Active, where only a kernel could show it and the profiler saw none of the GPU's kernels: on or off, nobody knows."""
 AUTO = "auto"
 """A request that anything fulfils."""
 COLUMNS = ("technique", "requested", "active", "evidence")
@@ -23,8 +25,8 @@ class LedgerRow:
 
     @property
     def missing(self) -> bool:
-        """Asked for and not on, though the step had a use for it."""
-        return self.requested not in (False, AUTO) and self.active not in (self.requested, UNUSED)
+        """Asked for and shown to be not on, though the step had a use for it."""
+        return self.requested not in (False, AUTO) and self.active not in (self.requested, UNUSED, UNSEEN)
 
 
 def shown(value: bool | str) -> str:

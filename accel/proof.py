@@ -34,6 +34,13 @@ PATIENCE = 120.0
 """Seconds without a result after which a trial counts as hanging; compiling a block has more."""
 SLOWER = 1.03
 """A kernel is chosen unless it takes more than this share of its definition's time: it keeps less for backward."""
+TIMES = {False: "times", True: "replayed"}
+"""Whether the run captures its step as a CUDA graph -> where a trial keeps the times that then count."""
+CHANGE_TIMES_ONLY = (
+    *("attention", "cudnn_benchmark", "gradient_checkpointing", "checkpoint_policy"),
+    *("compile", "compile_scope", "compile_mode"),
+)
+"""Runtime keys that parity, which compares one operator at a time, does not depend on."""
 FILE = "kernels.json"
 """Of a run folder."""
 
@@ -93,7 +100,8 @@ def prove(
             print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
         if is_first() and not chosen and not any(result.get("passing") for result in found.values()):
             remember(facts, found)
-    proofs = {key: judged(found.get(key), key in timed) for key in question.asked}
+    captured = bool(question.runtime.get("cuda_graph"))
+    proofs = {key: judged(found.get(key), key in timed, captured) for key in question.asked}
     for key, on in chosen.items():
         why = f"this run has chosen before: {proofs[key].why}" if key in found else "this run has chosen so before"
         proofs[key] = Proof(on and proofs[key].on, why)
@@ -101,8 +109,8 @@ def prove(
     return proofs, {"facts": facts, "chosen": kept, "found": found}
 
 
-def judged(result: Mapping[str, Any] | None, timed: bool) -> Proof:
-    """The decision on one kernel from what its trial found."""
+def judged(result: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
+    """The decision on one kernel from what its trial found; `captured` if the run replays a CUDA graph."""
     if result is None:
         return Proof(False, "it was not tried")
     if result["refusal"] is not None:
@@ -110,7 +118,8 @@ def judged(result: Mapping[str, Any] | None, timed: bool) -> Proof:
     why = f"error {result['error']:.0e} (definition {result['definition_error']:.0e})"
     if not timed:
         return Proof(True, why)
-    on, off = result["times"]["on"], result["times"]["off"]
+    times = result[TIMES[captured]]
+    on, off = times["on"], times["off"]
     if on is None:
         return Proof(off is None, f"{why}, memory ran out with it" + (" and without it" if off is None else ""))
     if off is None:
@@ -159,7 +168,10 @@ def described(block: nn.Module, metas: list[Any]) -> str:
 
 
 def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
-    """All that an answer depends on."""
+    """All that a trial's findings depend on.
+
+    A trial takes both times, with a CUDA graph and without, so its findings serve runs of either kind.
+    """
     from torch.utils import collect_env
 
     cuda = question.device.type == "cuda"
@@ -169,6 +181,8 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
         triton = version("triton")
     except PackageNotFoundError:
         triton = None
+    timed = "auto" in question.asked.values() and not question.deterministic
+    left_out = {"cuda_graph", *(() if timed else CHANGE_TIMES_ONLY)}
     facts = {
         "gpu": torch.cuda.get_device_name(question.device) if cuda else question.device.type,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
@@ -176,7 +190,7 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
         "triton": triton,
         "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest(),
         "asked": dict(question.asked),
-        "runtime": dict(question.runtime),
+        "runtime": {key: value for key, value in question.runtime.items() if key not in left_out},
         "samples": question.samples,
         "deterministic": question.deterministic,
         "blocks": [[use.kind, use.blocks] for use in uses],
@@ -266,8 +280,9 @@ def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
         for name in ("error", "definition_error"):
             one[key][name] = max(r[name] for r in results)
         if refused is None and "times" in result:
-            taken = {name: [r["times"][name] for r in results] for name in ("on", "off")}
-            one[key]["times"] = {name: None if None in all_ else max(all_) for name, all_ in taken.items()}
+            for kind in TIMES.values():
+                taken = {name: [r[kind][name] for r in results] for name in ("on", "off")}
+                one[key][kind] = {name: None if None in all_ else max(all_) for name, all_ in taken.items()}
     return one
 
 
@@ -300,7 +315,8 @@ def read(file: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content = json.loads(file.read_text())
         for result in content["found"].values():
-            judged(result, timed="times" in result)
+            for captured in TIMES:
+                judged(result, "times" in result, captured)
         if all(type(on) is bool for on in content.get("chosen", {}).values()):
             return content
     return {}

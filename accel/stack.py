@@ -242,14 +242,15 @@ class AccelerationStack:
         The caller restores whatever `run` changed, in place where a technique may hold on to tensors.
         """
         self.run_until_it_works(run)
-        evidence = observe_step(run, blocks, hidden=any(t.hides_blocks() for t in self.techniques))
+        hidden = any(technique.hides_blocks() for technique in self.techniques)
+        evidence = observe_step(run, blocks, self.device, hidden)
         self.busy_ms = evidence.busy_ms
         self.kept = sum(calls[-1].saved_bytes for calls in evidence.blocks if calls)
         for technique in self.techniques:
             technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):
             self.run_until_it_works(run)
-            evidence.warm_ops = observe_ops(run)
+            evidence.warm_ops = observe_ops(run, self.device)
         ledger = Ledger()
         for technique in self.techniques:
             active, note = technique.observe(evidence)

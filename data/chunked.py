@@ -8,6 +8,7 @@ pinned memory, on a CUDA stream of its own.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -98,6 +99,7 @@ class ChunkedLatents(BaseLoader):
         self.blocks, self.held_out_blocks, self.held_out_count = train, held_out, held_out.count
         self.copies = torch.cuda.Stream(args.device) if args.device.type == "cuda" else None
         self.readers = Readers(1, "chunk")
+        self.stop = weakref.finalize(self, end_copies, self.readers, self.copies)
         self.buffers: list[Buffer] = []
         self.pinned: list[tuple[dict[str, Tensor], Any]] = []
         self.allocate(chunk_size)
@@ -161,8 +163,8 @@ class ChunkedLatents(BaseLoader):
         """Copies the blocks of `chunk` into `buffer` after the event `used`; returns the event of the last copy."""
         row = 0
         for i, number in enumerate(chunk.blocks):
-            if buffer.chunk != chunk:
-                return None  # the loader wants another chunk here by now
+            if buffer.chunk != chunk or self.readers.closed.is_set():
+                return None  # the loader wants another chunk here by now, or nothing more
             tensors = self.blocks.read(number)
             rows = len(tensors["ids"])
             if self.copies is None:
@@ -197,3 +199,12 @@ class ChunkedLatents(BaseLoader):
         super().load_state_dict(state)
         if state["window"] != self.order.chunk_size:
             self.allocate(state["window"])
+
+
+def end_copies(readers: Readers, copies: torch.cuda.Stream | None) -> None:
+    """Ends the thread that fills buffers, and what it has queued; `weakref.finalize` calls this when the process ends,
+    too, for a copy that outlives the CUDA context ends the process with an error."""
+    readers.close()
+    readers.join()
+    if copies is not None:
+        copies.synchronize()

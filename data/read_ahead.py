@@ -47,6 +47,12 @@ class Readers:
         for _ in self.threads:
             self.tasks.put(None)
 
+    def join(self) -> None:
+        """After `close`: wait for what is running, ten seconds a thread at most."""
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=10.0)
+
 
 def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
     while (task := tasks.get()) is not None:

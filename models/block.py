@@ -5,7 +5,6 @@ Letters: B samples, L tokens, D width, M = 3 modulations a branch.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,6 @@ from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.initialisation import init_linear
 
 Norm = Literal["rms", "layer"]
-layer_norm = partial(add_norm, centred=True)
 
 
 class SwiGLU(nn.Module):
@@ -88,10 +86,8 @@ class Block(nn.Module):
     A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th. The norm before it puts them so,
     and the sum after it puts its branch back, both on the way. `arriving` is the order of the branch that comes in.
 
-    `norm` is "rms", or "layer" for weights that were trained with LayerNorm: that one has no fused kernel.
+    `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """
-
-    fused_add_norm: bool
 
     def __init__(
         self, layers: list[nn.Module], eps: float = 1e-6, arriving: Int[Tensor, "L"] | None = None, norm: Norm = "rms"
@@ -103,9 +99,8 @@ class Block(nn.Module):
         for i, order in enumerate(self.orders):
             register_rows(self, f"rows_{i}", order)
         self.residual_in_fp32 = True
-        self.norm = norm
-        if norm == "rms":  # without the attribute there is nothing to switch
-            self.fused_add_norm = False
+        self.centred = norm == "layer"
+        self.fused_add_norm = False
 
     def forward(
         self,
@@ -126,11 +121,9 @@ class Block(nn.Module):
         self, branch: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, **rows: Any
     ) -> tuple[Tensor, Tensor]:
         """`add_norm` in the way of this block."""
-        stream = (branch, gate, residual)
-        if self.norm == "layer":
-            return layer_norm(*stream, scale, shift, self.eps, self.residual_in_fp32, **rows)
         normalise = fused_add_norm if self.fused_add_norm else add_norm
-        return normalise(*stream, scale, shift, self.eps, self.residual_in_fp32, **rows)
+        how = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32, "centred": self.centred}
+        return normalise(branch, gate, residual, scale, shift, **how, **rows)
 
     def init_weights(self) -> None:
         for layer in self.layers:

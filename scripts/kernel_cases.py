@@ -47,19 +47,22 @@ def cases(architecture: int) -> Iterator[Case]:
 
 
 def add_norm_cases() -> Iterator[Case]:
-    """Tokens in one order, as in most models, and with both row maps, as where a layer has an order of its own."""
+    """Tokens in one order, as in most models; with both row maps, as where a layer has an order of its own; and with
+    LayerNorm, as in SiT's weights."""
     from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, tile
 
     maps = {"BRANCH_ROWS": "*i32", "H_ROWS": "*i32"}
     strides = dict.fromkeys(("L", "gate_stride", "scale_stride", "shift_stride"), "i32")
     narrow = {name: "*bf16" for name in ("BRANCH", "GATE", "SCALE", "SHIFT", "H", "DH", "DBRANCH")}
     wide = {name: "*fp32" for name in ("RESIDUAL", "Z", "RSTD", "DZ", "DRESIDUAL", "SUMS")}
+    variants = (("", False, False), (", row maps", True, False), (", centred", False, True))
     for dim in (96, 384, 768, 1024, 1152):
         shapes = tile(dim), tile(dim, backward=True)
         warps, quick = shapes[0]["num_warps"], dim == 768
-        for mapped in (False, True):
-            name = f"add_norm D={dim}{', row maps' if mapped else ''}"
-            types, given = narrow | wide | strides | maps, {"D": dim} | ({} if mapped else dict.fromkeys(maps))
+        for suffix, mapped, centred in variants:
+            name = f"add_norm D={dim}{suffix}"
+            types = narrow | wide | strides | maps
+            given = {"D": dim, "CENTRED": centred} | ({} if mapped else dict.fromkeys(maps))
             yield Case(name, add_norm_kernel, types, given | shapes[0] | {"EPS": 1e-6}, warps, quick=quick)
             name, constants = f"{name}, backward", given | shapes[1] | {"ROWS": 64}
             yield Case(name, add_norm_backward_kernel, types, constants, warps, pipelined=True, quick=quick)

@@ -26,7 +26,10 @@ from scripts.bench.report import table
 from scripts.kernel_cases import Case, cases
 from training.config.compose import from_words, one_sentence
 
-ARCHITECTURES = (80, 86, 89, 90, 100)
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Compute capability -> KiB of shared memory that a program may have (CUDA C++ Programming Guide, table of technical
+specifications by compute capability)."""
+ARCHITECTURES = tuple(SHARED)
 
 
 class Resources(NamedTuple):
@@ -44,8 +47,8 @@ class Resources(NamedTuple):
     fp64: int
 
 
-def measure(case: Case, architecture: int) -> Resources:
-    """Compiles `case` for sm_<architecture>; needs no GPU. Not while Triton interprets."""
+def compiled(case: Case, architecture: int) -> Any:
+    """Triton's compiled kernel of `case` for sm_<architecture>; needs no GPU. Not while Triton interprets."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -59,8 +62,13 @@ def measure(case: Case, architecture: int) -> Resources:
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = {"num_warps": case.warps, "num_stages": case.stages, "maxnreg": case.most_registers}
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    usage, code = disassembled(compiled.asm["cubin"])
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def measure(case: Case, architecture: int) -> Resources:
+    """Compiles `case` for sm_<architecture> and reads what it takes."""
+    kernel = compiled(case, architecture)
+    usage, code = disassembled(kernel.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
     assert found is not None
 
@@ -70,12 +78,12 @@ def measure(case: Case, architecture: int) -> Resources:
     return Resources(
         registers=int(found[1]),
         stack=int(found[2]),
-        shared=compiled.metadata.shared,
+        shared=kernel.metadata.shared,
         spills=count(r"\bSTL"),
         loads_128=count(r"LDG\.E\S*\.128") + count(r"LDGSTS\S*\.128"),
         async_copies=count(r"LDGSTS"),
         products=count(r"HGMMA|HMMA|UTC\S*MMA"),
-        fp64=count(r"\.f64", compiled.asm["ptx"]),
+        fp64=count(r"\.f64", kernel.asm["ptx"]),
     )
 
 

@@ -164,12 +164,18 @@ def test_an_imported_model_trains(shape, encoder, tmp_path):
     assert train(compose(words))["loss"] > 0.0
 
 
-def test_layer_norm_has_no_kernel_and_the_ledger_says_so(encoder, tmp_path):
-    model, _ = load_pretrained(imported(tmp_path, SIT, encoder, SHAPES["sit"]), CPU)
+def test_layer_norm_of_imported_weights_has_the_kernel(encoder, tmp_path):
+    """The fused operator computes what its definition does, in every block, and in the last norm."""
+    model, spec = load_pretrained(imported(tmp_path, SIT, encoder, SHAPES["sit"]), CPU)
+    x, t, y = torch.randn(2, spec.channels, 6, 6), torch.rand(2), torch.tensor([0, 3])
+    plain = model(x, t, y)
     technique = FusedAddNorm(True, CPU)
-    assert not technique.asks_for_proof(model)
+    assert technique.asks_for_proof(model)
     technique.on_model(model)
-    assert technique.observe(Evidence()) == ("unused", "the model has no add_norm")
+    assert len(technique.switches) == model.depth
+    for block in technique.switches:
+        block.fused_add_norm = True
+    torch.testing.assert_close(model(x, t, y), plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [SHAPES["sit"], SHAPES["lightningdit"]], ids=["sit", "lightningdit"])

@@ -332,7 +332,7 @@ def test_a_product_in_fp32_does_not_round():
 
 def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
     kernels = {True: {"gemm", "implicit_gemm"}, False: {"gemm", "winograd"}}
-    monkeypatch.setattr("accel.cudnn_benchmark.observe_kernels", lambda run: kernels[torch.backends.cudnn.benchmark])
+    monkeypatch.setattr("accel.cudnn_benchmark.observe_kernels", lambda *_: kernels[torch.backends.cudnn.benchmark])
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     evidence = Evidence(ops=Counter({"aten::cudnn_convolution": 2}))
     tuned = CudnnBenchmark(True, torch.device("cuda"))

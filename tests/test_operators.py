@@ -101,14 +101,15 @@ def test_under_autocast_the_stream_keeps_its_dtype(residual_in_fp32):
     assert [g.dtype for g in grads] == [torch.bfloat16] * 2 + [torch.float64] + [torch.bfloat16] * 2
 
 
-def test_the_operators_are_well_formed():
+@pytest.mark.parametrize("centred", [False, True])
+def test_the_operators_are_well_formed(centred):
     inputs = [t.detach() for t in add_norm_inputs(torch.float32)]
     inputs[2] = inputs[2].float()
-    arguments = (*inputs, None, None, 1e-6, True)
+    arguments = (*inputs, None, None, 1e-6, True, centred)
     torch.library.opcheck(torch.ops.fastlatent.add_norm.default, arguments, test_utils=CHECKS)
     h, z, rstd = torch.ops.fastlatent.add_norm(*arguments)
     branch, gate, _, scale, _ = inputs
-    backward = (h, None, z, branch, gate, scale, None, None, rstd, torch.float32)
+    backward = (h, None, z, branch, gate, scale, None, None, rstd, torch.float32, centred)
     torch.library.opcheck(torch.ops.fastlatent.add_norm_backward.default, backward, test_utils=CHECKS)
 
 

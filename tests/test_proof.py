@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel import proof, trial
+from accel.cuda_graph import CudaGraph
 from accel.fused_kernels import FusedKernel
 from accel.parity import Comparing
 from accel.proof import Question, judged, merged
@@ -26,6 +27,7 @@ GOOD = {
     "error": 3e-3,
     "definition_error": 4e-3,
     "times": {"on": 0.41, "off": 2.9},
+    "replayed": {"on": 0.4, "off": 0.3},
     "kept_mb": {"on": 1.9, "off": 15.0},
 }
 
@@ -50,8 +52,8 @@ def trials(monkeypatch):
     return asked
 
 
-def stack_with(value="auto", **more) -> AccelerationStack:
-    return AccelerationStack(EAGER | {"fused_scan": value}, CPU, **more)
+def stack_with(value="auto", runtime=None, **more) -> AccelerationStack:
+    return AccelerationStack(EAGER | {"fused_scan": value} | (runtime or {}), CPU, **more)
 
 
 def proved(value="auto", folder=None, samples=8, model=None, **more):
@@ -220,6 +222,28 @@ def test_a_kernel_is_chosen_unless_it_is_slower_by_three_per_cent(on, off, chose
     assert found.on is chosen
     assert found.why.startswith("error 3e-03 (definition 4e-03), ")
     assert word in found.why
+
+
+def test_a_captured_run_goes_by_the_times_without_launches(trials, monkeypatch):
+    """One trial serves both kinds of run: what is launched kernel by kernel gains from fewer of them."""
+    assert proved()[0]
+    assert "0.41 ms a block against 2.9 ms" in proved()[1]
+    monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
+    runtime = {"cuda_graph": True}
+    on, why, _ = proved(runtime=runtime)
+    assert (on, "0.4 ms a block against 0.3 ms" in why) == (False, True)
+    assert len(trials) == 1
+
+
+def test_parity_alone_is_shared_by_runs_that_differ_in_time_only(trials):
+    proved(True)
+    proved(True, runtime={"gradient_checkpointing": True, "cuda_graph": True})
+    assert len(trials) == 1
+    proved(True, runtime={"residual_in_fp32": False})
+    assert len(trials) == 2
+    proved("auto")
+    proved("auto", runtime={"gradient_checkpointing": True})
+    assert len(trials) == 4
 
 
 def test_ranks_that_disagree_come_to_one_answer(monkeypatch):

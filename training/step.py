@@ -46,6 +46,9 @@ class StepSettings(NamedTuple):
 class TrainStep:
     """Takes one optimizer step: forward and backward per micro-batch, clipping, update, EMA.
 
+    The loss is on the device of the batches. Rates, weights and what decides about the update are on that of the
+    parameters, which `parallel.cpu_offload` keeps on the host; everywhere else the two are one.
+
     Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation and sampling use the
     same `forward`. A benchmark sets `mark(phase)` to time the phases. Data parallelism sets `synchronised(last)`, which
     surrounds each micro-batch and disables gradient synchronisation on all but the last. `schedule(samples)` moves
@@ -127,7 +130,8 @@ class TrainStep:
             backed_off = (overflow & (self.scaler.scale > 1.0)).float()  # at 1 there is nothing left to blame
         finite = torch.isfinite(norm)
         taken = finite if self.spikes is None else self.spikes.passes(norm)
-        self.optimizer_step(grads, norm, taken)
+        taken = taken.to(self.ema_weight.device)
+        self.optimizer_step(grads, norm.to(taken.device), taken)
         if self.scaler is not None:
             self.scaler.update((~finite).float())
         self.mark("optimizer")
@@ -136,11 +140,12 @@ class TrainStep:
         self.mark("ema")
         self.optimizer.zero_grad(set_to_none=True)
         self.phase = "what lies between two steps"
-        return StepOutput(total, norm, (~taken).float() - backed_off, backed_off)
+        output = StepOutput(total, norm, (~taken).float() - backed_off, backed_off)
+        return StepOutput(*(scalar.to(total.device) for scalar in output))
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Gradients of the mean loss over all micro-batches; returns that loss."""
-        total = torch.zeros((), device=self.ema_weight.device)
+        total = torch.zeros((), device=batches[0].latents.device)
         for i, batch in enumerate(batches):
             with self.synchronised(i + 1 == len(batches)):
                 self.phase = "the forward pass"

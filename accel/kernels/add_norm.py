@@ -45,7 +45,7 @@ def add_norm(
     A branch in another order of tokens costs nothing: token l of the stream takes row `branch_rows[l]` of `branch`, and
     row `h_rows[l]` of h is its normed value. Both are permutations.
 
-    `centred`: norm is LayerNorm (Ba et al. 2016), RMSNorm of z less its mean over channels. No kernel computes that.
+    `centred`: norm is LayerNorm (Ba et al. 2016), RMSNorm of z less its mean over channels.
     """
     rows = (branch_rows, h_rows)
     return forward_reference(branch, gate, residual, scale, shift, *rows, eps, residual_in_fp32, centred)[:2]
@@ -61,9 +61,9 @@ def forward_reference(
     h_rows: Tensor | None,
     eps: float,
     residual_in_fp32: bool,
-    centred: bool = False,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h, z, and 1/rms(z) of each token (B, L)."""
+    """h, z, and 1/rms(z) of each token (B, L), or 1/std(z) where `centred`."""
     arriving = branch if branch_rows is None else branch.index_select(1, branch_rows)
     z = torch.addcmul(upcast(residual), upcast(gate).unsqueeze(1), upcast(arriving))
     if not residual_in_fp32:
@@ -88,12 +88,15 @@ def backward_reference(
     h_rows: Tensor | None,
     rstd: Tensor,
     residual_dtype: torch.dtype,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of branch and residual, and three sums over tokens (B, 3, D): d·branch, dh·normed, dh."""
     dh = upcast(dh if h_rows is None else dh.index_select(1, h_rows))
     arriving = branch if branch_rows is None else branch.index_select(1, branch_rows)
-    normed = upcast(z) * rstd.unsqueeze(-1)
-    w = dh * (1.0 + upcast(scale)).unsqueeze(1)
+    x, w = upcast(z), dh * (1.0 + upcast(scale)).unsqueeze(1)
+    if centred:
+        x, w = x - x.mean(-1, keepdim=True), w - w.mean(-1, keepdim=True)
+    normed = x * rstd.unsqueeze(-1)
     d = (w - normed * (normed * w).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
     if dz is not None:
         d = d + upcast(dz)
@@ -114,6 +117,7 @@ def forward_fake(
     h_rows: Tensor | None,
     eps: float,
     residual_in_fp32: bool,
+    centred: bool,
 ) -> tuple[Tensor, ...]:
     statistics = torch.promote_types(branch.dtype, torch.float32)
     z = residual.new_empty(residual.shape, dtype=statistics if residual_in_fp32 else branch.dtype)
@@ -122,21 +126,21 @@ def forward_fake(
 
 
 def backward_fake(dh: Tensor, dz: Any, z: Tensor, branch: Tensor, gate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    rstd, residual_dtype = rest[-2:]
+    rstd, residual_dtype = rest[-3:-1]
     sums = rstd.new_empty(branch.shape[0], 3, branch.shape[2])
     return torch.empty_like(branch), z.new_empty(z.shape, dtype=residual_dtype), sums
 
 
 register(
     "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? branch_rows, "
-    "Tensor? h_rows, float eps, bool residual_in_fp32) -> (Tensor, Tensor, Tensor)",
+    "Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, Tensor, Tensor)",
     forward_reference,
     forward_fake,
     "add_norm_triton.launch_forward",
 )
 register(
     "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor scale, Tensor? branch_rows, "
-    "Tensor? h_rows, Tensor rstd, ScalarType residual_dtype) -> (Tensor, Tensor, Tensor)",
+    "Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool centred) -> (Tensor, Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "add_norm_triton.launch_backward",
@@ -151,7 +155,7 @@ class FusedAddNorm(torch.autograd.Function):
         branch, gate, _, scale, _, branch_rows, h_rows, *_ = arguments
         h, z, rstd = torch.ops.fastlatent.add_norm(*arguments)
         ctx.save_for_backward(z, branch, gate, scale, branch_rows, h_rows, rstd)
-        ctx.dtypes = [t.dtype for t in arguments[:5]]
+        ctx.dtypes, ctx.centred = [t.dtype for t in arguments[:5]], arguments[-1]
         ctx.set_materialize_grads(False)
         return h, z
 
@@ -163,12 +167,12 @@ class FusedAddNorm(torch.autograd.Function):
         dh = torch.zeros_like(branch) if dh is None else dh.contiguous()
         dz = None if dz is None else dz.contiguous()
         dbranch, dresidual, sums = torch.ops.fastlatent.add_norm_backward(
-            dh, dz, z, branch, gate, scale, branch_rows, h_rows, rstd, ctx.dtypes[2]
+            dh, dz, z, branch, gate, scale, branch_rows, h_rows, rstd, ctx.dtypes[2], ctx.centred
         )
         dgate, dscale, dshift = sums.unbind(1)
         found = (dbranch, dgate, dresidual, dscale, dshift)
         cast = (g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True))
-        return (*cast, *[None] * 4)
+        return (*cast, *[None] * 5)
 
 
 def fused_add_norm(
@@ -182,6 +186,7 @@ def fused_add_norm(
     *,
     branch_rows: Int[Tensor, "L"] | None = None,
     h_rows: Int[Tensor, "L"] | None = None,
+    centred: bool = False,
 ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
     """`add_norm` as one operator; copies a branch or residual that is not contiguous. ValueError for an empty one, or
     for more than 8,192 channels."""
@@ -203,4 +208,5 @@ def fused_add_norm(
         h_rows.clone() if h_rows is not None and h_rows is branch_rows else h_rows,  # Dynamo refuses one tensor twice
         eps,
         residual_in_fp32,
+        centred,
     )

@@ -35,6 +35,12 @@ def sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexp
 
 
 @triton.jit
+def less_mean(z, total, c, D: tl.constexpr):
+    """Columns c of z less the mean of its row; `total` is the row's sum. Columns past D stay 0."""
+    return tl.where((c < D)[None, :], z - (total / D)[:, None], 0.0)
+
+
+@triton.jit
 def store_modulated(H, SCALE, SHIFT, normed, h_rows, row, c, D: tl.constexpr):
     """Columns c of h."""
     column = c < D
@@ -63,6 +69,7 @@ def add_norm_kernel(
     shift_stride,
     D: tl.constexpr,
     EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     REST: tl.constexpr,
@@ -78,10 +85,17 @@ def add_norm_kernel(
     SCALE += b * scale_stride
     SHIFT += b * shift_stride
     z = sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D)
-    squares = tl.sum(z * z, 1)
     if REST > 0:
         c_rest = BLOCK_D + tl.arange(0, REST)
         z_rest = sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c_rest, D)
+    if CENTRED:
+        total = tl.sum(z, 1)
+        if REST > 0:
+            total += tl.sum(z_rest, 1)
+            z_rest = less_mean(z_rest, total, c_rest, D)
+        z = less_mean(z, total, c, D)
+    squares = tl.sum(z * z, 1)
+    if REST > 0:
         squares += tl.sum(z_rest * z_rest, 1)
     rstd = tl.rsqrt(squares / D + EPS)
     tl.store(RSTD + rows, rstd, mask=row)
@@ -91,12 +105,12 @@ def add_norm_kernel(
 
 
 @triton.jit
-def arriving(DH, Z, rows, h_rows, rstd, row, c, D: tl.constexpr):
-    """Columns c of dh and of the normed stream."""
+def arriving(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
+    """Columns c of dh and of z."""
     mask = row[:, None] & (c < D)[None, :]
     z = tl.load(Z + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    return dh, z * rstd[:, None]
+    return dh, z
 
 
 @triton.jit
@@ -130,6 +144,7 @@ def add_norm_backward_kernel(
     gate_stride,
     scale_stride,
     D: tl.constexpr,
+    CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,12 +173,22 @@ def add_norm_backward_kernel(
         branch_rows = rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
         h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
-        dh, normed = arriving(DH, Z, rows, h_rows, rstd, row, c, D)
+        dh, z = arriving(DH, Z, rows, h_rows, row, c, D)
         w = dh * slope[None, :]
+        if REST > 0:
+            dh_rest, z_rest = arriving(DH, Z, rows, h_rows, row, c_rest, D)
+            w_rest = dh_rest * slope_rest[None, :]
+        if CENTRED:  # z and w less their means
+            total, w_total = tl.sum(z, 1), tl.sum(w, 1)
+            if REST > 0:
+                total += tl.sum(z_rest, 1)
+                w_total += tl.sum(w_rest, 1)
+                z_rest, w_rest = less_mean(z_rest, total, c_rest, D), less_mean(w_rest, w_total, c_rest, D)
+            z, w = less_mean(z, total, c, D), less_mean(w, w_total, c, D)
+        normed = z * rstd[:, None]
         along = tl.sum(normed * w, 1)
         if REST > 0:
-            dh_rest, normed_rest = arriving(DH, Z, rows, h_rows, rstd, row, c_rest, D)
-            w_rest = dh_rest * slope_rest[None, :]
+            normed_rest = z_rest * rstd[:, None]
             along += tl.sum(normed_rest * w_rest, 1)
         along = (along / D)[:, None]
         d = (w - normed * along) * rstd[:, None]
@@ -205,6 +230,7 @@ def launch_forward(
     h_rows: Tensor | None,
     eps: float,
     residual_in_fp32: bool,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h, z and rstd. Rows are contiguous; gate, scale and shift have unit stride in D."""
     batch, length, dim = branch.shape
@@ -229,6 +255,7 @@ def launch_forward(
         shift.stride(0),
         D=dim,
         EPS=eps,
+        CENTRED=centred,
         **shape,
     )
     return h, z, rstd
@@ -252,6 +279,7 @@ def launch_backward(
     h_rows: Tensor | None,
     rstd: Tensor,
     residual_dtype: torch.dtype,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of branch and residual, and sums over tokens (B, 3, D): of gate, of the normed stream, of shift."""
     batch, length, dim = branch.shape
@@ -279,6 +307,7 @@ def launch_backward(
         gate.stride(0),
         scale.stride(0),
         D=dim,
+        CENTRED=centred,
         ROWS=rows,
         **shape,
     )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd_triton import chosen, strides_of
+from accel.kernels.bidirectional_ssd_triton import chosen, decay_of, strides_of
 from accel.kernels.fused_ssd import LN2, channels_of, groups_backward, slices_of
 
 
@@ -68,23 +68,23 @@ def ssd_dx_kernel(
     g = tl.zeros([BLOCK, P], tl.float32)
     if j0 + BLOCK < L:
         pivot = tl.load(SUMS + ahead + j0 + BLOCK - 1)
-        own_ahead = tl.exp2(tl.minimum(pivot - sum_ahead, 0.0)) * step_ahead
+        own_ahead = decay_of(pivot - sum_ahead) * step_ahead
         for i0 in range(j0 + BLOCK, L, BLOCK):
             i = i0 + r
             there = (i < L) | (L % BLOCK == 0)
             c_t = tl.load(C_OUT + i[None, :] * c_token + n[:, None], mask=there[None, :], other=0.0)
             dy = tl.load(DY + i[:, None] * (K * P) + p[None, :], mask=there[:, None], other=0.0)
-            weight = tl.exp2(tl.minimum(tl.load(SUMS + ahead + i, mask=there, other=0.0) - pivot, 0.0))
+            weight = decay_of(tl.load(SUMS + ahead + i, mask=there, other=0.0) - pivot)
             m = tl.dot(b_ahead, c_t, input_precision=PRECISION) * weight[None, :] * own_ahead[:, None]
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     if j0 > 0:
         pivot = tl.load(SUMS + behind + j0)
-        own_behind = tl.exp2(tl.minimum(pivot - sum_behind, 0.0)) * step_behind
+        own_behind = decay_of(pivot - sum_behind) * step_behind
         for i0 in range(0, j0, BLOCK):
             i = i0 + r
             c_t = tl.load(C_OUT + N + i[None, :] * c_token + n[:, None])
             dy = tl.load(DY + i[:, None] * (K * P) + p[None, :])
-            weight = tl.exp2(tl.minimum(tl.load(SUMS + behind + i) - pivot, 0.0))
+            weight = decay_of(tl.load(SUMS + behind + i) - pivot)
             m = tl.dot(b_behind, c_t, input_precision=PRECISION) * weight[None, :] * own_behind[:, None]
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
@@ -97,7 +97,7 @@ def ssd_dx_kernel(
         tl.dot(b_ahead, c_ahead, input_precision=PRECISION) * step_ahead[:, None],
         tl.dot(b_behind, c_behind, input_precision=PRECISION) * step_behind[:, None],
     )
-    m = m * tl.exp2(tl.minimum(exponent, 0.0))
+    m = m * decay_of(exponent)
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     g += dy.to(tl.float32) * tl.load(D + k)
     DX += b * dx_batch + k * P
@@ -176,7 +176,7 @@ def ssd_ds_kernel(
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
             other_step = tl.load(STEPS + behind + j, mask=j_in, other=0.0)
             exponent = tl.where(lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :])
-            g = g * tl.exp2(tl.minimum(exponent, 0.0))
+            g = g * decay_of(exponent)
             ds += g * tl.where(lower, step[None, :], other_step[None, :])
             g = g * scores
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(tl.where(lower, g, 0.0), 0), mask=j_in)
@@ -187,8 +187,8 @@ def ssd_ds_kernel(
         else:
             edge = tl.where(direction == 0, j_tile * BLOCK + BLOCK - 1, j_tile * BLOCK)
             pivot = tl.load(SUMS + own + edge)
-            g = g * tl.exp2(tl.minimum(sum_i - pivot, 0.0))[:, None]
-            g = g * tl.exp2(tl.minimum(pivot - sum_j, 0.0))[None, :]
+            g = g * decay_of(sum_i - pivot)[:, None]
+            g = g * decay_of(pivot - sum_j)[None, :]
             q = g * scores
             tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q * step[None, :], 1), mask=i_in)
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)

@@ -25,6 +25,18 @@ import triton.language as tl
 from torch import Tensor
 
 
+OLDER_THAN_3_9 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 9]
+THIRD_PROGRAM = 168 if OLDER_THAN_3_9 else None
+"""Registers a thread with which three programs of four warps share a processor of Hopper. What Triton 3.9 makes of the
+forward kernel spills there (12 stores a thread), so with it two share one."""
+
+
+@triton.jit
+def decay_of(exponent):
+    """exp2 of a difference of running sums, which only rounding can make positive. A plain minimum would lose a NaN."""
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
 @triton.jit
 def ssd_kernel(
     X,
@@ -68,12 +80,12 @@ def ssd_kernel(
     y = tl.zeros([BLOCK, P], tl.float32)
     if i0 > 0:
         pivot = tl.load(SUMS + ahead + i0 - 1)
-        own_ahead = tl.exp2(tl.minimum(sum_ahead - pivot, 0.0))
+        own_ahead = decay_of(sum_ahead - pivot)
         for j0 in range(0, i0, BLOCK):
             j = j0 + r
             b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None])
             x = tl.load(X + j[:, None] * x_token + p[None, :])
-            weight = tl.exp2(tl.minimum(pivot - tl.load(SUMS + ahead + j), 0.0)) * tl.load(STEPS + ahead + j)
+            weight = decay_of(pivot - tl.load(SUMS + ahead + j)) * tl.load(STEPS + ahead + j)
             m = tl.dot(c_ahead, b_t, input_precision=PRECISION) * weight[None, :] * own_ahead[:, None]
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
     # What the second half needs is loaded only here: fewer registers in the first.
@@ -81,25 +93,25 @@ def ssd_kernel(
     c_behind = tl.load(C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0)
     if i0 + BLOCK < L:
         pivot = tl.load(SUMS + behind + i0 + BLOCK)
-        own_behind = tl.exp2(tl.minimum(sum_behind - pivot, 0.0))
+        own_behind = decay_of(sum_behind - pivot)
         for j0 in range(i0 + BLOCK, L, BLOCK):
             j = j0 + r
             there = (j < L) | (L % BLOCK == 0)
             b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=there[None, :], other=0.0)
             x = tl.load(X + j[:, None] * x_token + p[None, :], mask=there[:, None], other=0.0)
             sums = tl.load(SUMS + behind + j, mask=there, other=0.0)
-            weight = tl.exp2(tl.minimum(pivot - sums, 0.0)) * tl.load(STEPS + behind + j, mask=there, other=0.0)
+            weight = decay_of(pivot - sums) * tl.load(STEPS + behind + j, mask=there, other=0.0)
             m = tl.dot(c_behind, b_t, input_precision=PRECISION) * weight[None, :] * own_behind[:, None]
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
     x = tl.load(X + i[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
     lower = r[:, None] >= r[None, :]
     b_t = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
     step = tl.load(STEPS + ahead + i, mask=inside, other=0.0)
-    decay = tl.exp2(tl.minimum(sum_ahead[:, None] - sum_ahead[None, :], 0.0)) * step[None, :]
+    decay = decay_of(sum_ahead[:, None] - sum_ahead[None, :]) * step[None, :]
     m_ahead = tl.where(lower, tl.dot(c_ahead, b_t, input_precision=PRECISION) * decay, 0.0).to(x.dtype)
     b_t = tl.load(B_IN + N + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
     step = tl.load(STEPS + behind + i, mask=inside, other=0.0)
-    decay = tl.exp2(tl.minimum(sum_behind[:, None] - sum_behind[None, :], 0.0)) * step[None, :]
+    decay = decay_of(sum_behind[:, None] - sum_behind[None, :]) * step[None, :]
     m_behind = tl.where(lower, 0.0, tl.dot(c_behind, b_t, input_precision=PRECISION) * decay).to(x.dtype)
     y = tl.dot(m_ahead + m_behind, x, y, input_precision=PRECISION)
     y += x.to(tl.float32) * tl.load(D + k)
@@ -133,7 +145,7 @@ def configuration(
         return 32, 8 if part == "ds" and large else 4, None
     if capability >= 100 or part == "ds" or large:
         return 64, 8, None
-    return 64, 4, 168 if part == "forward" and length % 64 == 0 else None  # a third program, and nothing spills
+    return 64, 4, THIRD_PROGRAM if part == "forward" and length % 64 == 0 else None
 
 
 def precision_of(x: Tensor) -> str:

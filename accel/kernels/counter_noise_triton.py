@@ -54,8 +54,8 @@ def turned(u):
 def counter_noise_kernel(
     POSITION, OUT, purpose, key_low, key_high, words, half, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    b = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.uint32)
     position = tl.load(POSITION + b)
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -82,7 +82,7 @@ def launch(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> 
         len(position), words, dtype=torch.int64 if kind == "bits" else torch.float32, device=position.device
     )
     if out.numel():
-        counter_noise_kernel[(triton.cdiv(count, BLOCK), len(position))](
+        counter_noise_kernel[(len(position), triton.cdiv(count, BLOCK))](
             position.contiguous(),
             out,
             int(purpose),

@@ -20,6 +20,8 @@ class Operator(NamedTuple):
     """None: the definition calls other operators of ours, on a GPU too."""
 
 
+MOST_SAMPLES = 65_535
+"""Samples, or chunks of samples, of a launch: CUDA's limit of a grid's second and third dimension."""
 OPERATORS: dict[str, Operator] = {}
 """Every registered operator by name; accel/trial.py compares its two ways."""
 
@@ -36,6 +38,11 @@ def register(
     module, _, function = (launcher or "").partition(".")
 
     def on_gpu(*arguments: Any) -> Any:
+        if arguments[0].shape[0] > MOST_SAMPLES:
+            raise ValueError(
+                f"{name} got {arguments[0].shape[0]:,} samples, or chunks of samples, and its kernel takes at most "
+                f"{MOST_SAMPLES:,} in a launch; use a smaller batch_size, or more accumulation_steps."
+            )
         launch = getattr(importlib.import_module(f"accel.kernels.{module}"), function)
         with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
             return launch(*arguments)

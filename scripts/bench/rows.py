@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel.cuda_graph import CapturedUpdate
 from accel.technique import first_line
 from data.manifest import write_atomically
 from scripts.bench.report import Bar
@@ -32,6 +33,8 @@ from training.environment import describe_environment
 
 LOST_DEVICE = 70
 """Exit status of a process whose GPU answers no more; a new process can go on."""
+CAPTURE_FAILED = 71
+"""Exit status of a process in which a CUDA graph could not be captured; only a new process measures rightly."""
 LEFT_OUT = "left out: inductor=false"
 """Why a row that compiles was not measured, where the command said so."""
 OF_THE_PROCESS = ("out", "until", "again")
@@ -278,7 +281,7 @@ def measure_rows(
         results.note(cfg.name, at=None)
         said = entry.get("error") or entry.get("reason") or f"measured in {facts['seconds']:.0f} s"
         print(f"{row.name}: {said}", flush=True)
-        leave_if_lost(device)
+        leave_if_broken(device)
     newest = results.newest(cfg.name, run["hardware"])
     return [newest[row.name]["entry"] for row in rows if row.name in newest]
 
@@ -294,9 +297,13 @@ def figures_of(row: Row) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def leave_if_lost(device: torch.device) -> None:
-    """Gives memory back; ends the process if the GPU answers no more, as after an illegal access."""
+def leave_if_broken(device: torch.device) -> None:
+    """Gives memory back; ends the process where the next row would be measured wrongly or not at all: after a failed
+    capture, or if the GPU answers no more, as after an illegal access."""
     gc.collect()
+    if CapturedUpdate.failed:
+        print("a CUDA graph could not be captured, so this process ends; the same command goes on", file=sys.stderr)
+        sys.exit(CAPTURE_FAILED)
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

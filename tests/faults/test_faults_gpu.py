@@ -64,7 +64,7 @@ def test_memory_that_runs_out_is_explained(run: Run, tmp_path: Path):
         with pytest.raises(
             ValueError, match=r"out of memory in the (forward|backward) pass at step 0: .* GiB were taken"
         ):
-            run(*LONG, "batch_size=65536", "total_samples=131072", "model.dim=512", "model.depth=8")
+            run(*LONG, "batch_size=32768", "total_samples=65536", "model.dim=1024", "model.depth=8")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert not (tmp_path / "run").exists()
