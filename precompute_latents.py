@@ -20,15 +20,15 @@ from training.process.exit import run_app
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help no user
 
-TECHNIQUES = ("tf32", "precision", "compile")
-"""The runtime keys that matter where nothing is trained. Not cudnn_benchmark: it chooses algorithms by their time, and
-a job that continues after a stop must end with the same bytes."""
+TECHNIQUES = ("tf32", "cudnn_benchmark", "precision", "compile")
+"""The runtime keys that matter where nothing is trained."""
 
 
 def precompute(composed: Composed) -> Path:
     """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only prints an estimate."""
     import torch  # here, so that --help stays quick
 
+    from accel.cudnn_benchmark import SAME_BYTES
     from accel.stack import AccelerationStack
     from encoding.encoder import PSNR_IMAGES, EncodeStep, ShardEncoder, estimate, first_images, measure_psnr
     from encoding.job import claim, job_description, locked, plan_shards, write_manifest
@@ -50,11 +50,12 @@ def precompute(composed: Composed) -> Path:
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
 
     # 2. Accelerate the encoder, and see in one encoding that it worked.
+    strict = cfg.runtime.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(cfg.runtime), device, on_unavailable=cfg.runtime.on_unavailable.value, only=TECHNIQUES
+        runtime_values(cfg.runtime), device, on_unavailable=strict, only=TECHNIQUES, same_bytes=SAME_BYTES
     )
     stack.on_process()
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    torch.backends.cudnn.deterministic = True
     autoencoder = stack.on_model(autoencoder)
     step = stack.on_step(EncodeStep(autoencoder))
     first = first_images(images, cfg, device)

@@ -24,9 +24,9 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from accel.compilation import REGION
-from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, Evidence
+from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
+from accel.profiler import ACTIVATION_PRODUCTS, REGION
 from accel.technique import Model, Observation, Technique, blocks_of, first_line, switches
 
 FLASH = "aten::_scaled_dot_product_flash_attention"

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from accel.evidence import Evidence
+from accel.profiler import REGION
 from accel.technique import Model, Observation, Technique, blocks_of, first_line
 
-REGION, INDUCTOR = "Torch-Compiled Region", "## Call CompiledFxGraph"
-"""How events of the profiler begin that are calls of compiled functions, and of graphs that Inductor compiled."""
+INDUCTOR = "## Call CompiledFxGraph"
+"""How the profiler's events begin that are calls of graphs that Inductor compiled."""
 
 
 class Compile(Technique):
@@ -85,7 +86,7 @@ class Compile(Technique):
         return self.failure
 
     def observe(self, evidence: Evidence) -> Observation:
-        regions = sum(n for op, n in evidence.ops.items() if op.startswith(REGION))
+        regions = evidence.compiled_calls
         if self.failure:
             return Observation(False, self.failure)
         if not self.enabled:

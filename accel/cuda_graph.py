@@ -71,9 +71,7 @@ class CudaGraph(Technique):
         if evidence.kernels_unseen and not launches:
             return Observation(UNSEEN, NO_KERNEL_SEEN)
         singles = sum(n for op, n in evidence.warm_ops.items() if op.startswith(SINGLE_LAUNCHES))
-        return Observation(
-            launches > 0, f"{launches} graph launches, {singles} kernels launched one by one in a step"
-        )
+        return Observation(launches > 0, f"{launches} graph launches, {singles} kernels launched one by one in a step")
 
 
 class CapturedUpdate:

@@ -8,10 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from accel.evidence import NO_KERNEL_SEEN, Evidence, observe_kernels
+from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import UNSEEN, UNUSED
+from accel.profiler import observe_kernels
 from accel.technique import Observation, Technique
 
+SAME_BYTES = (
+    "off here: it chooses algorithms by their time, and work that goes on after a stop must end with the same bytes"
+)
 CONVOLUTION = "aten::cudnn_convolution"
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.compilation import REGION
-from accel.evidence import EIGHT_BIT, BlockEvidence, Evidence
+from accel.evidence import BlockEvidence, Evidence
 from accel.libraries import quiet
+from accel.profiler import EIGHT_BIT, REGION
 from accel.technique import blocks_of
 
 LEAST = 1024

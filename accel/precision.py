@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from accel import float8
 from accel.compilation import INDUCTOR
-from accel.evidence import EIGHT_BIT, WEIGHT_PRODUCTS, BlockEvidence, Evidence
+from accel.evidence import BlockEvidence, Evidence
 from accel.loss_scaler import LossScaler
+from accel.profiler import EIGHT_BIT, WEIGHT_PRODUCTS
 from accel.technique import AnyStep, Observation, Technique, TrainingStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

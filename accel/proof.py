@@ -36,10 +36,8 @@ SLOWER = 1.03
 """A kernel is chosen unless it takes more than this share of its definition's time: it keeps less for backward."""
 TIMES = {False: "times", True: "replayed"}
 """Whether the run captures its step as a CUDA graph -> where a trial keeps the times that then count."""
-CHANGE_TIMES_ONLY = (
-    *("attention", "cudnn_benchmark", "gradient_checkpointing", "checkpoint_policy"),
-    *("compile", "compile_scope", "compile_mode"),
-)
+CHANGE_TIMES_ONLY = {"attention", "cudnn_benchmark", "gradient_checkpointing", "checkpoint_policy"}
+CHANGE_TIMES_ONLY |= {"compile", "compile_scope", "compile_mode"}
 """Runtime keys that parity, which compares one operator at a time, does not depend on."""
 FILE = "kernels.json"
 """Of a run folder."""
@@ -168,10 +166,7 @@ def described(block: nn.Module, metas: list[Any]) -> str:
 
 
 def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
-    """All that a trial's findings depend on.
-
-    A trial takes both times, with a CUDA graph and without, so its findings serve runs of either kind.
-    """
+    """All that a trial's findings depend on: not on `cuda_graph`, for it takes times with one and without."""
     from torch.utils import collect_env
 
     cuda = question.device.type == "cuda"
@@ -182,7 +177,7 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     except PackageNotFoundError:
         triton = None
     timed = "auto" in question.asked.values() and not question.deterministic
-    left_out = {"cuda_graph", *(() if timed else CHANGE_TIMES_ONLY)}
+    left_out = {"cuda_graph"} if timed else CHANGE_TIMES_ONLY | {"cuda_graph"}
     facts = {
         "gpu": torch.cuda.get_device_name(question.device) if cuda else question.device.type,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,

@@ -16,7 +16,7 @@ from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
 from accel.cudnn_benchmark import CudnnBenchmark
 from accel.empty_cache_at_eval import EmptyCacheAtEval
-from accel.evidence import observe_ops, observe_step
+from accel.evidence import observe_step
 from accel.fused_adamw import FusedAdamW
 from accel.fused_kernels import FusedAddNorm, FusedConv, FusedKernel, FusedRope, FusedScan, FusedSwiglu
 from accel.gradient_checkpointing import CheckpointBlocks
@@ -26,6 +26,7 @@ from accel.offload_activations import OffloadActivations
 from accel.offload_optimizer import OffloadOptimizer
 from accel.parallel import DataParallel, agreed
 from accel.precision import Precision
+from accel.profiler import observe_ops
 from accel.proof import Question, prove
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.technique import AnyStep, Model, Technique
@@ -82,7 +83,8 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. A technique that cannot be had is either switched off
     and named in the ledger (`on_unavailable="degrade"`) or, with all the others that cannot be had, a ValueError
-    (`"error"`). `only` restricts the stack to some keys, for work that has no training step; `also` are
+    (`"error"`). `same_bytes` is why techniques that are not deterministic stay off, where the work must end with the
+    same bytes every time. `only` restricts the stack to some keys, for work that has no training step; `also` are
     rows of the ledger that no runtime key switches.
     """
 
@@ -95,6 +97,7 @@ class AccelerationStack:
         deterministic: bool = False,
         only: Collection[str] | None = None,
         also: Collection[Technique] = (),
+        same_bytes: str | None = None,
     ) -> None:
         self.requested: dict[str, bool | str] = {technique.key: technique.value for technique in also}
         self.reasons: dict[str, str] = {}
@@ -111,9 +114,11 @@ class AccelerationStack:
             technique = kind(values[kind.key], device, **{name: values[name] for name in kind.options})
             self.requested[kind.key] = technique.value
             if technique.enabled:
-                if reason := technique.unavailable():
+                if same_bytes and kind.nondeterministic:
+                    reason = same_bytes
+                elif reason := technique.unavailable():
                     if technique.value != AUTO:
-                        refused.append(f"runtime.{kind.key}={technique.value}: {reason}")
+                        refused.append(f"runtime.{kind.key}={technique.value} ({reason.rstrip('.')})")
                 elif deterministic and kind.nondeterministic:
                     reason = "switched off by deterministic=true"
                 if reason:
@@ -125,9 +130,8 @@ class AccelerationStack:
     def refuse(self, refused: list[str]) -> None:
         if refused and self.strict:
             raise ValueError(
-                "runtime.on_unavailable=error, and these techniques cannot be had on this machine:\n  "
-                + "\n  ".join(refused)
-                + "\nSwitch them off, or set runtime.on_unavailable=degrade."
+                f"runtime.on_unavailable=error, and this machine cannot have {', '.join(refused)}. "
+                "Switch them off, or set runtime.on_unavailable=degrade."
             )
 
     def value(self, key: str) -> bool | str:
@@ -166,7 +170,7 @@ class AccelerationStack:
         for technique in kernels:
             technique.settle(proofs[technique.key])
         failed = [key for key, proof in proofs.items() if self.requested[key] is True and not proof.on]
-        self.refuse([f"runtime.{key}=true: {proofs[key].why}." for key in failed])
+        self.refuse([f"runtime.{key}=true ({proofs[key].why})" for key in failed])
         return kept
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -257,11 +261,8 @@ class AccelerationStack:
             if reason := self.reasons.get(technique.key):
                 note = f"{reason.rstrip('.')}; {note}"
             ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
-        missing = [
-            f"runtime.{row.key}: {row.evidence}" for row in ledger if row.missing and row.key not in self.reasons
-        ]
+        missing = [row for row in ledger if row.missing and row.key not in self.reasons]
         if missing and self.strict:
-            raise ValueError(
-                "runtime.on_unavailable=error, and one step shows these to be off:\n  " + "\n  ".join(missing)
-            )
+            shown = ", ".join(f"runtime.{row.key} ({row.evidence})" for row in missing)
+            raise ValueError(f"runtime.on_unavailable=error, and one step shows that these are not on: {shown}.")
         return ledger

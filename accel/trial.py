@@ -34,7 +34,7 @@ REPEATS, INPUT_SETS = 20, 3
 COMPILING = 900.0
 """Seconds that compiling a block may take."""
 HEAD_START = 30_000_000
-"""Clock cycles that the GPU waits where a replayed graph is timed: all is launched by then, so launching costs nothing."""
+"""Clock cycles that the GPU waits where a replayed graph is timed: all is launched by then, and launching is free."""
 Inputs = tuple[Tensor, ...]
 
 

@@ -428,6 +428,7 @@ def test_sizes_below_their_least_are_refused(words: tuple[str, str]):
         ("run_dir=null", None),
         ("fd.features=[encoder, größe,random]", ["encoder", "größe", "random"]),
         ("+runtime.parallel.nccl={NCCL_DEBUG: größe}", {"NCCL_DEBUG": "größe"}),
+        ("runtime.parallel.nccl={NCCL_DEBUG: INFO}", {"NCCL_DEBUG": "INFO"}),
     ],
 )
 def test_a_value_may_have_any_letter(word: str, value: object):

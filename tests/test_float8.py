@@ -15,8 +15,9 @@ from torch import nn
 
 from accel import float8
 from accel.compilation import Compile
-from accel.evidence import EIGHT_BIT, BlockEvidence, Evidence, observe_step
+from accel.evidence import BlockEvidence, Evidence, observe_step
 from accel.precision import Precision
+from accel.profiler import EIGHT_BIT
 from accel.stack import AccelerationStack
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import outcome

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.evidence import Evidence
 from accel.fused_kernels import FusedAddNorm
 from scripts.import_weights import Kind, WeightsConfig, Which, import_weights
 from tests.helpers import CPU, save_tiny_autoencoder

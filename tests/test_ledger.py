@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
 from accel.cudnn_benchmark import CudnnBenchmark
-from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_ops, observe_step
+from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_step
 from accel.fused_adamw import FusedAdamW
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.attend import attend
 from accel.ledger import UNUSED, Ledger, LedgerRow
 from accel.precision import Precision
+from accel.profiler import observe_ops
 from accel.residual_in_fp32 import ResidualInFp32
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.tf32 import Tf32, rounds

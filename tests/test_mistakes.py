@@ -89,9 +89,9 @@ MISTAKES: dict[str, str] = {
         "run_dir: the word that begins so cannot be read; put the value into two kinds of quotes: run_dir=\"'…'\"."
     ),
     "train.py +batch_size=32": "+batch_size=32: the key is there already; leave out the +.",
-    "train.py runtime.parallel.nccl.NCCL_DEBUG=INFO": (
-        "runtime.parallel.nccl.NCCL_DEBUG=INFO: there is no such key; put a + in front of it."
-    ),
+    "train.py runtime.parallel.nccl=4": "runtime.parallel.nccl=4 must be a mapping such as {NAME: value}.",
+    "train.py fsdp=true": "fsdp=true is not spelled so here; use runtime.parallel.mode=fsdp (off: none).",
+    "train.py runtime.fp8=true": "runtime.fp8=true is not spelled so here; use runtime.precision=fp8 (off: fp32).",
     "train.py +runtime.parallel.nccl.NCCL_NET_PLUGIN=mine.so": (
         "runtime.parallel.nccl.NCCL_NET_PLUGIN is none of NCCL's variables that may be set here, for some "
         "load code or write files; set it in the environment of the command: NCCL_NET_PLUGIN=<value>."

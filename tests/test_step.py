@@ -112,6 +112,23 @@ def test_the_loss_scale_is_part_of_the_state():
     assert (other.step.scaler.scale, other.step.scaler.good_steps) == (256.0, 7)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypatch):
+    """Memory that PyTorch takes and nobody writes to is full of NaN here."""
+    training = tiny_training("mamba", f"optim={optimizer}", fused_adamw=True)
+    losses = training.step.losses
+    torch.use_deterministic_algorithms(True)
+    try:
+        monkeypatch.setattr(training.step, "losses", lambda batch: (losses(batch)[0] * torch.nan, None))
+        assert training.take_step().skipped == 1.0
+        monkeypatch.setattr(training.step, "losses", losses)
+        outputs = [training.take_step() for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [float(output.skipped) for output in outputs] == [0.0] * 3
+    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
+
+
 OPTIMIZERS = {"AdamW": [], "Adam": [], "SGD": ["~optim.betas"]}
 
 

@@ -50,7 +50,10 @@ SETTINGS = (
 
 def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationStack) -> torch.optim.Optimizer:
     """The optimizer over the model's parameter groups, with the stack's arguments where its class takes them."""
-    known = inspect.signature(resolve_target(node.get("_target_", ""), "optim")).parameters
+    kind = resolve_target(node.get("_target_", ""), "optim")
+    known = set(inspect.signature(kind).parameters)
+    if kind is torch.optim.SGD:  # of a first step that is skipped its fused update keeps a momentum that nothing wrote
+        known.discard("fused")
     extra = {name: value for name, value in stack.optimizer_kwargs().items() if name in known}
 
     def make(groups: Groups) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from accel.cudnn_benchmark import SAME_BYTES
 from accel.kernels.counter_noise import Purpose, counter_normal
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import AccelerationStack
@@ -36,9 +37,8 @@ from training.config.yaml_text import read_config
 from training.environment import pick_device
 from training.pretrained import build_autoencoder, told_by
 
-TECHNIQUES = ("tf32", "residual_in_fp32", *KERNELS, "attention", "compile", "precision")
-"""The runtime keys that matter where nothing is trained. Not cudnn_benchmark: it chooses algorithms by their time, and
-work that continues after a stop must end with the same bytes."""
+TECHNIQUES = ("tf32", "cudnn_benchmark", "residual_in_fp32", *KERNELS, "attention", "compile", "precision")
+"""The runtime keys that matter where nothing is trained."""
 UNCOMPILED = MappingProxyType({"compile": False})
 FARTHEST = 1 << 40
 """Positions of samples lie below it: the step of a solver that adds noise is counted above."""
@@ -271,11 +271,12 @@ def load_run(
     settings = typed(RuntimeConfig, asked, [f"runtime.{name}={value}" for name, value in runtime.items()])
     settings.check()
 
+    strict = settings.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(settings), chosen, on_unavailable=settings.on_unavailable.value, only=TECHNIQUES
+        runtime_values(settings), chosen, on_unavailable=strict, only=TECHNIQUES, same_bytes=SAME_BYTES
     )
     stack.on_process()
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    torch.backends.cudnn.deterministic = True
     prove_kernels(stack, model, spec, 2 * batch_size, folder)
     model = stack.on_model(model)
     forward = stack.on_step(Forward(model))

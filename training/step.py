@@ -145,7 +145,7 @@ class TrainStep:
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Gradients of the mean loss over all micro-batches; returns that loss."""
-        total = torch.zeros((), device=batches[0].latents.device)
+        total = None
         for i, batch in enumerate(batches):
             with self.synchronised(i + 1 == len(batches)):
                 self.phase = "the forward pass"
@@ -154,7 +154,8 @@ class TrainStep:
                 self.phase = "the backward pass"
                 (loss if self.scaler is None else loss * self.scaler.scale).backward()
                 self.mark("backward")
-            total += loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
         return total
 
     def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:

@@ -9,8 +9,9 @@ Letters: B samples, L tokens, D width; BLOCK_L rows of a tile, in BLOCK_D column
 two: 768 = 512 + 256.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false
+# A launch turns plain numbers into constexpr, and what stands under `if` of one is there wherever it is used:
+# pyright: reportArgumentType=false, reportReturnType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import math

@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from accel.profiler import FLEX
+
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -48,7 +50,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     if torch.compiler.is_compiling():
         return flex_attention(q, k, v)  # pyright: ignore[reportReturnType]
-    with torch.compiler.set_stance("default"):
+    with torch.profiler.record_function(FLEX), torch.compiler.set_stance("default"):
         return compiled_flex()(q, k, v)
 
 

@@ -24,11 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
-OLDER_THAN_3_9 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 9]
-THIRD_PROGRAM = 168 if OLDER_THAN_3_9 else None
-"""Registers a thread with which three programs of four warps share a processor of Hopper. What Triton 3.9 makes of the
-forward kernel spills there (12 stores a thread), so with it two share one."""
+OLDER_THAN_3_8 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 8]
+THIRD_PROGRAM = 168 if OLDER_THAN_3_8 else None
+"""Registers a thread with which three programs of four warps share a processor of Hopper. What Triton 3.8 and 3.9 make
+of the forward kernel spills there (12 stores a thread), so with them two share one."""
 
 
 @triton.jit

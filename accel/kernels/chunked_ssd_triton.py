@@ -4,7 +4,7 @@ Letters: S chunks of T tokens, K heads, P head dim, N state size; direction 0 is
 """
 
 # A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from typing import Any

@@ -26,7 +26,7 @@ def local_mix(
 ) -> Float[Tensor, "B L D"]:
     """`silu(depthwise_conv(x))` with zero padding: 3 × 3 taps reach the eight neighbours on the grid, 1 × k taps on a
     grid of one row the neighbours in the sequence."""
-    mixed = convolved(x, weight.to(x.dtype), bias.to(x.dtype), grid)
+    mixed = convolved(x, with_usual_strides(weight).to(x.dtype), bias.to(x.dtype), grid)
     return F.silu(mixed).flatten(2).transpose(1, 2)
 
 
@@ -34,6 +34,15 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) ->
     image = x.transpose(1, 2).unflatten(2, grid)
     padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     return F.conv2d(image, weight, bias, padding=padding, groups=x.shape[2])
+
+
+def with_usual_strides(weight: Tensor) -> Tensor:
+    """The same values; their gradient comes back with the strides of a contiguous tensor.
+
+    PyTorch's gradient of a depthwise weight has another stride in the dimension of size 1, and ddp then copies it into
+    its bucket, with a warning, where `gradient_as_bucket_view` would have saved the copy.
+    """
+    return weight.flatten().view(weight.shape)
 
 
 def local_mix_flops(tokens: int, channels: int, taps: int = 9) -> int:
@@ -60,7 +69,7 @@ def backward_reference(
         du, image, kernel, [x.shape[2]], [1, 1], padding, [1, 1], False, [0, 0], x.shape[2], [True, True, True]
     )
     dx.copy_(dimage.flatten(2).transpose(1, 2))
-    return dweight, dbias
+    return with_usual_strides(dweight), dbias
 
 
 def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:

@@ -8,7 +8,7 @@ Letters: B samples, L tokens, D width.
 """
 
 # A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

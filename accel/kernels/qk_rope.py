@@ -120,9 +120,9 @@ class FusedQKRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         qkv, *tensors = ctx.saved_tensors
-        of_heads = (heads_together(g) for g in grads)
+        of_heads = [heads_together(g) for g in grads]  # a list: Dynamo of torch 2.14 refuses generators here
         dqkv, dweights = torch.ops.fastlatent.qk_rope_backward(*of_heads, qkv, *tensors, ctx.eps)
-        weights = (None if w is None else d.to(w.dtype) for d, w in zip(dweights, tensors[:2], strict=True))
+        weights = [None if w is None else d.to(w.dtype) for d, w in zip(dweights, tensors[:2], strict=True)]
         return dqkv, *weights, None, None
 
 
@@ -148,6 +148,6 @@ def fused_qk_rope(
             f"runtime.fused_rope=true takes a head_dim that is a power of two from 8 on, and got {head_dim}; choose "
             f"such a size, or runtime.fused_rope=false."
         )
-    parts = FusedQKRope.apply(qkv.contiguous(), *(None if t is None else t.contiguous() for t in given.values()), eps)
-    q, k, v = (t.transpose(1, 2) for t in parts)
-    return q, k, v
+    tensors = [None if t is None else t.contiguous() for t in given.values()]
+    q, k, v = FusedQKRope.apply(qkv.contiguous(), *tensors, eps)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -165,8 +165,8 @@ ITEMS = (
     ),
     Item("ladder_b256", "the ladder at the size of DiT-B/2", ["ladder", "setting=b256"], None, 700),
 )
-"""What the queue measures, in its order: what is right before what is fast, for whatever a test finds is mended first, and
-rows measured before that count for nothing."""
+"""What the queue measures, in its order. Tests come first: whatever they find is mended, and rows that were measured
+before that count for nothing."""
 
 
 def chosen(cfg: GpuConfig) -> list[Item]:

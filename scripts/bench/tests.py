@@ -2,7 +2,7 @@
 
     python -m scripts.bench tests select=smoke
 
-They are those of `pytest -m gpu`: `smoke` some of every kind, in two minutes; `rest` the others, compute-sanitizer last.
+They are those of `pytest -m gpu`: `smoke` some of every kind, in two minutes; `rest` the others, the sanitizer last.
 """
 
 from __future__ import annotations

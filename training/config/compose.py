@@ -243,8 +243,6 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
 def nearest_of(key: str, schema: type) -> str:
     """The fix for a key that the configuration lacks."""
     group, _, inner = key.partition(".")
-    if key.startswith("runtime.parallel.nccl"):
-        return "put a + in front of it."
     if having := [f"{group}={choice}" for _, choice in keys_of_choices(inner, group) if choices_of(group)]:
         return f"{having[0]} has it; add {' or '.join(having[:2])}."
     if choices_of(key):

@@ -28,6 +28,11 @@ SPELLINGS = {
     "optim.lr={}": "lr learning_rate",
     "optim.weight_decay={}": "weight_decay adam_weight_decay",
     "batch_size={} (it is the global one)": "global_batch_size train_batch_size",
+    "runtime.parallel.mode=ddp (off: none)": "ddp use_ddp runtime.ddp runtime.parallel.ddp",
+    "runtime.parallel.mode=fsdp (off: none)": "fsdp fsdp2 use_fsdp runtime.fsdp runtime.parallel.fsdp",
+    "runtime.precision=bf16 (off: fp32)": "bf16 runtime.bf16",
+    "runtime.precision=fp16 (off: fp32)": "fp16 runtime.fp16",
+    "runtime.precision=fp8 (off: fp32)": "fp8 float8 use_fp8 runtime.fp8",
     "seed={}": "global_seed",
     "ema.half_life_samples=<n>": "ema_decay ema.decay",
     "save_every={}": "ckpt_every checkpointing_steps",
@@ -73,6 +78,8 @@ HYDRA_FLAG = re.compile("-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|mult
 HYDRA_SETTING = re.compile("-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)")
 """Hydra's own words: alone, and with a value in or behind them."""
 CALL = re.compile(r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)", re.S)
+OPEN = "runtime.parallel.nccl"
+"""The mapping whose keys are not ours: Hydra wants a + in front of what is new in it."""
 UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """What Hydra reads in quotes only."""
 
@@ -130,6 +137,8 @@ def overrides_of(words: list[str]) -> list[str]:
 def quoted(word: str) -> str:
     """An override as Hydra can read it: signs that it does not know go into quotes, as in `run_dir=läufe/ä`."""
     key, _, value = word.partition("=")
+    if key.startswith(OPEN):
+        word, key = f"++{word}", f"++{key}"
     if word.startswith("-") or not value.isprintable() or re.search(r"['\"\\]", value):
         return word
     if value[:1] in ("[", "{"):
@@ -167,7 +176,8 @@ def choices_of(group: str) -> list[str]:
 
 def as_given(key: str, words: list[str]) -> str:
     """`key=value` as it was typed, or the key alone if it came from a file."""
-    return next((word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key), key)
+    given = (word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key)
+    return next(given, key).removeprefix("++" if key.startswith(OPEN) else "")
 
 
 def must_be(schema: type, key: str) -> str:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -75,7 +75,7 @@ class Together:
             return [share]
         shares: list[Any] = [None] * self.ranks.world_size
         try:
-            dist.all_gather_object(shares, share, group=self.group)
+            dist.all_gather_object(shares, share, group=cast("dist.ProcessGroup", self.group))
         except RuntimeError as error:
             raise TimeoutError(f"another process has ended, or has not answered for {self.patience:.0f} s") from error
         return shares

@@ -1,0 +1,159 @@
+"""A pretended GPU, for what goes wrong on a real one and can be seen without it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from accel.cuda_graph import CapturedUpdate, CudaGraph
+from accel.kernels.operator import OPERATORS
+
+READS = ("_local_scalar_dense", "is_nonzero", "equal")
+"""Operations with which the host reads a value of the device."""
+
+
+def storages(values: Any) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, Tensor)}
+
+
+def alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+class Recording(TorchDispatchMode):
+    """Notes each operation with the tensors that it took and made, as a capture does; a host read raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, list[Tensor]]] = []
+        """Operation, arguments, and the tensors of new memory that it made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        result = func(*args, **(kwargs or {}))
+        made = storages(result) - storages((args, kwargs))
+        if made or func._schema.is_mutable:  # not a view, which still is one in a replay
+            # Other tensors of the same memory: the step may give its own other memory later, which a graph never sees.
+            inputs, outputs = tree_map(alias, (args, kwargs or {})), tree_map(alias, result)
+            self.calls.append((func, inputs, [t for t in tree_leaves(outputs) if storages(t) & made]))
+        return result
+
+
+class Graph:
+    """A CUDA graph on a CPU: a replay runs the recorded operations again, on the tensors of the capture.
+
+    So it does what a real one does to a step that has changed since: nothing of the change is seen.
+    """
+
+    def __init__(self) -> None:
+        self.recording = Recording()
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        if self.replays == 1:
+            return  # the recording has computed it; a real capture computes nothing
+        with torch.no_grad():
+            for func, (args, kwargs), made in self.recording.calls:
+                taken = storages((args, kwargs))
+                again = [t for t in tree_leaves(func(*args, **kwargs)) if storages(t) - taken]
+                for old, new in zip(made, again, strict=True):
+                    old.copy_(new)
+
+
+class Streams:
+    """`torch.cuda`'s streams and captures, by name; entering one makes it the current one."""
+
+    def __init__(self) -> None:
+        self.current = "default"
+
+    def stream(self, name: str) -> Streams.Entered:
+        return Streams.Entered(self, name)
+
+    def capture(self, graph: Graph, stream: str, capture_error_mode: str) -> Streams.Capture:
+        return Streams.Capture(self, stream, graph)
+
+    class Entered:
+        def __init__(self, streams: Streams, name: str) -> None:
+            self.streams, self.name, self.before = streams, name, streams.current
+
+        def __enter__(self) -> None:
+            self.before, self.streams.current = self.streams.current, self.name
+
+        def __exit__(self, *failure: Any) -> None:
+            self.streams.current = self.before
+
+    class Capture(Entered):
+        def __init__(self, streams: Streams, name: str, graph: Graph) -> None:
+            super().__init__(streams, name)
+            self.graph = graph
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.graph.recording.__enter__()
+
+        def __exit__(self, kind: Any, *failure: Any) -> None:
+            self.graph.recording.__exit__(kind, *failure)
+            if kind is not None:  # torch.cuda.graph raises here too, before it leaves its stream
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            super().__exit__(kind, *failure)
+
+
+class Name(str):
+    """A stream."""
+
+    def wait_stream(self, other: str) -> None:
+        pass
+
+
+def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Lets `runtime.cuda_graph=true` run on a CPU."""
+    found = Streams()
+    monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
+    monkeypatch.setattr(CapturedUpdate, "failed", False)
+    for name, stand_in in {
+        "CUDAGraph": Graph,
+        "graph": found.capture,
+        "Stream": lambda device=None: Name("capture"),
+        "stream": found.stream,
+        "current_stream": lambda device=None: Name(found.current),
+        "set_stream": lambda stream: setattr(found, "current", str(stream)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return found
+
+
+class Launching(TorchDispatchMode):
+    """Runs the Triton launcher of each of our operators where a CPU, or the meta device, would run its definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...], tuple[Tensor, ...]]] = []
+        """Operator, its arguments, its outputs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        operator = OPERATORS.get(name) if func.namespace == "fastlatent" else None
+        if operator is None:
+            return func(*args, **(kwargs or {}))
+        if operator.kernel is None:
+            with self:
+                return operator.definition(*args)
+        outputs = operator.kernel(*args)
+        self.calls.append((name, args, outputs if isinstance(outputs, tuple) else (outputs,)))
+        return outputs
+
+
+def profiler_event(name: str, on_gpu: bool = False, annotation: bool = False) -> Any:
+    """An event as the profiler records it, of a millisecond."""
+    device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    facts = {"name": name, "device_type": device, "is_user_annotation": annotation, "duration_ns": 10**6}
+    facts |= {"start_thread_id": 1, "start_ns": 0, "dtypes": []}
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in facts.items()})
