@@ -224,11 +224,12 @@ def test_processes_never_train_apart(words: list[str], sentence: str, zygote: Zy
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_one_gpu_on_the_path_of_many(mode: str, tmp_path: Path):
+@pytest.mark.parametrize(("mode", "more"), [("ddp", []), ("fsdp", []), ("fsdp", ["runtime.parallel.cpu_offload=true"])])
+def test_one_gpu_on_the_path_of_many(mode: str, more: list[str], tmp_path: Path):
     """NCCL with one process: the same losses as without it."""
-    for name, chosen in (("plain", "none"), ("many", mode)):  # not forked, for CUDA's sake
-        words = [*WORDS, f"run_dir={tmp_path / name}", "runtime.device=cuda", f"runtime.parallel.mode={chosen}"]
+    for name, chosen in (("plain", ["none"]), ("many", [mode, *more])):  # not forked, for CUDA's sake
+        words = [*WORDS, f"run_dir={tmp_path / name}", "runtime.device=cuda", f"runtime.parallel.mode={chosen[0]}"]
+        words += chosen[1:]
         subprocess.run([sys.executable, "-m", "tests.parallel_worker", *words], cwd=ROOT, check=True)
     close(tmp_path / "many", tmp_path / "plain", "loss", "grad_norm")
 

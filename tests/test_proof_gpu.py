@@ -42,6 +42,15 @@ def test_every_kernel_passes_its_parity_test(family, precision):
     assert all(rows[key].active == "unused" for key in set(KERNELS) - set(USES[family]))
 
 
+def test_an_odd_number_of_heads_compiles():
+    """Compiled code asserts where the outputs of an operator begin."""
+    keys = dict.fromkeys(USES["ssd_mlp"], True)
+    training = trained("ssd_mlp", "model.dim=96", precision="bf16", compile=True, **keys)
+    rows = {row.key: row for row in training.warm_up()}
+    assert rows["fused_scan"].active is True, rows["fused_scan"].evidence
+    assert rows["compile"].active is True, rows["compile"].evidence
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
     values = dict.fromkeys(KERNELS, "auto") | {"precision": "bf16", "compile": compiled}
