@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -296,3 +297,28 @@ def test_scale_shift_is_the_convention_of_diffusers(latent_folder: Path):
     loader = ResidentLatents(path=str(latent_folder), normalisation="scale_shift", batch_size=1, seed=0, device=CPU)
     raw = random_samples(29, 0)["latents"]
     torch.testing.assert_close(loader.loader.normalise(raw), (raw.float() - 0.25) * 0.5)
+
+
+def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_folder: Path):
+    """A copy that outlives the CUDA context would end a finished run with an error."""
+    room = 30 * 240 / 2**30
+    resident = ResidentLatents(path=str(latent_folder), device_memory_gib=room, batch_size=10, seed=0, device=CPU)
+    loader = resident.loader
+    own, reading, go_on, read = loader.blocks.read, threading.Event(), threading.Event(), []
+
+    def slow(number: int):
+        read.append(number)
+        reading.set()
+        go_on.wait()
+        return own(number)
+
+    loader.blocks.read = slow
+    chunk = loader.order.chunks(3)[0]
+    assert len(chunk.blocks) > 1
+    loader.assign(chunk, keep=None)
+    reading.wait()
+    assert loader.stop.atexit
+    threading.Timer(0.2, go_on.set).start()
+    loader.stop()  # waits for the block that is being read, and no further one is
+    assert not any(thread.is_alive() for thread in loader.readers.threads)
+    assert len(read) == 1

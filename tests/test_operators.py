@@ -416,6 +416,14 @@ def test_operators_survive_compiling_and_checkpointing():
             torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("mix", [local_mix, fused_local_mix])
+def test_the_gradient_of_a_convolution_has_its_usual_strides(mix):
+    """Otherwise ddp warns, and copies it into its bucket."""
+    weight = normal(5, 1, 3, 3)
+    (gradient,) = torch.autograd.grad(mix(normal(2, 12, 5), weight, normal(5), (3, 4)).sum(), weight)
+    assert gradient.stride() == weight.stride()
+
+
 def second_order_inputs() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
     """Each autograd function of accel/kernels with its inputs; gradients are taken of the first."""
     scan, mix = ssd_inputs(), (normal(2, 12, 5), normal(5, 1, 3, 3), normal(5))
