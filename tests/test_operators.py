@@ -419,8 +419,8 @@ def test_operators_survive_compiling_and_checkpointing():
 @pytest.mark.parametrize("mix", [local_mix, fused_local_mix])
 def test_the_gradient_of_a_convolution_has_its_usual_strides(mix):
     """Otherwise ddp warns, and copies it into its bucket."""
-    weight = normal(5, 1, 3, 3)
-    (gradient,) = torch.autograd.grad(mix(normal(2, 12, 5), weight, normal(5), (3, 4)).sum(), weight)
+    x, weight, bias = (normal(*shape, dtype=torch.float32) for shape in ((2, 12, 32), (32, 1, 3, 3), (32,)))
+    (gradient,) = torch.autograd.grad(mix(x, weight, bias, (3, 4)).sum(), weight)
     assert gradient.stride() == weight.stride()
 
 
