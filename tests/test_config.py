@@ -229,6 +229,7 @@ def test_our_spellings_in_that_table_are_real():
         "run_dir": "x",
         "runtime.precision": "bf16",
         "runtime.device": "cpu",
+        "runtime.parallel.mode": "ddp",
         "data": "resident",
         "logger": "wandb",
         "adapter": "lora",

@@ -169,7 +169,7 @@ def test_a_model_without_a_large_layer_says_so_or_stops(monkeypatch):
     assert row.evidence.startswith("0 of 8 layers are large enough for fp8: 1,024 inputs, more than 1,024 outputs")
     model, step, stack, loader = assemble("dit", **EIGHT)
     stack.strict = True
-    with pytest.raises(ValueError, match=r"runtime\.precision: 0 of 8 layers are large enough"):
+    with pytest.raises(ValueError, match=r"runtime\.precision \(0 of 8 layers are large enough"):
         stack.warm_up(lambda: step([next(loader)]), model.blocks)
 
 
