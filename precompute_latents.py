@@ -50,9 +50,9 @@ def precompute(composed: Composed) -> Path:
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
 
     # 2. Accelerate the encoder, and see in one encoding that it worked.
-    strict = cfg.runtime.on_unavailable.value
+    on_unavailable = cfg.runtime.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(cfg.runtime), device, on_unavailable=strict, only=TECHNIQUES, same_bytes=SAME_BYTES
+        runtime_values(cfg.runtime), device, on_unavailable=on_unavailable, only=TECHNIQUES, same_bytes=SAME_BYTES
     )
     stack.on_process()
     torch.backends.cudnn.deterministic = True

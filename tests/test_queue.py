@@ -16,6 +16,7 @@ from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS, GpuConfig, Queue, chosen
 from scripts.bench.rows import Results, expected, is_measured
 from scripts.bench.settings import parse
+from scripts.bench.tests import SMOKE
 from tests.pace import limit
 from training.config.compose import ROOT
 
@@ -175,6 +176,13 @@ def test_items_are_named_once_and_their_words_are_understood():
         assert item.words[0] in BENCHMARKS
         cfg, _ = parse(benchmark_of(item.words[0]).config, item.words[0], [*item.words[1:], f"name={item.name}"], "")
         assert cfg.name == item.name
+
+
+@pytest.mark.parametrize("pattern", SMOKE)
+def test_the_smoke_test_names_tests_that_there_are(pattern):
+    sources = (file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    name = pattern.partition("\\[")[0]
+    assert any(f"def {name}" in source for source in sources if "mark.gpu" in source)
 
 
 def test_rows_are_measured_anew_when_what_is_measured_changes():

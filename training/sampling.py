@@ -271,9 +271,9 @@ def load_run(
     settings = typed(RuntimeConfig, asked, [f"runtime.{name}={value}" for name, value in runtime.items()])
     settings.check()
 
-    strict = settings.on_unavailable.value
+    on_unavailable = settings.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(settings), chosen, on_unavailable=strict, only=TECHNIQUES, same_bytes=SAME_BYTES
+        runtime_values(settings), chosen, on_unavailable=on_unavailable, only=TECHNIQUES, same_bytes=SAME_BYTES
     )
     stack.on_process()
     torch.backends.cudnn.deterministic = True
