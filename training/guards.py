@@ -29,18 +29,19 @@ def end_if_bad(
     training: Training, folder: Path, batches: Sequence[Batch], checkpoints: Checkpoints, asked: Asked
 ) -> None:
     """Looks at what one of the processes has seen: ValueError if steps are only skipped, or if a save has failed."""
-    stop_if_hopeless(training, folder, batches)
+    stop_if_hopeless(training, folder, batches, checkpoints)
     if asked is Asked.look:
         checkpoints.finish(training.state.samples)
 
 
-def stop_if_hopeless(training: Training, folder: Path, batches: Sequence[Batch]) -> None:
+def stop_if_hopeless(training: Training, folder: Path, batches: Sequence[Batch], checkpoints: Checkpoints) -> None:
     """ValueError once `guards.max_skipped_in_row` steps in a row were skipped; `folder/dumps` then describes the last
     one, made of `batches`. All processes call it."""
     cfg, state = training.cfg, training.state
     if (skipped := state.meter.skipped_in_row) < cfg.guards.max_skipped_in_row:
         return
     file = dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
+    checkpoints.wait()  # the sentence below names the newest checkpoint, which may still be on its way to the disk
     raise ValueError(
         f"step {state.step}: the last {skipped} steps were skipped, for their gradients were not finite "
         f"or spikes (guards.max_skipped_in_row={cfg.guards.max_skipped_in_row}); the weights are those before them. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tests.conftest import TINY_RUN
 from train import train
 from training.checkpoint.find import complete
 from training.checkpoint.parts import flat
+from training.checkpoint.save import Checkpoints
 from training.config.compose import compose, one_sentence
 from training.process import loggers
 from training.spikes import SpikeGuard
@@ -63,6 +65,20 @@ def test_one_bad_batch(fused: bool, run: Run, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
 def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The sentence counts what is lost since step 5, though that save ends only once somebody waits for it."""
+    awaited, commit, wait = threading.Event(), Checkpoints.commit, Checkpoints.wait
+
+    def commit_when_awaited(self: Checkpoints, step: int, files: dict) -> None:
+        awaited.wait(60)
+        commit(self, step, files)
+
+    def tell_and_wait(self: Checkpoints) -> None:
+        if self.thread is not None:
+            awaited.set()
+        wait(self)
+
+    monkeypatch.setattr(Checkpoints, "commit", commit_when_awaited)
+    monkeypatch.setattr(Checkpoints, "wait", tell_and_wait)
     nan_at(monkeypatch, 7, 99)
     sentence = (
         r"step 10: the last 4 steps were skipped.*step-10\.json has the batch.*"

@@ -126,18 +126,23 @@ class Checkpoints:
         ValueError if it failed, with what is lost of `samples`, which training has seen by now.
         """
         self.samples = self.samples if samples is None else samples
-        if self.thread is not None:
-            began = time.perf_counter()
-            unit = f"MiB of {self.thread.name}"
-            done = self.together.done >> 20
-            progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
-            while self.thread.is_alive():
-                self.thread.join(0.5)
-                progress.advance((self.together.done >> 20) - progress.count)
-            progress.close()
-            self.stalled += time.perf_counter() - began
-            self.thread = None
+        self.wait()
         self.raise_failure()
+
+    def wait(self) -> None:
+        """Waits for the save in flight, if any, and shows how far it is; a failure is kept for `finish`."""
+        if self.thread is None:
+            return
+        began = time.perf_counter()
+        unit = f"MiB of {self.thread.name}"
+        done = self.together.done >> 20
+        progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
+        while self.thread.is_alive():
+            self.thread.join(0.5)
+            progress.advance((self.together.done >> 20) - progress.count)
+        progress.close()
+        self.stalled += time.perf_counter() - began
+        self.thread = None
 
     def failed(self) -> bool:
         """Whether a save in the background has failed; `save` and `finish` say how."""
