@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,12 @@ TINY_RUN = [
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("WANDB_SILENT", "true")
+
+
+def pytest_collection_finish():
+    """The garbage collector need not look through what is imported by now after each test: a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -298,13 +298,13 @@ def figures_of(row: Row) -> dict[str, Any]:
 
 
 def leave_if_broken(device: torch.device) -> None:
-    """Gives memory back; ends the process where the next row would be measured wrongly or not at all: after a failed
-    capture, or if the GPU answers no more, as after an illegal access."""
-    gc.collect()
+    """Gives the GPU's memory back; ends the process where the next row would be measured wrongly or not at all: after
+    a failed capture, or if the GPU answers no more, as after an illegal access."""
     if CapturedUpdate.failed:
         print("a CUDA graph could not be captured, so this process ends; the same command goes on", file=sys.stderr)
         sys.exit(CAPTURE_FAILED)
     if device.type == "cuda":
+        gc.collect()
         try:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
