@@ -239,13 +239,19 @@ def largest(samples: int, length: int = 4):
     yield fused_qk_rope(normal(B, L, 3, K, P), normal(P), normal(P), None)
 
 
-@pytest.mark.parametrize(("samples", "length"), [(MOST_SAMPLES, 4), (MOST_SAMPLES // 4, 1024)])
-def test_the_largest_batch_can_be_launched(samples, length, grids):
+def launched_both_ways(samples: int, length: int) -> Launching:
+    """What was called while every operator ran forward and backward."""
     launching = Launching()
     with launching:
         for outputs in largest(samples, length):
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    return launching
+
+
+@pytest.mark.parametrize(("samples", "length"), [(MOST_SAMPLES, 4), (MOST_SAMPLES // 4, 1024)])
+def test_the_largest_batch_can_be_launched(samples, length, grids):
+    launched_both_ways(samples, length)
     from accel.kernels.counter_noise_triton import launch
 
     launch("normal", 0, Purpose.NOISE, torch.empty(200_000, dtype=torch.int64, device="meta"), 4096)
@@ -269,13 +275,7 @@ def test_a_batch_that_cannot_be_launched_is_refused_in_a_sentence(grids):
 
 def test_every_operator_with_a_kernel_is_launched(grids):
     """So none is left out of the tests above."""
-    launching = Launching()
-    with launching:
-        for length in (4, 1024):
-            for outputs in largest(2, length):
-                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-    launched = {name for name, _, _ in launching.calls}
+    launched = {name for length in (4, 1024) for name, _, _ in launched_both_ways(2, length).calls}
     with_kernel = {name for name, operator in OPERATORS.items() if operator.kernel and not name.startswith("planted")}
     assert with_kernel - launched <= {"gated_norm"}  # the scan has it in its epilogue
 
