@@ -26,9 +26,6 @@ TECHNIQUES = ("tf32", "cudnn_benchmark", "precision", "compile")
 
 def precompute(composed: Composed) -> Path:
     """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only prints an estimate."""
-    import torch  # here, so that --help stays quick
-
-    from accel.cudnn_benchmark import SAME_BYTES
     from accel.stack import AccelerationStack
     from encoding.encoder import PSNR_IMAGES, EncodeStep, ShardEncoder, estimate, first_images, measure_psnr
     from encoding.job import claim, job_description, locked, plan_shards, write_manifest
@@ -52,10 +49,9 @@ def precompute(composed: Composed) -> Path:
     # 2. Accelerate the encoder, and see in one encoding that it worked.
     on_unavailable = cfg.runtime.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(cfg.runtime), device, on_unavailable=on_unavailable, only=TECHNIQUES, same_bytes=SAME_BYTES
+        runtime_values(cfg.runtime), device, on_unavailable=on_unavailable, only=TECHNIQUES, same_bytes=True
     )
     stack.on_process()
-    torch.backends.cudnn.deterministic = True
     autoencoder = stack.on_model(autoencoder)
     step = stack.on_step(EncodeStep(autoencoder))
     first = first_images(images, cfg, device)

@@ -24,7 +24,7 @@ from accel.profiler import REGION
 from accel.technique import Model, Observation, Technique, blocks_of, first_line
 
 INDUCTOR = "## Call CompiledFxGraph"
-"""How the profiler's events begin that are calls of graphs that Inductor compiled."""
+"""The profiler begins the name of each call of a graph that Inductor compiled with this."""
 
 
 class Compile(Technique):

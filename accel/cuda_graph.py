@@ -22,7 +22,7 @@ from accel.parallel import world_size
 from accel.technique import AnyStep, Observation, Technique, TrainingStep, first_line
 
 SINGLE_LAUNCHES = ("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunchKernel")
-"""How the profiler's names of calls that launch one kernel begin; CUDA 13 has the one with underscores."""
+"""The profiler begins the name of each call that launches one kernel with one of these; CUDA 13 added underscores."""
 GraphedUpdate = Callable[[Sequence[Any]], Any]
 
 
@@ -86,7 +86,7 @@ class CapturedUpdate:
     """
 
     failed = False
-    """Whether a capture has failed in this process."""
+    """`capture` sets it when it fails, for all that this process does later."""
 
     def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
         self.inner = update

@@ -1,4 +1,4 @@
-"""What the profiler records of a call: the host's operations in their order, matrix products, the device's kernels."""
+"""Reads what PyTorch's profiler records of a call: operations of the host in order, matrix products, GPU kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 autocast off gets it."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
 UPDATE = "Optimizer.step#"
-"""How PyTorch names an optimizer's step to the profiler."""
+"""PyTorch begins the name of an optimizer's step with this; the class follows."""
 REGION = "Torch-Compiled Region"
-"""How PyTorch names a call of a compiled function to the profiler."""
+"""PyTorch begins the name of each call of a compiled function with this."""
 FLEX = "fastlatent flex"
-"""What the profiler calls FlexAttention that compiles itself."""
+"""`accel.kernels.attend.flex` gives this name to its calls of FlexAttention, which compiles itself."""
 
 
 def profiled_events(run: Callable[[], object], device: torch.device) -> list[Any]:
@@ -39,7 +39,7 @@ def profiled_events(run: Callable[[], object], device: torch.device) -> list[Any
 
 
 def kernels_of(events: Iterable[Any]) -> list[Any]:
-    """What the device did, copies and fills included.
+    """Returns the events of the device: kernels, copies and fills.
 
     The profiler also repeats the host's annotations on the device, around their kernels; these are left out.
     """
@@ -83,7 +83,7 @@ def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
 
 
 def contains(outer: Any, event: Any) -> bool:
-    """Whether `event` happened during `outer`, in the same thread."""
+    """Returns whether `event` ran within `outer`, in the same thread."""
     if outer.start_thread_id() != event.start_thread_id() or event.start_ns() < outer.start_ns():
         return False
     return event.start_ns() + event.duration_ns() <= outer.start_ns() + outer.duration_ns()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel.attention_backend import AttentionBackend
 from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
-from accel.cudnn_benchmark import CudnnBenchmark
+from accel.cudnn_benchmark import SAME_BYTES, CudnnBenchmark
 from accel.empty_cache_at_eval import EmptyCacheAtEval
 from accel.evidence import observe_step
 from accel.fused_adamw import FusedAdamW
@@ -83,9 +83,9 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. A technique that cannot be had is either switched off
     and named in the ledger (`on_unavailable="degrade"`) or, with all the others that cannot be had, a ValueError
-    (`"error"`). `same_bytes` is why techniques that are not deterministic stay off, where the work must end with the
-    same bytes every time. `only` restricts the stack to some keys, for work that has no training step; `also` are
-    rows of the ledger that no runtime key switches.
+    (`"error"`). `same_bytes`: work that goes on after a stop must end with the same bytes, so what is not deterministic
+    stays off, cuDNN's algorithms included. `only` restricts the stack to some keys, for work that has no training step;
+    `also` are rows of the ledger that no runtime key switches.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AccelerationStack:
         deterministic: bool = False,
         only: Collection[str] | None = None,
         also: Collection[Technique] = (),
-        same_bytes: str | None = None,
+        same_bytes: bool = False,
     ) -> None:
         self.requested: dict[str, bool | str] = {technique.key: technique.value for technique in also}
         self.reasons: dict[str, str] = {}
@@ -107,6 +107,7 @@ class AccelerationStack:
         """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted them."""
         self.techniques: list[Technique] = [*also]
         self.strict, self.device, self.deterministic = on_unavailable == "error", device, deterministic
+        self.same_bytes = same_bytes
         refused = []
         for kind in TECHNIQUES:
             if only is not None and kind.key not in only:
@@ -115,7 +116,7 @@ class AccelerationStack:
             self.requested[kind.key] = technique.value
             if technique.enabled:
                 if same_bytes and kind.nondeterministic:
-                    reason = same_bytes
+                    reason = SAME_BYTES
                 elif reason := technique.unavailable():
                     if technique.value != AUTO:
                         refused.append(f"runtime.{kind.key}={technique.value} ({reason.rstrip('.')})")
@@ -180,6 +181,8 @@ class AccelerationStack:
     def on_process(self) -> None:
         for technique in self.techniques:
             technique.on_process()
+        if self.same_bytes:
+            torch.backends.cudnn.deterministic = True
 
     def on_model(self, model: Model) -> Model:
         for technique in self.techniques:

@@ -50,8 +50,7 @@ class Readers:
     def join(self) -> None:
         """After `close`: wait for what is running, ten seconds a thread at most."""
         for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=10.0)
+            wait_for(thread)
 
 
 def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
@@ -159,5 +158,10 @@ def put(ready: queue.Queue[Any], item: Any, stopping: threading.Event) -> bool:
 def stop(stopping: threading.Event, thread: threading.Thread) -> None:
     """Ends the thread; `weakref.finalize` calls this when the process ends, too."""
     stopping.set()
+    wait_for(thread)
+
+
+def wait_for(thread: threading.Thread) -> None:
+    """Waits ten seconds at most; not at all in `thread` itself, where Python may collect the owner that it served."""
     if thread is not threading.current_thread():
         thread.join(timeout=10.0)

@@ -151,6 +151,12 @@ class Launching(TorchDispatchMode):
         return outputs
 
 
+def backward(outputs: Tensor | tuple[Tensor, ...]) -> None:
+    """Runs the backward pass from what an operator returned, with random gradients."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
+
+
 def profiler_event(name: str, on_gpu: bool = False, annotation: bool = False) -> Any:
     """An event as the profiler records it, of a millisecond."""
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU

@@ -142,6 +142,14 @@ def test_deterministic_switches_off_what_is_not(monkeypatch):
     assert stack.reasons == {technique.key: "switched off by deterministic=true"}
 
 
+def test_work_that_must_end_with_the_same_bytes_leaves_cudnn_no_choice(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    stack = AccelerationStack(EAGER | {"cudnn_benchmark": True}, CPU, on_unavailable="error", same_bytes=True)
+    stack.on_process()
+    assert "must end with the same bytes" in stack.reasons["cudnn_benchmark"]
+    assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic) == (False, True)
+
+
 ROWS = pairwise(
     ["fp32", "bf16", "fp16", "fp8"],  # precision
     [True, False],  # residual_in_fp32

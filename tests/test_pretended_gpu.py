@@ -31,7 +31,7 @@ from accel.proof import Proof
 from data.loader import Batch
 from scripts.bench import rows
 from tests.harness import CPU, allow_any_precision, tiny_training
-from tests.pretended import Launching, pretend_graphs, profiler_event
+from tests.pretended import Launching, backward, pretend_graphs, profiler_event
 from training.config.compose import ROOT
 from training.state import copied
 
@@ -244,8 +244,7 @@ def launched_both_ways(samples: int, length: int) -> Launching:
     launching = Launching()
     with launching:
         for outputs in largest(samples, length):
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+            backward(outputs)
     return launching
 
 

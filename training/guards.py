@@ -46,7 +46,7 @@ def stop_if_hopeless(training: Training, folder: Path, batches: Sequence[Batch],
         f"step {state.step}: the last {skipped} steps were skipped, for their gradients were not finite "
         f"or spikes (guards.max_skipped_in_row={cfg.guards.max_skipped_in_row}); the weights are those before them. "
         f"{file} has the batch, its times and losses, and norms by block. Lower optim.lr or use "
-        f"runtime.precision=fp32; {goes_on(folder / 'checkpoints', training.state.samples)}."
+        f"runtime.precision=fp32; {goes_on(checkpoints.folder, state.samples)}."
     )
 
 

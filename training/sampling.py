@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from accel.cudnn_benchmark import SAME_BYTES
 from accel.kernels.counter_noise import Purpose, counter_normal
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import AccelerationStack
@@ -273,10 +272,9 @@ def load_run(
 
     on_unavailable = settings.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(settings), chosen, on_unavailable=on_unavailable, only=TECHNIQUES, same_bytes=SAME_BYTES
+        runtime_values(settings), chosen, on_unavailable=on_unavailable, only=TECHNIQUES, same_bytes=True
     )
     stack.on_process()
-    torch.backends.cudnn.deterministic = True
     prove_kernels(stack, model, spec, 2 * batch_size, folder)
     model = stack.on_model(model)
     forward = stack.on_step(Forward(model))

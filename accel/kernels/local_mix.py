@@ -37,7 +37,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) ->
 
 
 def with_usual_strides(weight: Tensor) -> Tensor:
-    """The same values; their gradient comes back with the strides of a contiguous tensor.
+    """Returns the same values; autograd then gives their gradient the strides of a contiguous tensor.
 
     PyTorch's gradient of a depthwise weight has another stride in the dimension of size 1, and ddp then copies it into
     its bucket, with a warning, where `gradient_as_bucket_view` would have saved the copy.

@@ -13,7 +13,7 @@ from accel.kernels.local_mix import fused_local_mix
 from accel.kernels.qk_rope import fused_qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
-from tests.pretended import Launching
+from tests.pretended import Launching, backward
 
 
 def normal(*shape):
@@ -56,9 +56,7 @@ def test_outputs_begin_at_a_multiple_of_16_bytes_and_share_no_memory(name):
     torch.manual_seed(0)
     launching = Launching()
     with launching:
-        outputs = CASES[name](7, 3)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
+        backward(CASES[name](7, 3))
     assert launching.calls
     for operator, arguments, found in launching.calls:
         with FakeTensorMode() as mode:
