@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Line breaks, control characters, and bytes of a name that are not UTF-8."""
@@ -22,7 +22,7 @@ def as_json(content: Any, indent: int | None = None) -> str:
     return json.dumps(finite(content), indent=indent, allow_nan=False)
 
 
-def is_figure(value: Any) -> bool:
+def is_figure(value: Any) -> TypeGuard[float]:
     """Whether a value is a number that a float can hold; JSON may have longer ones."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
 

@@ -7,6 +7,7 @@ normalise them, and what every shard holds, so that nobody has to remember or gu
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -270,11 +271,24 @@ def write_atomically(file: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError:  # a full disk
+    except OSError as error:  # a full disk
+        error.filename = error.filename or str(file)  # an error of a write names none
         temporary.unlink(missing_ok=True)
         raise
-    temporary.replace(file)
+    rename(temporary, file)
     sync_folder(file.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Renames a file or a folder, in the place of a file or an empty folder that is there; OSError if it did not.
+
+    A server may carry a rename out and answer with an error, as NFS does to a request that it gets twice.
+    """
+    try:
+        source.replace(target)
+    except OSError:
+        if source.exists() or not target.exists():
+            raise
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -298,9 +312,12 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` survive a power cut."""
+    """Makes renames in `folder` survive a power cut, where its file system can flush folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

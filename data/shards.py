@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from data.manifest import Block, Shard, sync_folder
+from data.manifest import Block, Shard, rename, sync_folder
 
 SUFFIX = "safetensors"
 
@@ -79,7 +79,7 @@ class ShardWriter:
         with tarfile.open(self.temporary) as tar:
             blocks = [Block(m.offset_data, m.size, *of) for m, of in zip(tar, self.written, strict=True)]
         size = self.temporary.stat().st_size
-        self.temporary.replace(self.file)
+        rename(self.temporary, self.file)
         sync_folder(self.file.parent)
         return Shard(self.file.name, self.split, sum(count for count, _ in self.written), size, digest, blocks)  # pyright: ignore[reportArgumentType]
 

@@ -103,6 +103,7 @@ def class_count(cfg: ImportConfig) -> int | None:
 def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the manifest's path."""
     refuse_missing("source", cfg.source, "name a file or folder of latents")
+    from data.manifest import rename
     from encoding.foreign import open_foreign
     from encoding.foreign_samples import Asked
     from models.autoencoders import Autoencoder
@@ -132,7 +133,7 @@ def import_latents(cfg: ImportConfig) -> Path:
         unfinished.mkdir(parents=True)
         manifest = write(cfg, foreign, autoencoder, node, unfinished)
         manifest.write(unfinished)
-        unfinished.rename(out)  # in the place of an empty folder, if there is one
+        rename(unfinished, out)  # in the place of an empty folder, if there is one
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -79,7 +79,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     cfg.check()
     import torch
 
-    from data.manifest import make_folder
+    from data.manifest import make_folder, rename
     from encoding.published import DIT, EPSILON, converted, kind_of, read_checkpoint
     from training.checkpoint.tensor_file import write_tensors
     from training.pretrained import header, load_pretrained
@@ -105,7 +105,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     try:
         write_tensors(temporary, found.tensors, header(described, cfg.weights.value))
         model, _ = load_pretrained(temporary, torch.device("cpu"))
-        os.replace(temporary, out)
+        rename(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
     count = sum(p.numel() for p in model.parameters())

@@ -107,6 +107,8 @@ def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
     """Streams the pieces into one .npz, a piece in memory at a time: `name` (count, …) and `labels` (count,)."""
     import numpy as np
 
+    from data.manifest import rename
+
     temporary, like = file.with_name(file.name + ".tmp"), pieces.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
     labels = []
@@ -119,7 +121,7 @@ def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
                 labels.append(found["labels"].numpy())
         with archive.open(zipfile.ZipInfo("labels.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array(stream, np.concatenate(labels), version=(1, 0))
-    temporary.replace(file)
+    rename(temporary, file)
 
 
 def write_pngs(folder: Path, pieces: Pieces, size: int) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -14,8 +17,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.compilation import Compile
+from data.shards import file_sha256
 from models.adapters import Lora, LoraLinear, Prompt, attach, layers_of, merge, passes, trained, unload
 from models.denoiser import Denoiser
+from scripts.export.__main__ import ExportConfig, export
+from scripts.export.__main__ import Format as ExportFormat
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness import CPU, allow_any_precision
 from tests.helpers import random_samples, save_latent_set
@@ -232,7 +238,7 @@ def test_what_peft_saves_itself_opens_here(base, tmp_path):
     theirs = peft.get_peft_model(model, config)
     theirs.save_pretrained(tmp_path / "peft")
     arguments = inputs(model)
-    ours, _, _ = load_model(base, CPU, str(tmp_path / "peft"))
+    ours = load_model(base, CPU, str(tmp_path / "peft")).model
     torch.testing.assert_close(ours(*arguments), theirs(*arguments), atol=1e-5, rtol=0.0)
 
 
@@ -242,7 +248,7 @@ def test_peft_opens_what_we_save(base, tmp_path):
     train(compose([*words, f"run_dir={tmp_path / 'run'}", "eval_every=0"]))
     write_peft(weights_file(str(tmp_path / "run"), "run_dir"), tmp_path / "peft")
     model, _ = load_pretrained(base, CPU)
-    ours, _, _ = load_model(weights_file(str(tmp_path / "run"), "run_dir"), CPU)
+    ours = load_model(weights_file(str(tmp_path / "run"), "run_dir"), CPU).model
     arguments = inputs(model)
     plain = model(*arguments)
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
@@ -331,19 +337,52 @@ def test_another_encoder_without_a_hash_is_refused(key, value, base, tmp_path):
         adapted(tmp_path / "other.safetensors", "adapter=lora")
 
 
-@pytest.mark.parametrize("change", [{"init_lora_weights": "pissa"}, {"alora_invocation_tokens": [1]}, {"r": None}])
-def test_what_peft_computes_otherwise_is_refused(change, base, tmp_path):
+def write_as_peft(base: Path, folder: Path, **change: Any) -> dict[str, Any]:
+    """A LoRA of rank 2 as PEFT saves it, without our header; returns its configuration."""
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w13"], "use_qalora": False} | change
-    (tmp_path / CONFIG).write_text(json.dumps(config))
+    (folder / CONFIG).write_text(json.dumps(config))
     name = f"{PREFIX}blocks.0.layers.1.w13"
     rows, columns = load_file(base)["blocks.0.layers.1.w13.weight"].shape
     factors = {f"{name}.lora_A.weight": torch.ones(2, columns), f"{name}.lora_B.weight": torch.ones(rows, 2)}
-    save_file(factors, tmp_path / TENSORS)
+    save_file(factors, folder / TENSORS)
+    return config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"init_lora_weights": "pissa"}, {"alora_invocation_tokens": [1]}, {"r": None}),
+        *({"lora_alpha": math.nan}, {"lora_alpha": math.inf}, {"lora_alpha": 10**400}),
+    ],
+)
+def test_what_peft_computes_otherwise_is_refused(change, base, tmp_path):
+    config = write_as_peft(base, tmp_path, **change)
     with pytest.raises(ValueError, match=f"{next(iter(change))}=.* is not read; plain LoRA is"):
         load_model(base, CPU, str(tmp_path))
-    plain = config | {"init_lora_weights": True, "alora_invocation_tokens": None, "r": 2}
+    plain = config | {"init_lora_weights": True, "alora_invocation_tokens": None, "r": 2, "lora_alpha": 4}
     (tmp_path / CONFIG).write_text(json.dumps(plain))
     load_model(base, CPU, str(tmp_path))
+
+
+def test_an_adapter_that_makes_weights_infinite_is_refused(base, tmp_path):
+    write_as_peft(base, tmp_path, lora_alpha=1e308)
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors makes blocks.0.layers.1.w13.weight .*not finite"):
+        load_model(base, CPU, str(tmp_path))
+
+
+def test_what_peft_trained_opens_in_every_command(base, tmp_path):
+    """PEFT's file has no description of ours, so it says neither its model nor its step."""
+    (tmp_path / "peft").mkdir()
+    write_as_peft(base, tmp_path / "peft")
+    given = {"weights": str(base), "adapter": str(tmp_path / "peft")}
+    npz = sample_run(SampleConfig(**given, count=2, steps=1, device="cpu", out=str(tmp_path / "drawn")))
+    assert np.load(npz)["arr_0"].shape[0] == 2
+    told = json.loads((tmp_path / "drawn.json").read_text())["weights"]
+    assert told["sha256"] == file_sha256(tmp_path / "peft" / TENSORS)
+    merged = load_model(base, CPU, given["adapter"]).model.state_dict()
+    exported = export(ExportConfig(**given, out=str(tmp_path / "merged.safetensors"), format=ExportFormat.weights))
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in load_file(exported).items())
+    export(ExportConfig(**given, out=str(tmp_path / "folder"), format=ExportFormat.diffusers))
 
 
 def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):

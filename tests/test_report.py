@@ -17,6 +17,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from data.shards import file_sha256
+from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
 from scripts.report.page import distances, evaluations
@@ -24,6 +26,7 @@ from scripts.report.plots import TRAINING, distance_plots, draw
 from tests.pace import limit
 from training.config.compose import compose
 from training.config.yaml_text import as_yaml
+from training.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
 PROTOCOL = {
@@ -70,7 +73,6 @@ def plant(tmp_path: Path) -> Plant:
         spec |= {"channels": 4, "height": 16, "width": 16, "encoder": {}}
         checkpoint = folder / "checkpoints/step-100"
         write(checkpoint / "state.json", {"step": 100, "spec": spec})
-        write(checkpoint / "manifest.json", {"files": {"ema.safetensors": {"sha256": "ef" * 32}}})
         save_file({"w": torch.zeros(30, 50)}, checkpoint / "ema.safetensors")
         write(folder / "fd_protocol.json", PROTOCOL | {"weights": "ema"} | protocol)
         weights = {"weights": {"file": f"/x/{name}", "sha256": name, "kind": "ema", "step": 100}}
@@ -86,6 +88,27 @@ def texts(**words: Any) -> tuple[str, str]:
     return html.read_text(), markdown.read_text()
 
 
+@pytest.mark.fault("a report of a run that removes its checkpoint meanwhile", "the next one is read")
+def test_a_run_that_saves_while_it_is_reported(plant: Plant, monkeypatch: pytest.MonkeyPatch):
+    folder = plant("live")
+    checkpoint = folder / "checkpoints/step-100"
+
+    def removed(file: Path) -> dict[str, torch.Tensor]:
+        if checkpoint.exists():
+            checkpoint.rename(checkpoint.with_name("step-110"))
+        return read_tensors(file)
+
+    monkeypatch.setattr(history, "read_tensors", removed)
+    assert "1,500 parameters" in texts(run_dir=folder)[1]
+
+
+def test_a_checkpoint_without_its_weights_is_one_sentence(plant: Plant):
+    folder = plant("damaged")
+    (folder / "checkpoints/step-100/ema.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"step-100/ema.safetensors cannot be read as safetensors \(No such file"):
+        texts(run_dir=folder)
+
+
 def section(page: str, name: str) -> str:
     return page.partition(f'<section id="{name}">')[2].partition("</section>")[0]
 
@@ -94,7 +117,8 @@ def alts(page: str) -> list[str]:
     return re.findall(r'<img src="[^"]+" alt="([^"]*)"', page)
 
 
-def test_page_and_card_show_the_whole_run(plant: Plant):
+def test_page_and_card_show_the_whole_run(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     page, card = texts(run_dir=plant("mine"))
     for fact in ("a planted card", "c0ffee with uncommitted changes", "torch 2.13.0", "0.125", "2.00 GiB"):
         assert fact in section(page, "summary"), fact
@@ -118,7 +142,7 @@ def test_page_and_card_show_the_whole_run(plant: Plant):
         "1,617 training samples of 2 classes: cat, &lt;script&gt;",
         "| batch (global) | 32 |",
         "weights=ema.safetensors guidance=1.5 'guidance_interval=[0.0, 1.0]' solver=heun steps=20",
-        "ef" * 32,
+        file_sha256(Path("mine/checkpoints/step-100/ema.safetensors")),
         "| 21.25 | 3.25 | 0.021 | 0.001 |",
         "Protocol: count 1,000",
         "| fd\\_random | 3,200 | 9 |",

@@ -20,6 +20,9 @@ from models.sampler import sample
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.helpers import CPU, random_samples, save_latent_set
 from train import train
+from training import sampling
+from training.adapter_file import load_model
+from training.checkpoint.find import complete
 from training.components import build_loader
 from training.config.compose import compose, from_words
 from training.drawing import DrawConfig, Drawing
@@ -162,6 +165,25 @@ def test_names_are_drawn_and_told(trained, tmp_path):
     assert np.load(npz)["labels"].tolist() == [7, 3, 7, 3]
     assert json.loads((tmp_path / "named.json").read_text())["classes"] == {"3": "3", "7": "7"}
     assert load_run(trained, device="cpu").sample(["7"], steps=1).shape == (1, 8, 8, 3)
+
+
+@pytest.mark.fault("sampling from a run that removes its checkpoint meanwhile", "the next one is loaded")
+@pytest.mark.parametrize("after", [False, True], ids=["before it is read", "after"])
+def test_a_run_that_saves_while_it_is_read(after, trained, tmp_path, monkeypatch):
+    shutil.copytree(trained, tmp_path / "live")
+    newest = complete(tmp_path / "live" / "checkpoints")[-1]
+    opened = []
+
+    def removed(file, *arguments):
+        found = [load_model(file, *arguments)] if after else []
+        if newest.exists():
+            newest.rename(newest.with_name("step-99"))
+        opened.append(file.parent.name)
+        return found[0] if found else load_model(file, *arguments)
+
+    monkeypatch.setattr(sampling, "load_model", removed)
+    assert drawing(tmp_path / "live").protocol()["weights"]["step"] == 8
+    assert opened == (["step-8"] if after else ["step-8", "step-99"])
 
 
 def test_labels_of_a_set_in_chunks(tmp_path):

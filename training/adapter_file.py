@@ -8,16 +8,17 @@ description in the header, by which they know their model, its latents and its c
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from data.loader import LatentSpec
+from accel.text import is_figure
 from data.manifest import make_folder, read_object, write_atomically
 from data.shards import file_sha256
 from models.adapters import PromptedLabels, merge, trained
@@ -51,17 +52,29 @@ STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Ways to start a LoRA that leave the base's weights as they are."""
 
 
-def load_model(file: Path, device: torch.device, adapter: str | None = None) -> tuple[Denoiser, LatentSpec, Path]:
+class Opened(NamedTuple):
+    """A model that was read from its file, in evaluation mode, with its adapter merged in."""
+
+    model: Denoiser
+    told: Description
+    """What the file says of the model; for an adapter that PEFT trained, what the file of its base says."""
+    file: Path
+    """The file of what was trained: the adapter's, where there is one."""
+    sha256: str
+    """Of that file."""
+
+
+def load_model(file: Path, device: torch.device, adapter: str | None = None) -> Opened:
     """`load_pretrained`, with the adapter merged in that `file` is, or that `adapter` names for the model in `file`.
 
-    The third value is the file that says what was trained: the adapter's, where there is one. ValueError if the
-    adapter was trained on another model, or does not fit.
+    ValueError if the adapter was trained on another model, or does not fit.
     """
     if adapter is not None:
         found = Path(adapter).expanduser() / TENSORS
         return load_adapted(found if found.is_file() else weights_file(adapter, "adapter"), file, device)
-    if (note := told_by(file).adapter) is None:
-        return *load_pretrained(file, device), file
+    told = told_by(file)
+    if (note := told.adapter) is None:
+        return Opened(load_pretrained(file, device)[0], told, file, file_sha256(file))
     if not (base := Path(note.base)).is_file():
         raise ValueError(
             f"{file} is an adapter on {base}, which is not there; use weights=<that file> adapter={file} instead."
@@ -69,7 +82,7 @@ def load_model(file: Path, device: torch.device, adapter: str | None = None) -> 
     return load_adapted(file, base, device)
 
 
-def load_adapted(file: Path, base: Path, device: torch.device) -> tuple[Denoiser, LatentSpec, Path]:
+def load_adapted(file: Path, base: Path, device: torch.device) -> Opened:
     below, tensors = told_by(base), read_tensors(file)
     told = description_in(file) or told_by_peft(file, below, tensors)
     note = told.adapter
@@ -87,7 +100,9 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> tuple[Denoiser
     put_on(model, note.node, note.labels)
     model.load_state_dict(model.state_dict() | tensors)
     merge(model)
-    return model.eval(), told.spec, file
+    if strange := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{file} makes {strange[0]} of the model not finite; use another checkpoint of the adapter.")
+    return Opened(model.eval(), told, file, file_sha256(file))
 
 
 def fitting(file: Path, told: Description, tensors: Mapping[str, Tensor], base: Path) -> dict[str, Tensor]:
@@ -115,7 +130,8 @@ def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) 
     config = read_object(file.with_name(CONFIG))
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{file.with_name(CONFIG)}: peft_type={str(config['peft_type'])[:80]} is not read; LORA is.")
-    odd = [key for key in ("r", "lora_alpha") if type(config.get(key)) not in (int, float)]
+    figures = {key: config.get(key) for key in ("r", "lora_alpha")}
+    odd = [key for key, value in figures.items() if not (is_figure(value) and math.isfinite(value))]
     odd += [key for key, value in config.items() if key not in NO_MATTER and value not in (None, False, "none", {}, [])]
     if config.get("init_lora_weights") not in STARTS:  # the others change the base
         odd += ["init_lora_weights"]

@@ -67,7 +67,7 @@ class Drawing:
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
         from training.environment import pick_device
-        from training.sampling import SampleStream, load_run, weights_of
+        from training.sampling import SampleStream, load_run
 
         cfg.check()
         key = "weights" if cfg.weights else "run_dir"
@@ -84,7 +84,6 @@ class Drawing:
             self.trained.forward, self.trained.spec, sampling, dealt, cfg.seed, cfg.batch_size, device
         )
         self.ledger: Ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
-        self.weights = weights_of(self.trained.file)
         self.size = cfg.batch_size * max(1, PIECE // cfg.batch_size)
 
     def chosen_labels(self) -> tuple[Any, Labels]:
@@ -116,7 +115,7 @@ class Drawing:
         from training.sampling import protocol_of
 
         told = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.labels)
-        return told | {"weights": self.weights}
+        return told | {"weights": self.trained.weights}
 
     def run(
         self, folder: Path, job: Mapping[str, Any], content: Callable[[Tensor, Tensor], dict[str, Tensor]]

@@ -103,9 +103,10 @@ def failures_explained(training: Training, folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK:
             raise
+        what = error.filename or "a file"
         raise ValueError(
-            f"step {training.state.step}: {error.filename or folder} cannot be written ({error.strerror}); free space "
-            f"or mend the disk; {goes_on(folder / 'checkpoints', training.state.samples)}."
+            f"step {training.state.step}: {what} cannot be written ({error.strerror}); free space or mend the disk; "
+            f"{goes_on(folder / 'checkpoints', training.state.samples)}."
         ) from error
     except (torch.OutOfMemoryError, MemoryError) as error:
         out_of_memory(training, folder, error)

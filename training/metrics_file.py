@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.text import as_json, finite, is_figure
-from data.manifest import write_atomically
+from data.manifest import rename, write_atomically
 
 NAME = "metrics.jsonl"
 
@@ -66,7 +66,7 @@ def drop_after(file: Path, step: int) -> list[dict[str, Any]]:
     kept = [line for line in logged.lines if line["step"] <= step]
     if lost := logged.damaged - logged.torn:
         aside = file.with_name(f"{file.name}.damaged")
-        file.rename(aside)
+        rename(file, aside)
         warnings.warn(f"{file}: {lost} lines cannot be read; they are left out, and kept in {aside}.", stacklevel=2)
     if kept or file.exists():
         write_atomically(file, "".join(f"{as_json(line)}\n" for line in kept))

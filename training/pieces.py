@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from data.manifest import make_folder, read_object, sync_folder, write_atomically
+from data.manifest import make_folder, read_object, rename, sync_folder, write_atomically
 from data.shards import file_sha256
 from training.checkpoint.tensor_file import write_tensors
 from training.process import lock
@@ -90,7 +90,7 @@ class Pieces:
         temporary = self.folder / f"{number:06d}-tmp"
         try:
             digest = write_tensors(temporary, {name: t.cpu() for name, t in tensors.items()}, {})["sha256"]
-            temporary.replace(self.folder / f"{number:06d}-{digest[:DIGITS]}.safetensors")
+            rename(temporary, self.folder / f"{number:06d}-{digest[:DIGITS]}.safetensors")
             sync_folder(self.folder)
         except OSError as error:
             raise ValueError(

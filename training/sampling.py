@@ -22,19 +22,18 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import AccelerationStack
 from data.loader import LatentSpec
-from data.shards import file_sha256
 from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import guided_velocity, sample
-from training.adapter_file import load_model
-from training.checkpoint.find import weights_file
+from training.adapter_file import Opened, load_model
+from training.checkpoint.find import read_newest, weights_file
 from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.compose import typed
 from training.config.schema import KERNELS, RuntimeConfig, SamplingConfig
 from training.config.yaml_text import read_config
 from training.environment import pick_device
-from training.pretrained import build_autoencoder, told_by
+from training.pretrained import build_autoencoder
 
 TECHNIQUES = ("tf32", "cudnn_benchmark", "residual_in_fp32", *KERNELS, "attention", "compile", "precision")
 """The runtime keys that matter where nothing is trained."""
@@ -120,15 +119,29 @@ class TrainedModel:
     forward: Forward
     """The model under the techniques of `stack`."""
     stack: AccelerationStack
-    spec: LatentSpec
+    opened: Opened
+    """The file of the weights, and what it says of them."""
     autoencoder: Autoencoder
     sampling: SamplingConfig
     """How the run drew its own samples; the defaults where the weights came without their run."""
-    file: Path
     device: torch.device
     runtime: RuntimeConfig
     data: dict[str, Any] | None
     """The run's data configuration; None where the weights came without their run."""
+
+    @property
+    def spec(self) -> LatentSpec:
+        return self.opened.told.spec
+
+    @property
+    def file(self) -> Path:
+        return self.opened.file
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Which weights these are: file, sha256, "ema" or "model", and the step they are of."""
+        told = self.opened.told
+        return {"file": str(self.file), "sha256": self.opened.sha256, "kind": told.weights, "step": told.step}
 
     def settings(self, **changes: Any) -> SamplingConfig:
         """The run's own `sampling` with changes, such as steps=50 or guidance=2.0; ValueError for what cannot be."""
@@ -166,12 +179,6 @@ class TrainedModel:
         why = "sampling captures no graph: no GPU has proved one yet"
         ledger.append(LedgerRow("cuda_graph", self.runtime.cuda_graph, False, why))
         return ledger
-
-
-def weights_of(file: Path) -> dict[str, Any]:
-    """Which weights a file holds: file, sha256, "ema" or "model", and the step they are of."""
-    told = told_by(file)
-    return {"file": str(file), "sha256": file_sha256(file), "kind": told.weights, "step": told.step}
 
 
 def protocol_of(stack: AccelerationStack, stream: SampleStream, count: int, labels: Any) -> dict[str, Any]:
@@ -258,7 +265,8 @@ def load_run(
     the autoencoder is another one.
     """
     chosen = pick_device(device) if isinstance(device, str) else device
-    model, spec, file = load_model(weights_file(str(path), key), chosen, adapter)
+    opened = read_newest(str(path), lambda: load_model(weights_file(str(path), key), chosen, adapter))
+    model, spec, file = opened.model, opened.told.spec, opened.file
     folder = file.parents[2] if file.parent.parent.name == "checkpoints" else None
     config = folder / "config.yaml" if folder else None
     found = read_config(config) if config and config.is_file() else {}
@@ -279,4 +287,4 @@ def load_run(
     model = stack.on_model(model)
     forward = stack.on_step(Forward(model))
     data = found.get("data")
-    return TrainedModel(model, forward, stack, spec, autoencoder, sampling, file, chosen, settings, data)
+    return TrainedModel(model, forward, stack, opened, autoencoder, sampling, chosen, settings, data)

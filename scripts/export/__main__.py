@@ -21,7 +21,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training.config.compose import from_words, one_sentence
 from training.config.paths import refuse_no_weights
@@ -87,12 +87,12 @@ def export(cfg: ExportConfig) -> Path:
     for path in (out, temporary, out.with_name(f"{out.name}.json")):
         if path.exists():
             raise ValueError(f"out={cfg.out}: {path} is there already; choose another path, or delete it.")
-    from data.manifest import make_folder
+    from data.manifest import make_folder, rename
 
     make_folder(out.parent)
     try:
         WRITERS[cfg.format](cfg, temporary)
-        temporary.rename(out)
+        rename(temporary, out)
     finally:
         remove(temporary)
     print(out, flush=True)
@@ -106,31 +106,29 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def loaded(cfg: ExportConfig) -> tuple[TrainedModel, dict[str, Any]]:
-    """The model on the CPU in fp32, and its configuration."""
-    from training.pretrained import told_by
+def loaded(cfg: ExportConfig) -> TrainedModel:
+    """The model on the CPU in fp32."""
     from training.sampling import load_run
 
     key = "weights" if cfg.weights else "run_dir"
-    trained = load_run(str(getattr(cfg, key)), cfg.encoder, "cpu", key, PLAIN, adapter=cfg.adapter)
-    return trained, told_by(trained.file).model
+    return load_run(str(getattr(cfg, key)), cfg.encoder, "cpu", key, PLAIN, adapter=cfg.adapter)
 
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
     from scripts.export.folder import opens_in_diffusers, write_folder
 
-    trained, node = loaded(cfg)
+    trained = loaded(cfg)
     include = cfg.include_autoencoder and opens_in_diffusers(trained)
     if cfg.include_autoencoder and not include:
         print("no class of diffusers computes what the autoencoder does: it is named and not included", flush=True)
     folder.mkdir()
-    write_folder(folder, trained, node, card_of(cfg, trained, include), include)
+    write_folder(folder, trained, trained.opened.told.model, card_of(cfg, trained, include), include)
 
 
 def write_program(cfg: ExportConfig, file: Path) -> None:
     import torch
 
-    trained, _ = loaded(cfg)
+    trained = loaded(cfg)
     spec, model = trained.spec, trained.model
     inputs = torch.randn(2, spec.channels, spec.height, spec.width), torch.rand(2), torch.zeros(2, dtype=torch.int64)
     batch = torch.export.Dim("batch", min=1)
@@ -150,18 +148,20 @@ def write_program(cfg: ExportConfig, file: Path) -> None:
 
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
     from training.adapter_file import write_peft
-    from training.checkpoint.find import weights_file
+    from training.checkpoint.find import read_newest, weights_file
 
     key = "weights" if cfg.weights else "run_dir"
-    write_peft(weights_file(str(getattr(cfg, key)), key), folder)
+    path = str(getattr(cfg, key))
+    read_newest(path, lambda: write_peft(weights_file(path, key), folder))
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
     from training.checkpoint.tensor_file import write_tensors
-    from training.pretrained import header, told_by
+    from training.pretrained import header
 
-    trained, node = loaded(cfg)
-    described = {"model": node, "spec": trained.spec.as_dict(), "step": told_by(trained.file).step}
+    trained = loaded(cfg)
+    told = trained.opened.told
+    described = {"model": told.model, "spec": told.spec.as_dict(), "step": told.step}
     write_tensors(file, trained.model.state_dict(), header(described, "ema"))
 
 

@@ -6,12 +6,10 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
-from safetensors import safe_open
-
-from scripts.report.history import HEADS, History, by_protocol, evaluation_rows, read, text
+from scripts.report.history import HEADS, History, by_protocol, evaluation_rows, text
 from training.drawing import SAMPLER
 
 
@@ -49,13 +47,11 @@ def card(run: History) -> str:
 
 def of_checkpoint(run: History) -> tuple[str, str, str]:
     """What the newest checkpoint says of the model, of its data, and of its weights."""
-    if run.checkpoint is None:
+    if run.weights is None:
         return "", "Not known here: the run folder holds no checkpoint.", "No weights are there."
     spec = {key.removeprefix("spec."): value for key, value in run.state.items() if key.startswith("spec.")}
-    with safe_open(run.checkpoint / "ema.safetensors", "pt") as opened:
-        parameters = sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118  # no mapping
+    parameters = run.weights.parameters
     shape = " × ".join(text(spec[key]) for key in ("channels", "height", "width"))
-    digest = read(run.checkpoint / "manifest.json")["files"]["ema.safetensors"]["sha256"]
     names = spec["class_names"] or []
     classes = f"of {len(names)} classes: {', '.join(map(plain, names[:20]))}{' …' * (len(names) > 20)}"
     base = run.state.get("adapter.base_sha256")
@@ -69,7 +65,7 @@ def of_checkpoint(run: History) -> tuple[str, str, str]:
         f"{plain(spec.get('encoder._target_'))}.",
         f"- {text(spec['count'])} training samples {classes if names else 'without classes'}\n"
         f"- fingerprint of the set: {plain(spec['fingerprint'])}",
-        f"`ema.safetensors` is of step {text(run.state['step'])}, sha256 {digest}.",
+        f"`ema.safetensors` is of step {text(run.state['step'])}, sha256 {run.weights.sha256}.",
     )
 
 

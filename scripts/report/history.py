@@ -11,14 +11,23 @@ from typing import Any, NamedTuple
 from accel.ledger import LedgerRow, shown
 from accel.text import is_figure
 from data.manifest import read_object
-from training.checkpoint.find import complete, description
+from data.shards import file_sha256
+from training.checkpoint.find import complete, description, read_newest
 from training.checkpoint.parts import flat
 from training.config.yaml_text import read_config
 from training.goodput import told
 from training.metrics_file import read_metrics
+from training.pretrained import read_tensors
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "why")
 HEADS = ("run", "file", "weights", "features", *FIGURES)
+
+
+class Weights(NamedTuple):
+    """The averages of a checkpoint."""
+
+    parameters: int
+    sha256: str
 
 
 class Evaluation(NamedTuple):
@@ -45,8 +54,7 @@ class History:
         self.environment = dict(flat(read(folder / "environment.json")))
         self.ledger = ledger_in(folder / "ledger.json")
         self.protocol = dict(flat(read(folder / "fd_protocol.json")))  # of the distances measured during training
-        self.checkpoint = (complete(folder / "checkpoints") or [None])[-1]
-        self.state = dict(flat(description(self.checkpoint))) if self.checkpoint else {}
+        self.state, self.weights = read_newest(path, self.read_checkpoint)
         self.summary = read(folder / "summary.json")
         self.time = read(folder / "time.json").get("seconds")
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
@@ -66,6 +74,15 @@ class History:
             "summary.json is of an earlier end of the run, which went on; it is left out.": outrun,
         }
         self.problems = [sentence for sentence, true in problems.items() if true]
+
+    def read_checkpoint(self) -> tuple[dict[str, Any], Weights | None]:
+        """The newest checkpoint's state, and its averages; empty and None where there is none."""
+        found = complete(self.folder / "checkpoints")
+        if not found:
+            return {}, None
+        file = found[-1] / "ema.safetensors"
+        parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
+        return dict(flat(description(found[-1]))), Weights(parameters, file_sha256(file))
 
     def series(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
         """(x, y) of the lines that have both; y is NaN where it is no finite number."""

@@ -36,10 +36,10 @@ from training.checkpoint.find import weights_file
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
-from training.pretrained import build_autoencoder, load_pretrained
+from training.pretrained import build_autoencoder, load_pretrained, told_by
 from training.report import summary_table
 from training.run import Run
-from training.sampling import load_run, weights_of
+from training.sampling import load_run
 from training.step import StepOutput
 
 WORDS = [*TINY_RUN, "runtime=eager", "runtime.device=cpu", "model=dit_xs", "guards.spike_sigmas=6", "fd_every=2"]
@@ -141,7 +141,7 @@ def checkpoint(rng: Random, folder: Path, say: Say) -> None:
     if kind == "weights":
         file = weights_file(str(folder), "weights")
         load_pretrained(file, CPU)
-        weights_of(file)
+        told_by(file)
         return
     saved = Checkpoints(folder / "checkpoints")
     if kind == "load":

@@ -19,8 +19,17 @@ from tests.faults.fuzz import Say, as_json, at, mutate_bytes, mutate_tree, place
 from tests.faults.fuzz_sets import mutate_header, mutate_tensors
 from tests.helpers import CPU
 from training.config.schema import SamplingConfig
-from training.pretrained import KEY, PINNED, build_autoencoder, build_model, header, load_pretrained, weights_for
-from training.sampling import draw_latents, numbers_of, weights_of
+from training.pretrained import (
+    KEY,
+    PINNED,
+    build_autoencoder,
+    build_model,
+    header,
+    load_pretrained,
+    told_by,
+    weights_for,
+)
+from training.sampling import draw_latents, numbers_of
 
 MIXERS: dict[str, dict[str, Any]] = {
     "models.mixers.attention.Attention": {},
@@ -113,7 +122,7 @@ def weights(rng: Random, folder: Path, say: Say) -> None:
             return
         model, spec = load_pretrained(file, CPU)
         assert all(tensor.device == CPU for tensor in model.state_dict().values())
-        weights_of(file)
+        told_by(file)
         try:
             autoencoder = build_autoencoder(spec, CPU)
         finally:

@@ -9,11 +9,14 @@ import pty
 import resource
 import shutil
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO, cast
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from data.shards import file_sha256
 from tests.faults.conftest import Start, said
 from training.checkpoint.find import complete
 from training.config.compose import one_sentence
+from training.guards import failures_explained
 from training.process.ranks import Ranks
 from training.process.stop import StopRequest
 from training.process.together import Together
@@ -138,13 +142,50 @@ def test_a_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch):
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
-        with StopRequest(Ranks()) as stop:
+        with one_sentence(), StopRequest(Ranks()) as stop:
             os.close(ours)
-            with pytest.raises(OSError, match="Input/output error"):
-                print("nobody hears it", flush=True)
             os.kill(os.getpid(), signal.SIGHUP)
-            print("nor this", flush=True)
+            print("nobody hears it", flush=True)
             assert stop.asked()
+
+
+def gone_reader() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.fault("`train.py | head`: the reader of stdout goes away", "one warning; the run goes on to its end")
+@pytest.mark.fault("a full disk behind stdout, or stdout closed", "at most one warning; the run goes on to its end")
+@pytest.mark.parametrize(
+    ("open_stdout", "why"),
+    [
+        (gone_reader, "Broken pipe"),
+        (lambda: open("/dev/full", "w"), "No space left on device"),  # noqa: SIM115  # closed below
+        (lambda: None, None),
+    ],
+    ids=["gone", "full", "closed"],
+)
+def test_what_nobody_can_read_ends_no_run(
+    open_stdout: Callable[[], TextIO | None],
+    why: str | None,
+    run: Callable[..., dict],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    stdout = open_stdout()
+    monkeypatch.setattr("sys.stdout", stdout)
+    monkeypatch.setattr("sys.__stderr__", sys.stderr)
+    with one_sentence():
+        run("save_every=2", "log_every=1", "total_samples=64")
+    if stdout is not None:
+        stdout.close()
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == ["step-6", "step-8"]
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: what is printed")]
+    assert len(warned) == (why is not None)
+    assert all(f"({why}); it is lost from here on" in line for line in warned)
 
 
 def test_nohup_stays_in_force():
@@ -182,6 +223,14 @@ def test_a_quota(run: Callable[..., dict], tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == ["step-5", "step-10"]
+
+
+@pytest.mark.fault("a full disk that names no file", "no file or folder is blamed for it")
+def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path):
+    training = SimpleNamespace(state=SimpleNamespace(step=3, samples=24))
+    sentence = r"^step 3: a file cannot be written \(No space left on device\); free space"
+    with pytest.raises(ValueError, match=sentence), failures_explained(cast(Any, training), tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.manifest import write_atomically
+from data.manifest import rename, write_atomically
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import WORDS, Start, outcome, said
 from tests.pace import limit
 from train import train
+from training.checkpoint import save
 from training.checkpoint.find import WHOLE, belonging, complete, damage, read_back
 from training.checkpoint.load import newest_verified
 from training.checkpoint.save import Checkpoints
@@ -164,7 +165,9 @@ def test_a_full_disk_before_and_beside_saves(small_disk: Path, monkeypatch: pyte
     folder = small_disk / "run"
     started(folder, "total_samples=16")
     fill(small_disk, leave=0)
-    with pytest.raises(ValueError, match=r"step 2: .*/run cannot be written \(No space .*goes on from step-2"):
+    with pytest.raises(
+        ValueError, match=r"step 2: .*/run/config.yaml cannot be written \(No space .*goes on from step-2"
+    ):
         started(folder)
     assert damage(folder / "checkpoints" / "step-2") is None
 
@@ -360,6 +363,57 @@ def test_a_save_is_tried_again(
     told = capsys.readouterr().out
     assert told.count("step-4 cannot be saved (No space left on device: ema.safetensors); it is tried again in") == 2
     assert outcome(tmp_path / "run").state == outcome(whole()).state
+
+
+@pytest.mark.fault("a rename that was carried out and answered with an error", "it counts as done; the run goes on")
+def test_a_rename_that_happened_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    replace = Path.replace
+
+    def answered_wrongly(source: Path, target: Path) -> Path:
+        replace(source, target)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+
+    monkeypatch.setattr(Path, "replace", answered_wrongly)
+    train(compose([*TINY_RUN, "save_every=1", "keep_checkpoints=2", f"run_dir={tmp_path / 'run'}"]))
+    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == ["step-1", "step-2"]
+
+
+@pytest.mark.fault("a checkpoint that a failed save has left under its final name", "the next attempt replaces it")
+def test_a_save_that_failed_after_its_rename_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    failures = iter([True, True])
+    sync = save.sync_folder
+
+    def failing(folder: Path) -> None:
+        if next(failures, False):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(folder)
+
+    def renamed_once(source: Path, target: Path) -> None:
+        if source.suffix != ".tmp" and next(failures, False):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(save, "sync_folder", failing)
+    monkeypatch.setattr(save, "rename", renamed_once)
+    monkeypatch.setattr(save, "PAUSES", (0.0,))
+    train(compose([*TINY_RUN, "save_every=1", "total_samples=8", f"run_dir={tmp_path / 'run'}"]))
+    found = complete(tmp_path / "run" / "checkpoints")
+    assert [folder.name for folder in found] == ["step-1"]
+    assert damage(found[0]) is None
+
+
+@pytest.mark.fault("a file system that cannot flush folders (EINVAL)", "saved without it; the run goes on")
+def test_a_file_system_that_flushes_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fsync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    train(compose([*TINY_RUN, "save_every=2", f"run_dir={tmp_path / 'run'}"]))
+    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == ["step-2"]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -20,6 +20,8 @@ BROKEN = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
 PAUSES = (0.2, 1.0, 5.0)
 """Seconds before a file that could not be read is read again."""
 CHUNK = 1 << 24
+TRIES = 3
+"""At reading the newest checkpoint of a run that may save, and remove it, meanwhile."""
 Result = TypeVar("Result")
 
 
@@ -134,6 +136,22 @@ def branch_of(resume: str, own: Path) -> Path | None:
             f"resume={resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
         )
     return branch
+
+
+def read_newest(path: str, read: Callable[[], Result]) -> Result:
+    """What `read` returns, which reads the newest checkpoint of the run at `path`.
+
+    It is called again if it fails and the run has other checkpoints by then: a run that trains at the same time removes
+    old ones.
+    """
+    for _ in range(TRIES - 1):
+        before = checkpoints_of(path)
+        try:
+            return read()
+        except (OSError, ValueError):
+            if checkpoints_of(path) == before:
+                raise
+    return read()
 
 
 def weights_file(path: str, key: str) -> Path:

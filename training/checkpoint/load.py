@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from accel.technique import first_line
+from data.manifest import rename
 from training.checkpoint.find import complete, damage, description, verified
 from training.checkpoint.parts import assembled, flat
 from training.checkpoint.save import Savable
@@ -62,7 +63,7 @@ def newest_verified(folder: Path) -> Path | None:
         quarantine = one.with_name(one.name + ".corrupt")
         try:
             shutil.rmtree(quarantine, ignore_errors=True)
-            one.rename(quarantine)
+            rename(one, quarantine)
         except OSError as error:
             raise ValueError(f"{one}: {problem}, and it cannot be set aside ({error.strerror}).") from error
         warnings.warn(f"{one}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from accel.text import as_json
-from data.manifest import make_folder, sync_folder, write_atomically
+from data.manifest import make_folder, rename, sync_folder, write_atomically
 from data.shards import file_sha256
 from training.checkpoint.find import PART, complete, damage, description, goes_on, step_of
 from training.checkpoint.parts import HostCopies, Kept, Staged, stage
@@ -233,11 +233,13 @@ class Checkpoints:
         with contextlib.suppress(OSError), metrics.open("rb") as stream:
             os.fsync(stream.fileno())  # lines before this step should not be lost where the step is not
         write_atomically(temporary / "manifest.json", as_json({"format": FORMAT, "files": files}, indent=1) + "\n")
-        temporary.rename(final)
+        if final.exists():  # the attempt before this one got so far, and then failed
+            remove(final)
+        rename(temporary, final)
         try:
             sync_folder(self.folder)
         except OSError:
-            final.rename(temporary)
+            rename(final, temporary)
             raise
         self.remove_old(final)
 
@@ -272,5 +274,5 @@ def remove(folder: Path) -> None:
     """Takes its name away first: half a checkpoint must not look like one."""
     removed = folder.with_name(folder.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
-    folder.rename(removed)
+    rename(folder, removed)
     shutil.rmtree(removed)

@@ -35,6 +35,7 @@ from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
+from training.config.terminal import advisory_printing
 from training.config.words import (
     CONF,
     FOREIGN_DRAWING,
@@ -174,15 +175,17 @@ def one_sentence() -> Iterator[None]:
 
     What we tell users is a ValueError from a `raise` of our own; any other exception is ours to mend and keeps its
     traceback, but for those of a machine that has no room left. FASTLATENT_TRACEBACK=1 keeps all of them. Inside are
-    functions that `hydra.main` calls, too, so Hydra's own exceptions are explained here as well.
+    functions that `hydra.main` calls, too, so Hydra's own exceptions are explained here as well. What is printed
+    inside may get lost, and ends nothing.
     """
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException, ValueError, OSError, MemoryError) as error:
-        if os.environ.get("FASTLATENT_TRACEBACK") == "1" or (message := sentence_of(error)) is None:
-            raise
-        print(f"error: {printable(scrubbed(message))}", file=sys.stderr)
-        sys.exit(1)
+    with advisory_printing():
+        try:
+            yield
+        except (HydraException, OmegaConfBaseException, ValueError, OSError, MemoryError) as error:
+            if os.environ.get("FASTLATENT_TRACEBACK") == "1" or (message := sentence_of(error)) is None:
+                raise
+            print(f"error: {printable(scrubbed(message))}", file=sys.stderr)
+            sys.exit(1)
 
 
 def sentence_of(error: Exception) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from training.config.compose import one_sentence
 from training.config.extensions import admit
+from training.config.terminal import advisory_printing
 from training.config.words import overrides_of, quoted, refuse_words
 from training.process import loggers
 
@@ -49,8 +50,8 @@ def exiting() -> Iterator[None]:
         print(code, file=sys.stderr)
     if not loggers.finish_timed_out:
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with advisory_printing():  # flushes what was printed
+        pass
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 

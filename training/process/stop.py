@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +40,6 @@ class StopRequest:
         self.ranks, self.also, self.name = ranks, also, ""
         self.before: dict[str, Any] = {}
         self.pending: tuple[Any, torch.Tensor] | None = None
-        self.terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
@@ -55,9 +52,6 @@ class StopRequest:
         if self.name == "SIGINT" and number == signal.SIGINT:  # the second Ctrl-C: do not wait
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        if number == signal.SIGHUP:
-            for stream in self.terminals:  # they are gone, and writing to them would end the run
-                send_nowhere(stream)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, handler in self.before.items():
@@ -79,9 +73,3 @@ class StopRequest:
         work = dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True)
         self.pending = work, votes
         return answer
-
-
-def send_nowhere(stream: TextIO) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
