@@ -107,6 +107,8 @@ class LatentLoader(Protocol):
     """Samples that `held_out` gives."""
     skipped: dict[str, int]
     """Blocks that could not be used and that others stand in for -> their samples; empty for most loaders."""
+    patience: float
+    """Seconds to wait for a batch whose readers have stopped giving any."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -139,6 +141,7 @@ class BaseLoader:
 
     held_out_count: int = 0
     """Of a subclass that does not say: evaluation then shows no time left."""
+    patience: float = 1800.0
 
     def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
         self.spec = spec

@@ -99,7 +99,8 @@ def held_out_batches(
 class Feeder:
     """Runs `batches`, which yields dicts of tensors on the device, in a thread and on a CUDA stream of its own.
 
-    `get()` returns the next one, ready for use on the current CUDA stream, and raises what the thread raised.
+    `get(timeout)` returns the next one, ready for use on the current CUDA stream, and raises what the thread raised,
+    or queue.Empty if that takes longer than `timeout` seconds.
     """
 
     def __init__(self, batches: Callable[[], Iterator[dict[str, Tensor]]], device: torch.device) -> None:
@@ -112,8 +113,8 @@ class Feeder:
         self.thread.start()
         self.stop = weakref.finalize(self, stop, self.stopping, self.thread)
 
-    def get(self) -> dict[str, Tensor]:
-        item = self.ready.get()
+    def get(self, timeout: float) -> dict[str, Tensor]:
+        item = self.ready.get(timeout=timeout)
         if isinstance(item, BaseException):
             self.ready.put(item)  # the next caller gets it too
             raise item

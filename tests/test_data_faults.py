@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import multiprocessing
+import shutil
 import threading
 import time
 from collections import Counter
@@ -26,9 +27,12 @@ from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
 from data.streamed import StreamedLatents
+from data.streams import StreamDataset
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 from tests.pace import limit
 from tests.test_loaders import assert_same, joined
+from training.assemble import assemble
+from training.config.compose import compose
 
 Run = Callable[..., dict[str, Any]]
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
@@ -206,6 +210,33 @@ def test_a_killed_worker_is_named(folder: Path):
         worker.kill()
     with pytest.raises(ValueError, match=r"a reader of data=webdataset died .*start the same command again"):
         list(islice(loader, 100))
+
+
+@pytest.mark.fault("/dev/shm too small for the batches of workers", "one sentence at the start, with --shm-size")
+def test_small_shared_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    loader = load("webdataset, 2 workers", folder)
+    small = shutil.disk_usage("/dev/shm")._replace(free=192 << 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: small)
+    with pytest.raises(ValueError, match=r"need 1\.0 MiB of /dev/shm, which has 0\.2 MiB free; .*--shm-size=1g"):
+        next(loader)
+    next(load("webdataset", folder))  # without workers none is needed
+
+
+@pytest.mark.fault("readers that give no batch any more", "the run ends within runtime.parallel.timeout_minutes")
+def test_readers_that_stop_are_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A worker that finds /dev/shm full drops its batch and lives on."""
+    released = threading.Event()
+    monkeypatch.setattr(StreamDataset, "batch", lambda *arguments: released.wait())
+    loader = load("webdataset", folder)
+    loader.patience = 0.1
+    with pytest.raises(ValueError, match=r"gave no batch for 0\.00\d+ minutes .*timeout_minutes"):
+        next(loader)
+    released.set()
+
+
+def test_the_patience_of_a_loader_is_that_of_the_run():
+    cfg = compose(["runtime=eager", "runtime.parallel.timeout_minutes=0.5"]).cfg
+    assert assemble(cfg, CPU).loader.patience == 30.0
 
 
 # Over the network

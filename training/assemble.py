@@ -157,6 +157,7 @@ def assemble(
     # What we train, and on what.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks)
+    loader.patience = 60.0 * cfg.runtime.parallel.timeout_minutes
     check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
