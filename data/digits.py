@@ -28,9 +28,9 @@ class DigitLatents(InMemoryLatents):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        kept = list(range(10)) if classes is None else sorted(set(classes))
-        if not kept or not set(kept) <= set(range(10)):
-            raise ValueError(f"data.classes={classes} must be digits from 0 to 9, such as [0,1,2,3,4].")
+        kept = list(range(10)) if classes is None else sorted(classes)
+        if not kept or not set(kept) <= set(range(10)) or len(set(kept)) < len(kept):
+            raise ValueError(f"data.classes={classes} must be digits from 0 to 9, each once, such as [0,1,2,3,4].")
         from sklearn.datasets import load_digits
 
         values, targets = load_digits(return_X_y=True)  # 0 … 16

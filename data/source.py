@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from accel.technique import first_line
 
+LONGEST_TIMEOUT = 86_400.0
 LONGEST_PAUSE = 30.0
 FIRST_PAUSE = 0.2
 
@@ -49,6 +50,11 @@ def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.
     `timeout` is in seconds, for each connection and each pause of the server. With `cache`, the source fetches whole
     shards into that folder and reads them there. The query of an http(s) URL goes behind the name of each file.
     """
+    if not 0.0 < timeout <= LONGEST_TIMEOUT or retries < 0:
+        raise ValueError(
+            f"data.timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds, and "
+            f"data.retries={retries} at least 0."
+        )
     text = str(path)
     scheme = text.partition("://")[0] if "://" in text else ""
     web = scheme in ("http", "https")

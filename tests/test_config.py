@@ -370,7 +370,7 @@ def test_words_that_hydra_breaks_on(word: str, sentence: str):
     [
         ("dtype==", "dtype: the word that begins so cannot be read"),
         ("source=\t", "source: the word that begins so cannot be read"),
-        ("scale=" + 400 * "9", "int too large to convert to float"),
+        ("scale=" + 400 * "9", "scale=" + 40 * "9" + " does not fit into 64 bits; give a smaller number."),
         ("source=" + 300 * "[", "more than 100 brackets"),
     ],
 )
@@ -387,10 +387,9 @@ def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_whole_number_above_all_floats_is_refused():
-    with pytest.raises(ValueError, match=r"model.drop_path=9+ is not of type float"):
-        build(
-            compose([f"model.drop_path={400 * '9'}"]).cfg.model, "model", channels=1, height=8, width=8, num_classes=2
-        )
+    node = compose([]).cfg.model | {"drop_path": 10**400}
+    with pytest.raises(ValueError, match=r"model.drop_path=10+ is not of type float"):
+        build(node, "model", channels=1, height=8, width=8, num_classes=2)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +454,7 @@ def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("folder", "entry"),
-    [("step-4", "manifest.json"), ("run", "checkpoints"), ("checkpoints", "step-4"), ("run", None), (None, None)],
+    [("step-4", "state.json"), ("run", "checkpoints"), ("checkpoints", "step-4"), ("run", None), (None, None)],
 )
 def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, tmp_path: Path):
     """Even where run_dir holds checkpoints, which would be taken instead."""

@@ -23,6 +23,7 @@ import torch
 
 from data import source
 from data.blocks import BlockReader
+from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
@@ -33,6 +34,7 @@ from tests.pace import limit
 from tests.test_loaders import assert_same, joined
 from training.assemble import assemble
 from training.config.compose import compose
+from training.config.paths import refuse_no_weights
 
 Run = Callable[..., dict[str, Any]]
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
@@ -190,6 +192,8 @@ def test_a_set_of_another_encoder_or_scale_is_refused(folder: Path, kind: str):
         ({"streams": 0}, "data.streams=0 must be at least 1"),
         ({"window": 0}, "data.window=0 must be at least 1"),
         ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
+        ({"timeout": 0.0}, "data.timeout=0.0 must be above 0"),
+        ({"retries": -1}, "data.retries=-1 at least 0"),
         ({"prefetch_factor": 0}, "data.prefetch_factor=0 must be at least 1"),
         ({"on_corrupt": "ignore"}, "data.on_corrupt=ignore is unknown; choose error or skip"),
         ({"path": None}, "data=webdataset needs data.path"),
@@ -200,6 +204,18 @@ def test_a_set_of_another_encoder_or_scale_is_refused(folder: Path, kind: str):
 def test_settings_that_cannot_be_are_refused(folder: Path, changes: dict, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         StreamedLatents(**{"path": str(folder), "batch_size": 2, "seed": 0, "device": CPU} | changes)
+
+
+def test_a_latent_set_is_no_weights(folder: Path):
+    """It has a manifest.json, as a checkpoint has."""
+    with pytest.raises(ValueError, match=r"init_from=.* has no checkpoints and no state.json .*name a run that has"):
+        refuse_no_weights("init_from", str(folder))
+
+
+@pytest.mark.parametrize("classes", [[0, 0], [10], []])
+def test_classes_that_there_are_not_are_refused(classes: list[int]):
+    with pytest.raises(ValueError, match=r"data.classes=.* must be digits from 0 to 9, each once"):
+        DigitLatents(classes=classes, batch_size=2, seed=0, device=CPU)
 
 
 @pytest.mark.fault("a worker of the loader killed", "one sentence, within its timeout")

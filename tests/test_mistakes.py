@@ -117,6 +117,25 @@ MISTAKES: dict[str, str] = {
     f"train.py run_dir={'a' * 300}": (
         f"run_dir={'a' * 300} cannot be a folder, for a name in it has over 255 bytes; choose a shorter one."
     ),
+    f"train.py run_dir={'b/' * 2100}": f"the path {'b/' * 30}… is too long; use a shorter one.",
+    "train.py seed=18446744073709551616": "seed=18446744073709551616 does not fit into 64 bits; give a smaller number.",
+    "scripts.sample seed=9223372036854775808": (
+        "seed=9223372036854775808 does not fit into 64 bits; give a smaller number."
+    ),
+    "train.py runtime.parallel.timeout_minutes=1e308": (
+        "runtime.parallel.timeout_minutes=1e+308 must be above 0, and at most 1000000."
+    ),
+    "train.py guards.spike_window=2000000000": (
+        "guards.spike_window=2000000000 must be at least 8, and at most 100000."
+    ),
+    "train.py optim=muon optim.momentum=2": "optim.momentum=2 must be at least 0 and below 1.",
+    "train.py schedule.final=2": "schedule.final=2.0 is a share of the rate; it must be at most 1.",
+    "train.py run_dir=${oc.env:NOPE}": "run_dir=${oc.env:NOPE}: Environment variable 'NOPE' not found.",
+    "train.py seed=${seed}": "seed=${seed}: Recursive interpolation detected.",
+    "train.py batch_size=64,": "batch_size: its value ends with a comma; leave that out.",
+    "train.py runtime.nccl.NCCL_DEBUG=INFO": (
+        "runtime.nccl.NCCL_DEBUG=INFO: there is no such key; did you mean runtime.parallel.nccl.NCCL_DEBUG?"
+    ),
     "precompute_latents.py out=latents/photos": ("source is not set; say which: source=<a folder of images or tars>."),
     "precompute_latents.py source=/nowhere out=latents": (
         "source=/nowhere does not exist; name a folder of images, or tars."

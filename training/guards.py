@@ -20,7 +20,7 @@ from data.manifest import make_folder, write_atomically
 from training.assemble import Training
 from training.checkpoint.find import goes_on
 from training.checkpoint.save import Checkpoints
-from training.config.compose import DISK
+from training.config.machine import DISK
 from training.memory import lasting_bytes
 from training.process.stop import Asked
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from data.digits import DigitLatents
@@ -237,10 +238,19 @@ def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path
     ("error", "sentence"),
     [
         (MemoryError(), "error: the memory of this machine is used up; use smaller batches"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "error: the memory of this machine is used up"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "error: the memory of this machine"),
+        (RuntimeError("can't start new thread"), "error: this user may start no more threads or processes; raise"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "error: this user may start no more"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "x.npz"), "error: x.npz cannot be read or written (Disk quota"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "b/" * 2100), "error: the path b/b/"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/proc/x"), "error: TORCHINDUCTOR_CACHE_DIR=/proc/x cannot"),
     ],
 )
-def test_no_room_anywhere_is_one_sentence(error: Exception, sentence: str, capsys: pytest.CaptureFixture):
+def test_no_room_anywhere_is_one_sentence(
+    error: Exception, sentence: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/x")
     with pytest.raises(SystemExit) as ending, one_sentence():
         raise error
     told = capsys.readouterr().err

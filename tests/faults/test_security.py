@@ -320,6 +320,7 @@ TOLD = {
     "user:pass@word@host": ["user:HUN@TER2@h", "path=user:HUNTER2@h:/x"],
     "https://host/path?query": ["http://h/x?part=HUNTER2&b=HUNTER2", "'https://h?HUNTER2'"],
     "Authorization: scheme value": ["Authorization: Digest HUNTER2", "{'authorization': 'AWS4 HUNTER2'}"],
+    "Cookie: name=value; name=value": ["Cookie: session=HUNTER2; b=HUNTER2", "-H 'set-cookie: a=HUNTER2'"],
     "Bearer value": ["sent Bearer HUNTER2", "-H 'x: bearer HUNTER2'"],
     "Basic value": ["sent Basic SFVOVEVSMg==", "basic dXNlOkhVTlRFUjI"],
     "name=value": [
@@ -350,7 +351,13 @@ TOLD = {
         *("{auth: [me, HUNTER2]}", "{api_key: {a: HUNTER2}, b: 1}", "{password: ab,HUNTER2}", "{password: ab[HUNTER2}"),
     ],
     "name: value, a line": ["password: HUNTER2", "a:\n  - token: 'HUN TER2'\n", '"api_key": HUNTER2\n'],
-    "a provider's own form": ["got hf_HUNTER2abcdefghijkl", "ghp_HUNTER2abcdefghijkl", "sk-HUNTER2abcdefghijkl"],
+    "a provider's own form": [
+        f"got {start}HUNTER2abcdefghijkl"
+        for start in (
+            *("hf_", "ghp_", "sk-", "wandb_v1_", "sk_live_", "rk_live_", "ya29.", "npm_", "pypi-", "dckr_pat_", "r8_"),
+            *("nvapi-", "gsk_", "tskey-", "hvs.", "SG.", "AGE-SECRET-KEY-", "api_org_"),
+        )
+    ],
     "a private key": ["-----BEGIN RSA PRIVATE KEY-----\nHUNTER2\n-----END RSA PRIVATE KEY-----"],
 }
 """Shape of a secret -> texts that have it."""
@@ -372,8 +379,11 @@ def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.Monkey
 
 
 def test_names_with_a_secret_lose_values_and_no_others():
-    names = "apiKey access-token PRIVATE_KEY tokens auth passphrase clientSecret X-Auth-Token authToken accesskey"
+    names = "apiKey access-token PRIVATE_KEY tokens auth passphrase clientSecret X-Auth-Token authToken accesskey "
+    names += "GITHUB_PAT creds sas sentry_dsn webhook SLACK_WEBHOOK_URL auth_header"
     assert set(redacted(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
+    assert scrubbed(f"dapi{'0123456789abcdef' * 2}") == "<redacted>"
+    assert redacted({"ghp_HUNTER2abcdefghijkl": ("sk-HUNTER2abcdefghijkl", 1)}) == {"<redacted>": ("<redacted>", 1)}
     others = {
         "tokens": 3,
         "tokens_per_s": 3,

@@ -114,9 +114,7 @@ def description(folder: Path) -> dict[str, Any]:
 def checkpoints_of(path: str) -> list[Path]:
     """The checkpoints that a user means by a path, oldest first: the one that it is, or those of a run."""
     given = Path(path).expanduser()
-    return (
-        complete(given / "checkpoints") or complete(given) or ([given] if (given / "manifest.json").is_file() else [])
-    )
+    return complete(given / "checkpoints") or complete(given) or ([given] if (given / "state.json").is_file() else [])
 
 
 def newest(path: str) -> Path:

@@ -6,7 +6,6 @@ The spine is typed by `schema.py`. Components (model, data, objective, optim, lo
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -31,6 +30,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from accel.text import printable
 from training.config import extensions
+from training.config.machine import of_machine
 from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
@@ -53,7 +53,6 @@ from training.config.words import (
 )
 from training.config.yaml_text import as_yaml
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """A disk, or a quota, that takes no more."""
 
 
@@ -158,13 +157,15 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
             refuse_unknown(node[name], nested, f"{prefix}{name}.")
 
 
-def refuse_not_finite(node: Any) -> None:
-    """ValueError for NaN and infinity, which no key takes; a comparison in a check lets NaN pass."""
+def refuse_strange_numbers(node: Any) -> None:
+    """ValueError for NaN and infinity, which pass the comparisons of a check, and for whole numbers beyond 64 bits."""
     todo = [("", OmegaConf.to_container(node, resolve=True))]
     while todo:
         key, value = todo.pop()
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key}={value} is no finite number; give one.")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number.")
         children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         todo += [(f"{key}.{name}".lstrip("."), child) for name, child in children]
 
@@ -181,7 +182,7 @@ def one_sentence() -> Iterator[None]:
     with advisory_printing():
         try:
             yield
-        except (HydraException, OmegaConfBaseException, ValueError, OSError, MemoryError) as error:
+        except (HydraException, OmegaConfBaseException, ValueError, OSError, MemoryError, RuntimeError) as error:
             if os.environ.get("FASTLATENT_TRACEBACK") == "1" or (message := sentence_of(error)) is None:
                 raise
             print(f"error: {printable(scrubbed(message))}", file=sys.stderr)
@@ -190,12 +191,8 @@ def one_sentence() -> Iterator[None]:
 
 def sentence_of(error: Exception) -> str | None:
     """What a user is told of an exception; None for one that is ours to mend."""
-    if isinstance(error, MemoryError):
-        return "the memory of this machine is used up; use smaller batches, fewer workers, or less data at a time."
-    if isinstance(error, OSError) and error.errno in DISK:
-        return (
-            f"{error.filename or 'a file'} cannot be read or written ({error.strerror}); free space or mend the disk."
-        )
+    if refusal := of_machine(error):
+        return refusal
     if of_library(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
         return explain(error, sys.argv[1:], schema)
@@ -233,11 +230,13 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         return f"{as_given(name, words)}: there is no such key; {nearest_of(name, schema)}{where}"
     if found := re.match(r"(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)", text):
         return f"{found[3]}: {found[2]}; it must be {must_be(schema, found[3])} ({found[1]})."
-    if isinstance(cause, OmegaConfBaseException | OverflowError):
+    if isinstance(cause, OmegaConfBaseException):
         wanted = "" if isinstance(cause, InterpolationResolutionError) else must_be(schema, key)
         if wanted and word != key:
             return f"{word} must be {wanted}."
-        return f"{word or text.splitlines()[0]}: {detail.removesuffix('.')}{wanted and f'; it must be {wanted}'}."
+        blamed = word or next((given for given in words if "${" in given), text.splitlines()[0])
+        detail = detail.removeprefix("KeyError raised while resolving interpolation: ").strip('".')
+        return f"{blamed}: {detail}{wanted and f'; it must be {wanted}'}."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return " ".join(text.split())
     return f"{' '.join(words)}: these words cannot be read ({' '.join(text.split())}); `--help` lists all keys."
@@ -305,9 +304,9 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
     refuse_unknown(node, schema)
     try:
-        refuse_not_finite(node)
+        refuse_strange_numbers(node)
         found = cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
-    except (OmegaConfBaseException, OverflowError) as error:  # the latter: a whole number above all floats
+    except OmegaConfBaseException as error:
         raise ValueError(explain(error, words, schema)) from error
     refuse_nested(found, schema, words)
     return found

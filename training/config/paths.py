@@ -26,7 +26,7 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
     refuse_file("run_dir", cfg.run_dir)
     if cfg.resume not in ("auto", "never"):
         remedy = "name a run, a checkpoint such as runs/<name>/checkpoints/step-400, or use auto or never"
-        refuse_missing("resume", cfg.resume, remedy, "manifest.json", "checkpoints", "step-*")
+        refuse_missing("resume", cfg.resume, remedy, "state.json", "checkpoints", "step-*")
     started = cfg.run_dir and any((Path(cfg.run_dir).expanduser() / "checkpoints").glob("step-*"))
     refuse_no_weights("init_from", None if started else cfg.init_from)  # a run that goes on needs them no more
     if cfg.fd_every:
@@ -47,7 +47,7 @@ def refuse_drawing(cfg: Any) -> None:
 
 def refuse_no_weights(key: str, path: str | None) -> None:
     """ValueError for a path at which there can be no weights."""
-    names = () if str(path).endswith(".safetensors") else ("checkpoints", "manifest.json", "step-*")
+    names = () if str(path).endswith(".safetensors") else ("checkpoints", "state.json", "step-*")
     refuse_missing(key, path, "name a run that has a checkpoint, a checkpoint, or a .safetensors file", *names)
 
 

@@ -110,8 +110,10 @@ class ParallelConfig:
         at_least(1, self, "bucket_cap_mb", prefix="runtime.parallel.")
         if self.shard_degree is not None:
             at_least(1, self, "shard_degree", prefix="runtime.parallel.")
-        if self.timeout_minutes <= 0:
-            raise ValueError(f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0.")
+        if not 0 < self.timeout_minutes <= MOST_MINUTES:
+            raise ValueError(
+                f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0, and at most {MOST_MINUTES}."
+            )
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             given = f"runtime.parallel.shard_degree={self.shard_degree}"
             raise ValueError(f"{given} is for mode=hsdp; leave it out with mode={self.mode.value}.")
@@ -127,6 +129,10 @@ class ParallelConfig:
                 )
 
 
+MOST_MINUTES = 1_000_000
+"""To wait for a process: about two years."""
+MOST_NORMS = 100_000
+"""In the window of the spike guard, which each step reads whole."""
 KERNELS = ("fused_add_norm", "fused_scan", "fused_conv", "fused_swiglu", "fused_rope")
 """Runtime keys of our Triton kernels."""
 
@@ -205,7 +211,8 @@ class GuardsConfig:
         """ValueError for a value that no run can have."""
         at_least(1, self, "max_skipped_in_row", prefix="guards.")
         at_least(0, self, "spike_sigmas", prefix="guards.")
-        at_least(8, self, "spike_window", prefix="guards.")
+        if not 8 <= self.spike_window <= MOST_NORMS:
+            raise ValueError(f"guards.spike_window={self.spike_window} must be at least 8, and at most {MOST_NORMS}.")
 
 
 @dataclass(frozen=True)
@@ -297,6 +304,11 @@ class TrainConfig:
                 f"file, checkpoint or run>."
             )
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
+        if self.schedule.final > 1.0:
+            raise ValueError(f"schedule.final={self.schedule.final} is a share of the rate; it must be at most 1.")
+        momentum = (self.optim or {}).get("momentum", 0.0)
+        if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
+            raise ValueError(f"optim.momentum={momentum} must be at least 0 and below 1.")
         self.sampling.check()
         self.fd.check(self.keep_best)
         if self.keep_best != "eval_loss" and (not self.fd_every or self.save_every % self.fd_every):

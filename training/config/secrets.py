@@ -13,8 +13,9 @@ PARTS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z
 """Between the parts of a name: accessToken, access-token and ACCESS_TOKEN have two."""
 SECRET = re.compile(
     r".*(password|passwd|passphrase|passcode|secret).*"
-    r"|(.*_)?(credential|authorization|bearer|jwt|cookie|(api|auth|access|private|client)_?(key|token))s?\d*(_.*)?"
-    r"|(.*tokens?|.*pwd|.*pass|(.*_)?(key|auth|pw|sig|signature))(_?\d+)?"
+    r"|(.*_)?(cred|credential|authorization|bearer|jwt|cookie|webhook|(api|auth|access|private|client)_?(key|token))s?\d*"
+    r"(_.*)?"
+    r"|(.*tokens?|.*pwd|.*pass|(.*_)?(key|auth|auth_header|pw|sig|signature|pat|sas|dsn))(_?\d+)?"
 )
 """Names of secrets, their parts joined by _: the first wherever they stand, the next as parts, the last at the end."""
 OURS = ("latents_key", "labels_key")
@@ -39,6 +40,7 @@ SHAPES = {
     "user:pass@word@host": Shape(r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@(?!sha256:)[\w.-])", named=False),
     "https://host/path?query": Shape(r"(://[^\s?\"']*\?)", r"([^\s\"']+)", named=False),
     "Authorization: scheme value": Shape(r"(\b[Aa]uthorization['\"]?\s*[:=]\s*)", r"([^\r\n,}\]]+)", named=False),
+    "Cookie: name=value; name=value": Shape(r"(\b[Cc]ookie['\"]?\s*:\s*)", r"([^\r\n}\]]+)", named=False),
     "Bearer value": Shape(r"(\b[Bb]earer\s+)(?!tokens?\s)", r"([^\s,;'\"<]+)", named=False),
     "Basic value": Shape(r"(\b[Bb]asic\s+)", r"((?=\S*(?:=|[a-z\d][A-Z]))[\w+/-]{6,}=*)", named=False),
     "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s*=\s*)"),
@@ -50,8 +52,9 @@ SHAPES = {
     "name: value, a line": Shape(r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)", r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)"),
     "a provider's own form": Shape(
         r"(?<![\w-])()",
-        r"(hf_\w{16,}|gh[a-z]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
-        r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]+\.[\w-]+\.[\w-]*)",
+        r"((hf|gh[a-z]|github_pat|wandb_v1|[rs]k_live|[rs]k_test|npm|dckr_pat|r8|gsk|api_org)_\w{16,}"
+        r"|(glpat|sk|pypi|nvapi|tskey|AGE-SECRET-KEY)-[\w-]{16,}|(ya29|hvs|SG)\.[\w.-]{16,}|xox[a-z]-[\w-]{10,}"
+        r"|dapi[0-9a-f]{32}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]+\.[\w-]+\.[\w-]*)",
         named=False,
     ),
     "a private key": Shape(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)", r"([^-]+)", named=False),
@@ -72,9 +75,9 @@ def is_secret(name: str, value: Any) -> bool:
 def redacted(node: Any) -> Any:
     """The same tree with the values of keys that look like secrets removed."""
     if isinstance(node, dict):
-        return {k: HIDDEN if is_secret(str(k), v) else redacted(v) for k, v in node.items()}
-    if isinstance(node, list):
-        return [redacted(v) for v in node]
+        return {redacted(k): HIDDEN if is_secret(str(k), v) else redacted(v) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(map(redacted, node))
     return scrubbed(node) if type(node) is str else node
 
 

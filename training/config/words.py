@@ -151,12 +151,16 @@ def quoted(word: str) -> str:
 
 def not_read(word: str) -> str:
     """A sentence without the value, which may hold a secret between signs that no redaction expects."""
-    name = word.partition("=")[0]
+    name, _, value = word.partition("=")
+    if value.rstrip().endswith(","):
+        return f"{name}: its value ends with a comma; leave that out."
     return f"{name}: the word that begins so cannot be read; put the value into two kinds of quotes: {name}=\"'…'\"."
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
     """The fix for an unknown key: the one that was probably meant, or where to look."""
+    if variable := re.search(r"NCCL_\w+$", name):
+        return f"did you mean {OPEN}.{variable[0]}?"
     public = [key for key in known if not re.search(r"(^|\.)_", key)]
     nested = [key for key in public if key.endswith(f".{name}")]
     close = nested or difflib.get_close_matches(name, public, n=1)

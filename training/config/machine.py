@@ -1,0 +1,34 @@
+"""Errors of a machine that has no memory, disk, threads or name for what was asked, in one sentence each."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables with a folder that PyTorch and Triton make when they are imported or compile."""
+
+
+def of_machine(error: Exception) -> str | None:
+    """What a user is told where the machine has no memory, disk, threads or name for what was asked; otherwise None."""
+    text = str(error)
+    no_memory = "can't allocate memory" in text or type(error).__name__ == "OutOfMemoryError"  # PyTorch's
+    if isinstance(error, MemoryError) or no_memory:
+        return (
+            "the memory of this machine is used up; use smaller batches, fewer workers, less data at a time, or a "
+            "smaller model."
+        )
+    if isinstance(error, BlockingIOError) or "can't start new thread" in text:
+        return "this user may start no more threads or processes; raise the limit (ulimit -u), or use fewer workers."
+    if not isinstance(error, OSError):
+        return None
+    for name in CACHES:
+        if os.environ.get(name) and text.endswith(f"'{os.environ[name]}'"):
+            return f"{name}={os.environ[name]} cannot be made or used ({error.strerror}); set it to another folder."
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the path {str(error.filename)[:60]}… is too long; use a shorter one."
+    if error.errno in DISK:
+        what = error.filename or "a file"
+        return f"{what} cannot be read or written ({error.strerror}); free space or mend the disk."
+    return None
