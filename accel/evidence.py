@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from accel.profiler import (
     CPU,
@@ -26,6 +24,7 @@ from accel.profiler import (
     products_of,
     profiled_events,
 )
+from accel.saved_tensors import keeping
 
 BLOCK = "fastlatent block"
 """What the profiler calls a call of a probed block, before the block's index."""
@@ -50,12 +49,14 @@ class BlockEvidence:
     branch_dtype: torch.dtype
     fine: tuple[bool, bool]
     """Whether the residual that came in, and the one that went out, had bits that no 16-bit format has."""
-    cached: bool
-    """Whether some of the kept bytes lie in a cache of selective checkpointing."""
+    cached: frozenset[str]
+    """Names of the operations whose results lie in a cache of selective checkpointing."""
     unlike: tuple[Any, ...]
     """Equal in calls that may share a compiled graph: sizes, and which inputs need a gradient."""
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it began on the host during the call."""
+    left: int = 0
+    """Of the saved bytes, those that stay on the device in storages that are worth a move."""
 
     @property
     def trains(self) -> bool:
@@ -119,9 +120,6 @@ class BlockProbe(nn.Module):
     which `torch.compile` would either ignore or trace.
     """
 
-    listening: list[list[Any]] = []  # noqa: RUF012 - one for the process: a cache does not know in which block it is made
-    """Of each probe that is running, the caches that selective checkpointing made."""
-
     def __init__(self, block: nn.Module, notes: list[BlockEvidence], index: int = 0) -> None:
         super().__init__()
         self.block, self.notes, self.index = block, notes, index
@@ -142,52 +140,10 @@ class BlockProbe(nn.Module):
         unlike = (given.total(), sum(p.numel() for p in self.block.parameters()), needs)
         fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
         dtypes = (outputs[2].dtype, outputs[0].dtype)
-        self.notes.append(BlockEvidence(given.total(), kept.bytes, *dtypes, fine, kept.cached, unlike))
+        note = BlockEvidence(given.total(), kept.bytes, *dtypes, fine, frozenset(kept.cached), unlike)
+        note.left = kept.left_bytes
+        self.notes.append(note)
         return outputs
-
-
-@dataclass
-class Kept:
-    """What a forward pass keeps for its backward pass."""
-
-    storages: dict[int, int] = field(default_factory=dict)
-    """Address -> bytes, of storages that belong to no parameter and no buffer."""
-    cached: bool = False
-    """Whether some of them lie in a cache of selective checkpointing."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.storages.values())
-
-
-@contextmanager
-def keeping(module: nn.Module, given: Mapping[int, int] = MappingProxyType({})) -> Iterator[Kept]:
-    """Counts what forward passes of `module` inside keep; complete when the context has been left.
-
-    Of storages whose addresses are `given`, only so many bytes count.
-    """
-    own: set[int] = set()
-    kept = Kept()
-
-    def pack(tensor: Tensor) -> Tensor:
-        if not own:  # only now: sharded ones have been gathered
-            own.update(p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers()))
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept.storages[storage._cdata] = given.get(storage._cdata) or storage.nbytes()
-        return tensor.detach()  # an op that keeps its own output would hold itself, and a graph that nobody runs stays
-
-    caches: list[Any] = []
-    BlockProbe.listening.append(caches)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield kept
-    finally:
-        BlockProbe.listening.pop()
-    cached = [leaf.val for cache in caches for leaf in tree_leaves(dict(cache)) if hasattr(leaf, "val")]
-    for tensor in cached:
-        pack(tensor)
-    kept.cached = bool(cached)
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -12,18 +12,16 @@ Reference: https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.gra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from accel import saved_tensors
 from accel.evidence import Evidence, nbytes
+from accel.saved_tensors import SAVED
 from accel.technique import AnyStep, Model, Observation, Technique
-
-SMALL = 2**20
-"""Bytes below which a tensor stays on the device: a copy of its own would cost more than it saves."""
 
 
 class OffloadActivations(Technique):
@@ -37,8 +35,6 @@ class OffloadActivations(Technique):
         self.own: set[int] = set()
         self.copies: dict[Any, Tensor] = {}
         """Of one forward pass: (storage, layout, version) -> its copy. Several operations keep the same tensor."""
-        self.tensors, self.away, self.moved, self.stayed = 0, 0, 0, 0
-        """Of the latest steps: tensors of `SMALL` bytes or more, those that went to the host, bytes, and bytes left."""
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
@@ -57,7 +53,7 @@ class OffloadActivations(Technique):
             def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
                 self.own = {p.untyped_storage()._cdata for p in self.parameters}
                 try:
-                    with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+                    with SAVED.moved(self.pack, unpack):
                         return forward(*args, **kwargs)
                 finally:
                     self.copies.clear()
@@ -67,40 +63,33 @@ class OffloadActivations(Technique):
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if tensor.device.type != self.device.type or storage._cdata in self.own:
-            return tensor
-        if nbytes(tensor) < SMALL or 0 in tensor.stride():
-            self.stayed += nbytes(tensor)
-            return tensor
-        self.tensors += 1
+        small = nbytes(tensor) < saved_tensors.LEAST_MOVED or 0 in tensor.stride()
+        if small or tensor.device.type != self.device.type or storage._cdata in self.own:
+            return tensor.detach()
         # A reference to the storage that does not keep its memory, and whose address nothing else gets meanwhile.
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:
             self.copies[key] = self.to_host(tensor)
-        held = self.copies[key]
-        self.away += held.device.type == "cpu" and held.untyped_storage()._cdata != storage._cdata
-        return tensor.device, held
+        return tensor.device, self.copies[key]
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in host memory with the same strides, which a compiled backward pass relies on."""
-        self.moved += nbytes(tensor)
         room = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return room.copy_(tensor.detach(), non_blocking=True)
 
-    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
-        """Counts a step of its own: the probes of the observed one keep tensors by hooks that win over these."""
-        if self.enabled:
-            self.tensors = self.away = self.moved = self.stayed = 0
-            run()
-
+    # What would still say "on" if this did nothing? Not the hooks' own count: the probes of the blocks look at what
+    # autograd holds in the place of each tensor, and at caches that no hook sees.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
             return Observation(False, "what is kept stays on the device")
-        note = f"{self.away} of {self.tensors} kept tensors of {SMALL} bytes or more went "
-        note += f"to the host, {self.moved / 2**20:.1f} "
-        note += f"MiB a step and as much back; {self.stayed / 2**20:.1f} MiB of smaller ones stayed"
-        return Observation(0 < self.tensors == self.away, note)
+        calls = [call for calls in evidence.blocks for call in calls]
+        found = evidence.where(lambda call: call.trains and not call.left)
+        kept = sum(call.saved_bytes for call in calls)
+        left = sum(call.left for call in calls)
+        note = f"{evidence.share(found)} keep nothing of {saved_tensors.LEAST_MOVED} bytes or more on the device: of "
+        note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"
+        return Observation(bool(found) and all(found), note)
 
 
 def unpack(kept: Any) -> Tensor:

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from accel import float8, offload_activations
+from accel import float8, saved_tensors
 from accel.precision import Precision
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
@@ -48,7 +48,7 @@ def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Tiny tensors are large enough to be offloaded, too.
     """
-    monkeypatch.setattr(offload_activations, "SMALL", 1024)
+    monkeypatch.setattr(saved_tensors, "LEAST_MOVED", 1024)
     on_gpu = Precision.unavailable
 
     def unavailable(self: Precision) -> str | None:

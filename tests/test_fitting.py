@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.evidence import keeping, observe_step
+from accel.evidence import observe_step
+from accel.saved_tensors import keeping
 from data.loader import Batch
 from scripts.bench import fitting
 from scripts.bench.fitting import Needs, fitted, fitted_pairs, kept_at, memory_of, needs_of, predicted

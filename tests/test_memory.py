@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel import members, offload_activations, offload_optimizer
+from accel import members, offload_optimizer, saved_tensors
 from accel.compilation import Compile
 from accel.evidence import Evidence
 from accel.members import Members, innermost, kept_by, parts_of
@@ -54,7 +54,7 @@ def on_a_cpu(monkeypatch):
     """Offload on a machine whose memory is the host's copies all the same."""
     for kind in (OffloadOptimizer, OffloadActivations):
         monkeypatch.setattr(kind, "unavailable", lambda self: None)
-    monkeypatch.setattr(offload_activations, "SMALL", 1024)
+    monkeypatch.setattr(saved_tensors, "LEAST_MOVED", 1024)
 
 
 @pytest.fixture(autouse=True)

@@ -158,11 +158,12 @@ def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
             for i, block in enumerate(list(blocks)):
                 blocks[i] = Placed(block, i, tracker, fused or bool(compiled.compiled))
         tracker.in_compiled = compiled.hides_blocks()
-        to_host, kept, moved = offload.to_host, [0.0], offload.moved
+        to_host, kept, moved = offload.to_host, [0.0], [0.0]
 
         def away(tensor: Tensor) -> Tensor:
             with patch.object(tracker, "know", lambda tensors: None):
                 copy = to_host(tensor)
+            moved[0] += tensor.nbytes / again
             tracker.know([copy], on_host=True)
             return copy
 
@@ -180,9 +181,8 @@ def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
         start = tracker.live
         with tracker:
             step.accumulate(batches)
-        moved = (offload.moved - moved) / again
     ops = Counter({op: n / again for op, n in tracker.ops.items()})
-    return Passed(tracker.peaks, ops, kept[0], 2.0 * moved)
+    return Passed(tracker.peaks, ops, kept[0], 2.0 * moved[0])
 
 
 def updated(cfg: TrainConfig, spec: LatentSpec, depth: int, gpu: bool) -> Updated:

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.evidence import keeping
 from accel.members import kept_by
-from accel.offload_activations import OffloadActivations
 from accel.offload_optimizer import OffloadOptimizer
 from accel.parallel import local
+from accel.saved_tensors import keeping
 from data.loader import Batch
 from training.assemble import Training
 
@@ -53,12 +52,10 @@ def kept_at(training: Training, samples: int) -> int:
     latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
     numbers = torch.arange(samples, device=device)
     batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
-    offload = training.stack.technique(OffloadActivations)
-    offload.stayed = 0  # its hooks win over those that count
     with torch.compiler.set_stance("force_eager"), keeping(training.model) as kept:
         losses, _ = training.step.losses(batch)
     del losses
-    return kept.bytes + offload.stayed
+    return sum(kept.left.values())
 
 
 def memory_of(device: torch.device) -> int:

@@ -89,6 +89,16 @@ def check_sharding(runtime: Any, optimizer: str | None) -> None:
         )
 
 
+def check_offload(runtime: Any) -> None:
+    """ValueError for activations that would stay on the device."""
+    selective = runtime.gradient_checkpointing and runtime.checkpoint_policy.value == "selective"
+    if runtime.offload_activations and selective:
+        raise ValueError(
+            "runtime.offload_activations=true cannot move the results that runtime.checkpoint_policy=selective keeps; "
+            "use runtime.checkpoint_policy=blocks."
+        )
+
+
 def check_graph(runtime: Any, optimizer: str | None) -> None:
     """ValueError for what a captured step cannot contain."""
     if not runtime.cuda_graph:

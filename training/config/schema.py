@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from models.solver import Solver
-from training.config.contradictions import check_compile, check_graph, check_sharding, check_tune
+from training.config.contradictions import check_compile, check_graph, check_offload, check_sharding, check_tune
 
 
 class Device(str, Enum):
@@ -110,10 +110,9 @@ class ParallelConfig:
         at_least(1, self, "bucket_cap_mb", prefix="runtime.parallel.")
         if self.shard_degree is not None:
             at_least(1, self, "shard_degree", prefix="runtime.parallel.")
-        if not 0 < self.timeout_minutes <= MOST_MINUTES:
-            raise ValueError(
-                f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0, and at most {MOST_MINUTES}."
-            )
+        at_most(1_000_000, self, "timeout_minutes", prefix="runtime.parallel.")
+        if self.timeout_minutes <= 0:
+            raise ValueError(f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0.")
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             given = f"runtime.parallel.shard_degree={self.shard_degree}"
             raise ValueError(f"{given} is for mode=hsdp; leave it out with mode={self.mode.value}.")
@@ -129,10 +128,6 @@ class ParallelConfig:
                 )
 
 
-MOST_MINUTES = 1_000_000
-"""To wait for a process: about two years."""
-MOST_NORMS = 100_000
-"""In the window of the spike guard, which each step reads whole."""
 KERNELS = ("fused_add_norm", "fused_scan", "fused_conv", "fused_swiglu", "fused_rope")
 """Runtime keys of our Triton kernels."""
 
@@ -179,6 +174,7 @@ class RuntimeConfig:
         check_tune(self, deterministic)
         check_compile(self, accumulation_steps, deterministic)
         check_sharding(self, optimizer)
+        check_offload(self)
         check_graph(self, optimizer)
 
 
@@ -211,8 +207,8 @@ class GuardsConfig:
         """ValueError for a value that no run can have."""
         at_least(1, self, "max_skipped_in_row", prefix="guards.")
         at_least(0, self, "spike_sigmas", prefix="guards.")
-        if not 8 <= self.spike_window <= MOST_NORMS:
-            raise ValueError(f"guards.spike_window={self.spike_window} must be at least 8, and at most {MOST_NORMS}.")
+        at_least(8, self, "spike_window", prefix="guards.")
+        at_most(100_000, self, "spike_window", prefix="guards.")  # each step reads it whole
 
 
 @dataclass(frozen=True)
@@ -304,8 +300,7 @@ class TrainConfig:
                 f"file, checkpoint or run>."
             )
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
-        if self.schedule.final > 1.0:
-            raise ValueError(f"schedule.final={self.schedule.final} is a share of the rate; it must be at most 1.")
+        at_most(1, self.schedule, "final", prefix="schedule.")
         momentum = (self.optim or {}).get("momentum", 0.0)
         if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
             raise ValueError(f"optim.momentum={momentum} must be at least 0 and below 1.")
@@ -328,3 +323,9 @@ def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:
     for key in keys:
         if getattr(node, key) < minimum:
             raise ValueError(f"{prefix}{key}={getattr(node, key)} must be at least {minimum}.")
+
+
+def at_most(maximum: int, node: object, *keys: str, prefix: str = "") -> None:
+    for key in keys:
+        if getattr(node, key) > maximum:
+            raise ValueError(f"{prefix}{key}={getattr(node, key)} must be at most {maximum}.")

@@ -1,0 +1,124 @@
+"""What a forward pass keeps for its backward pass: counting it, and moving it elsewhere meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+LEAST_MOVED = 2**20
+"""Bytes below which a tensor is not worth a copy of its own to the host."""
+
+
+@dataclass
+class Kept:
+    """What forward passes of a module keep for their backward passes."""
+
+    given: Mapping[int, int]
+    """Address -> bytes of storages of which only so many count."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Address -> bytes, of storages that belong to no parameter and no buffer."""
+    left: dict[int, int] = field(default_factory=dict)
+    """The same, of those that are kept as they are; others have a copy in host memory."""
+    cached: set[str] = field(default_factory=set)
+    """Operations whose results lie in a cache of selective checkpointing."""
+    own: set[int] = field(default_factory=set)
+    """Addresses of parameters and buffers."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+    @property
+    def left_bytes(self) -> int:
+        """Of storages of `LEAST_MOVED` bytes or more that are kept as they are."""
+        return sum(size for size in self.left.values() if size >= LEAST_MOVED)
+
+    def note(self, module: nn.Module, tensor: Tensor, packed: Any) -> None:
+        """Counts a tensor that is kept, and `packed` in its place."""
+        if not self.own:  # only now: sharded ones have been gathered
+            self.own.update(p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers()))
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.own:
+            return
+        self.storages[storage._cdata] = size = self.given.get(storage._cdata) or storage.nbytes()
+        held = [leaf.untyped_storage()._cdata for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
+        if storage._cdata in held:
+            self.left[storage._cdata] = size
+
+
+class SavedTensors:
+    """The hooks on tensors that a forward pass saves. PyTorch calls the innermost pair only, so all pairs are this one.
+
+    A technique may move what is saved, and any number of counters may look on.
+    """
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
+        self.counters: list[Callable[[Tensor, Any], None]] = []
+        self.caches: list[list[Any]] = []
+        """Of each counter, the caches that selective checkpointing has made meanwhile: no hook sees what is in them."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        # Detached, for an op that keeps its own output would hold itself, and a graph that nobody runs would stay.
+        packed = self.moves[-1][0](tensor) if self.moves else tensor.detach()
+        for count in self.counters:
+            count(tensor, packed)
+        return packed
+
+    @contextmanager
+    def moved(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+        """Inside, a saved tensor becomes `pack(tensor)`, and `unpack` of that once the backward pass needs it."""
+        self.moves.append((pack, unpack))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+                yield
+        finally:
+            self.moves.pop()
+
+    @contextmanager
+    def counted(self, count: Callable[[Tensor, Any], None]) -> Iterator[None]:
+        """Inside, `count(tensor, packed)` is told of every saved tensor and of what is kept in its place."""
+        self.counters.append(count)
+        unpack = self.moves[-1][1] if self.moves else unchanged
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+                yield
+        finally:
+            self.counters.remove(count)
+
+
+SAVED = SavedTensors()
+"""Of this process."""
+
+
+def unchanged(packed: Tensor) -> Tensor:
+    return packed
+
+
+@contextmanager
+def keeping(module: nn.Module, given: Mapping[int, int] = MappingProxyType({})) -> Iterator[Kept]:
+    """Counts what forward passes of `module` inside keep; complete when the context has been left.
+
+    Of storages whose addresses are `given`, only so many bytes count.
+    """
+    kept = Kept(given)
+    caches: list[Any] = []
+    SAVED.caches.append(caches)
+    try:
+        with SAVED.counted(partial(kept.note, module)):
+            yield kept
+    finally:
+        SAVED.caches.pop()
+    for cache in caches:
+        for op, results in cache.items():
+            for tensor in [leaf.val for leaf in tree_leaves(results) if hasattr(leaf, "val")]:
+                kept.note(module, tensor, tensor)
+                kept.cached.add(op.name())
