@@ -66,6 +66,8 @@ class AdapterGradients(Technique):
         vars(self.step).pop("optimizer_step", None)
         return False
 
+    # What would still say "on" if this did nothing? Layers that were attached would, so the row counts the gradients
+    # other than zero that arrive in them.
     def observe(self, evidence: Evidence) -> Observation:
         kinds = {name: kind for name, _, kind in self.parameters()}
         used, moved = set[str](), dict[str, int]()

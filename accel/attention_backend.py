@@ -118,6 +118,8 @@ class AttentionBackend(Technique):
         self.failure = f"{self.value} attention does not take this model's heads and dtype, so PyTorch chooses"
         return self.failure
 
+    # What would still say "on" if this did nothing? The backend that was asked for would, so the row counts the
+    # operations and kernels that ran in each layer.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.switches:
             return Observation(UNUSED, "the model has no softmax attention")

@@ -85,6 +85,8 @@ class Compile(Technique):
         self.failure = f"the compiler failed, so nothing runs compiled: {what}{advice}"
         return self.failure
 
+    # What would still say "on" if this did nothing? The method compile() of a block would, so the row counts calls of
+    # compiled functions in each block, and with Inductor calls of its graphs.
     def observe(self, evidence: Evidence) -> Observation:
         regions = evidence.compiled_calls
         if self.failure:

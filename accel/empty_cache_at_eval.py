@@ -34,6 +34,8 @@ class EmptyCacheAtEval(Technique):
     def around_evaluation(self) -> AbstractContextManager[object]:
         return emptied_cache() if self.enabled else nullcontext()
 
+    # What would still say "on" if this did nothing? A call of empty_cache() would, so the row reads how many bytes
+    # PyTorch holds before and after.
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no cache to empty")

@@ -28,6 +28,8 @@ class FusedAdamW(Technique):
         # fused=False would be a choice: it switches foreach off too.
         return {"fused": True} if self.enabled else {}
 
+    # What would still say "on" if this did nothing? The optimizer's argument would, so the row counts calls of the
+    # fused operation and of those in its place.
     def observe(self, evidence: Evidence) -> Observation:
         fused, foreach, loop = (
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")

@@ -54,6 +54,8 @@ class FusedKernel(Technique):
     def switches_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         return switches(blocks_of(model), self.key)
 
+    # What would still say "on" if this did nothing? The modules' switches would, and so would a call of the operator,
+    # which may run its definition; the row counts launches of its kernels.
     def observe(self, evidence: Evidence) -> Observation:
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {self.op}")

@@ -75,8 +75,9 @@ class CheckpointBlocks(Technique):
             with torch.compiler.set_stance("force_eager"), probed(self.blocks, self.uncompiled):
                 run()
 
-    # What would still say "on" if this did nothing? Not what the blocks keep for the backward pass: only their inputs,
-    # and with "selective" the results in their caches, which may be of no other operation than those meant.
+    # What would still say "on" if this did nothing? The wrapped forward would, so the row compares what the blocks keep
+    # with what they take in, and with "selective" looks into their caches, which may hold results of no other operation
+    # than those meant.
     def observe(self, evidence: Evidence) -> Observation:
         calls = [call for calls in evidence.blocks for call in calls]
         if not calls:

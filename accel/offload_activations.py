@@ -78,8 +78,8 @@ class OffloadActivations(Technique):
         room = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return room.copy_(tensor.detach(), non_blocking=True)
 
-    # What would still say "on" if this did nothing? Not the hooks' own count: the probes of the blocks look at what
-    # autograd holds in the place of each tensor, and at caches that no hook sees.
+    # What would still say "on" if this did nothing? The hooks' own count would, so the probes of the blocks look at
+    # what autograd holds in the place of each tensor, and into caches that no hook sees.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
             return Observation(False, "what is kept stays on the device")

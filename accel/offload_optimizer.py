@@ -102,6 +102,8 @@ class OffloadOptimizer(Technique):
         """Bytes that lie in host memory."""
         return sum(nbytes_of(held) for state in self.states for held in state.host.values())
 
+    # What would still say "on" if this did nothing? The update's own count of moved bytes would, so the row asks each
+    # tensor of the state where it lies.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")

@@ -11,7 +11,7 @@ it counts as unavailable. Speed on a GPU: not measured yet.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -23,7 +23,8 @@ from accel.compilation import INDUCTOR
 from accel.evidence import BlockEvidence, Evidence
 from accel.loss_scaler import LossScaler
 from accel.profiler import EIGHT_BIT, WEIGHT_PRODUCTS
-from accel.technique import AnyStep, Observation, Technique, TrainingStep
+from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
+from accel.weight_products import WideWeightProducts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Autocast's."""
@@ -50,6 +51,11 @@ class Precision(Technique):
         self.recipe = str(fp8_recipe)
         self.scaler: LossScaler | None = None
         self.layers: float8.Float8Layers | None = None
+        self.model: nn.Module | None = None
+        self.looking = False
+        """Whether the next forward pass is to be looked at more closely."""
+        self.wide_weights: set[str] = set()
+        """Matrices that were multiplied in fp32 in that pass."""
 
     def unavailable(self) -> str | None:
         if self.value == "fp8":
@@ -75,6 +81,10 @@ class Precision(Technique):
         if self.value == "fp8":
             self.layers = float8.Float8Layers(model, self.recipe)
 
+    def on_model(self, model: Model) -> Model:
+        self.model = model
+        return model
+
     def on_step(self, step: AnyStep) -> AnyStep:
         if self.enabled:
             forward = step.forward
@@ -82,6 +92,8 @@ class Precision(Technique):
             @functools.wraps(forward)
             def autocast_forward(*args, **kwargs):
                 with self.autocast():
+                    if self.looking:
+                        self.look_at(functools.partial(forward, *args, **kwargs))
                     return forward(*args, **kwargs)
 
             step.forward = autocast_forward
@@ -96,6 +108,22 @@ class Precision(Technique):
         if self.scaler and state:
             self.scaler.load_state_dict(state)
 
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        if self.enabled and self.model is not None and evidence.dtypes()["float"]:
+            self.looking = True
+            run()
+
+    def look_at(self, forward: Callable[[], object]) -> None:
+        """Runs the forward pass once more, uncompiled, and notes the weights that it multiplies in fp32."""
+        assert self.model is not None
+        self.looking = False
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), WideWeightProducts(self.model) as products:
+            forward()
+        self.wide_weights = products.found
+
+    # What would still say "on" if this did nothing? Autocast's flag would, so the row counts the dtypes of products. Of
+    # those in fp32 only products of two activations may be meant so: the names of operations would not tell, so their
+    # operands are looked at.
     def observe(self, evidence: Evidence) -> Observation:
         if self.layers is None:
             return self.observe_autocast(evidence)
@@ -118,16 +146,20 @@ class Precision(Technique):
             return Observation(False, "no matrix product ran")
         name = name_of(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
         right = sum(n for dtype, n in dtypes.items() if name_of(dtype) == name)
-        meant = 0 if name == "fp32" else dtypes["float"] - weights["float"]
+        meant = 0 if name == "fp32" or self.wide_weights else dtypes["float"] - weights["float"]
         note = f"{right} of {dtypes.total()} products in {name}"
         if meant:
             note += f", {meant} meant to be fp32 (of activations)"
+        if self.wide_weights:
+            names = sorted(self.wide_weights)
+            note += f"; in fp32 are products of weights: {', '.join(names[:3])}{', …' * (len(names) > 3)}"
         if unseen:
             found = evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
             note += f"; others in Inductor's own kernels, which do not tell; {evidence.share(found)} returned {name}"
         if self.scaler:
             note += "; the loss is scaled on the device"
         complete = right + meant == dtypes.total() and (not unseen or branches.keys() == {name})
+        complete &= not self.wide_weights
         return Observation(name if complete else "mixed", note)
 
 

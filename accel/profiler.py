@@ -13,8 +13,8 @@ EIGHT_BIT = "aten::_scaled_mm"
 WEIGHT_PRODUCTS = ("aten::mm", "aten::addmm", "aten::convolution", "aten::convolution_backward", EIGHT_BIT)
 """Products of a weight, or of its gradient: autocast decides about their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-"""Batched, so products of two activations. One in fp32 under autocast is meant to be: only a layer that switches
-autocast off gets it."""
+"""Batched, so products of two activations as a rule; accel/weight_products.py finds those of a weight. One in fp32
+under autocast is meant to be: only a layer that switches autocast off gets it."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
 UPDATE = "Optimizer.step#"
 """PyTorch begins the name of an optimizer's step with this; the class follows."""

@@ -20,6 +20,8 @@ class ResidualInFp32(Technique):
             setattr(block, self.key, self.enabled)
         return model
 
+    # What would still say "on" if this did nothing? The dtype would, where the stream was rounded to 16 bits on its
+    # way, so the row asks for finer bits.
     def observe(self, evidence: Evidence) -> Observation:
         wide = evidence.where(lambda call: call.residual_dtype == torch.float32)
         whole = unrounded(evidence)

@@ -15,7 +15,9 @@ et al. 2020, https://arxiv.org/abs/2010.06192
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -56,16 +58,23 @@ class RoundedUpdate(Members):
         self.rounding, self.seed = rounding, 0
         device = self.numbered[0].device
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.rounded = 0
-        """Elements that the latest step rounded."""
+        self.counts: Counter[str] | None = Counter()
+        """Elements of the latest step, by what was found of them; None once nobody looks any more."""
         self.draws = 0
         if rounding == "kahan":
             for parameter in narrow:
                 self.state[parameter][COMPENSATION] = torch.zeros_like(parameter)
 
     def step(self, closure: Any = None) -> None:
-        self.rounded = self.draws = 0
+        self.draws = 0
+        if self.counts is not None:
+            self.counts.clear()
         super().step(closure)
+
+    def widened(self, parameter: Tensor) -> Tensor:
+        """A parameter in fp32, with what was rounded off before."""
+        wide = parameter.detach().float()
+        return wide + self.state[parameter][COMPENSATION] if self.rounding == "kahan" else wide
 
     @contextmanager
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
@@ -74,19 +83,35 @@ class RoundedUpdate(Members):
         stand_ins = [stand_in for stand_in in stand_ins if self.narrow[stand_in].grad is not None]
         narrow = [self.narrow[stand_in] for stand_in in stand_ins]
         for stand_in, parameter in zip(stand_ins, narrow, strict=True):
-            stand_in.data = parameter.detach().float()
-            if self.rounding == "kahan":
-                stand_in.data += self.state[parameter][COMPENSATION]
+            stand_in.data = self.widened(parameter)
             stand_in.grad = parameter.grad.float()
+        if self.counts is not None and self.rounding == "kahan":
+            for stand_in, parameter in zip(stand_ins, narrow, strict=True):
+                self.counts["rests"] += int(self.state[parameter][COMPENSATION].count_nonzero())
+                self.counts["used"] += int((stand_in.data != parameter.detach().float()).sum())
         yield
         updated = [stand_in.data for stand_in in stand_ins]
         for stand_in in stand_ins:
             stand_in.grad, stand_in.data = None, stand_in.data.new_empty([0] * stand_in.ndim)
-        self.rounded += sum(t.numel() for t in updated)
         if self.rounding == "kahan":
             self.compensated(narrow, updated)
         else:
             self.randomly([p.detach() for p in narrow], updated)
+        if self.counts is not None:
+            for parameter, wide in zip(narrow, updated, strict=True):
+                self.look_at(parameter, wide)
+
+    def look_at(self, parameter: Tensor, wide: Tensor) -> None:
+        """Counts what rounding the values `wide` into a parameter did. Waits for the device."""
+        assert self.counts is not None
+        nearest = wide.bfloat16()
+        part = (wide.view(torch.int32) & 0xFFFF) / 2.0**16  # of the way from the lower value to the upper one
+        self.counts["rounded"] += wide.numel()
+        self.counts["inexact"] += int((nearest.float() != wide).sum())
+        self.counts["unlike nearest"] += int((parameter.detach() != nearest).sum())
+        self.counts["expected"] += round(float(torch.minimum(part, 1.0 - part).sum()))
+        if self.rounding == "kahan":
+            self.counts["kept"] += int(self.state[parameter][COMPENSATION].count_nonzero())
 
     def compensated(self, narrow: list[Any], updated: list[Tensor]) -> None:
         skipped = getattr(self, "found_inf", None)
@@ -146,6 +171,8 @@ class Weights(Technique):
         self.linears: list[nn.Linear] = []
         self.parameters: list[Tensor] = []
         self.update: RoundedUpdate | None = None
+        self.seen: Counter[str] = Counter()
+        """What the update counted in the observed step."""
 
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -173,6 +200,13 @@ class Weights(Technique):
             self.update.seed, self.update.position = training.seed, training.position
         return step
 
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        if self.update is not None and self.update.counts is not None:
+            self.seen, self.update.counts = self.update.counts, None  # counting waits for the device
+
+    # What would still say "on" if this did nothing? The dtype of the weights would, and so would the number of elements
+    # that the update goes over. Rounding at random shows in elements that are not the nearest value, as many as chance
+    # leaves, and compensation in rests that are kept and used.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.linears:
             return Observation(False, "the model has no linear layer")
@@ -183,8 +217,14 @@ class Weights(Technique):
         note += f"{total} parameters; {held / max(1, total):.2f} bytes a parameter"
         if self.update is None:
             return Observation("mixed" if narrow else "fp32", note)
-        how = "at random" if self.rounding == "stochastic" else "with compensation"
-        rounded, meant = self.update.rounded, sum(w.numel() for w in narrow if w.requires_grad)
-        note += f"; the update rounded {rounded} of them {how}"
-        complete = len(narrow) == len(self.linears) and rounded == meant
+        seen, meant = self.seen, sum(w.numel() for w in narrow if w.requires_grad)
+        if self.rounding == "stochastic":
+            right = abs(seen["unlike nearest"] - seen["expected"]) <= 10 + 6 * math.sqrt(seen["expected"])
+            found = f"at random: {seen['unlike nearest']} not to the nearest value, {seen['expected']} expected"
+        else:
+            right = seen["kept"] >= 0.99 * seen["inexact"] and seen["used"] >= 0.99 * seen["rests"]
+            found = f"with compensation: {seen['kept']} of {seen['inexact']} rests kept, {seen['used']} of "
+            found += f"{seen['rests']} from before used"
+        note += f"; the update rounded {seen['rounded']} of them {found}"
+        complete = len(narrow) == len(self.linears) and seen["rounded"] == meant and right
         return Observation("bf16" if complete else "mixed" if narrow else "fp32", note)

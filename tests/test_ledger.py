@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
+from accel.adapter_gradients import AdapterGradients
 from accel.compilation import Compile
 from accel.cuda_graph import CudaGraph
 from accel.cudnn_benchmark import CudnnBenchmark
+from accel.empty_cache_at_eval import EmptyCacheAtEval
 from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_step
 from accel.fused_adamw import FusedAdamW
+from accel.fused_kernels import FusedAddNorm, FusedKernel
 from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.attend import attend
 from accel.ledger import UNUSED, Ledger, LedgerRow
+from accel.optimizer_state import OptimizerState
+from accel.parallel import DataParallel
 from accel.precision import Precision
 from accel.profiler import observe_ops
 from accel.residual_in_fp32 import ResidualInFp32
@@ -84,6 +94,7 @@ def test_checkpointing_is_seen_in_what_the_blocks_keep(family, scope, policy):
         assert ledger_of(family, **compiled)["gradient_checkpointing"].active is False
 
 
+RECOMPUTED = {"gradient_checkpointing": True}
 SABOTAGE = {
     "gradient_checkpointing": (CheckpointBlocks, "on_model", lambda self, model: model),
     "compile": (Compile, "on_model", lambda self, model: model),
@@ -120,6 +131,99 @@ def test_the_ledger_tells_when_a_policy_does_nothing(policy, monkeypatch):
     assert ledger_of(gradient_checkpointing=True, checkpoint_policy=policy)["gradient_checkpointing"].missing
 
 
+@pytest.mark.parametrize("kept", ["mul", "no operation"])
+@pytest.mark.parametrize("words", [{}, {"compile": True}], ids=["eager", "compiled"])
+def test_a_selective_policy_that_keeps_other_results_is_not_on(words, kept, monkeypatch):
+    def decide(self, context, op, *arguments, **kwargs):
+        wanted = op.name().startswith(f"aten::{kept}")
+        return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+    monkeypatch.setattr(CheckpointBlocks, "decide", decide)
+    row = ledger_of("dit", **RECOMPUTED, checkpoint_policy="selective", **words)["gradient_checkpointing"]
+    assert row.missing
+    assert "0 of 2 blocks recompute" in row.evidence
+
+
+def test_a_compiler_that_goes_its_own_way_is_seen_in_what_is_kept():
+    """The uncompiled step is as it should be, and the compiled blocks keep twice as much."""
+    technique = CheckpointBlocks(True, CPU, "selective")
+    call = BlockEvidence(10, 100, torch.float32, torch.float32, (True, True), frozenset({"aten::mm"}), ())
+    technique.uncompiled = [[call]]
+    for saved, on in ((93, True), (200, False), (10, False)):
+        assert technique.observe(Evidence(blocks=[[replace(call, saved_bytes=saved)]])).active is on
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_that_is_multiplied_in_fp32_by_another_operation_is_named(compiled):
+    """einsum makes a bmm of it, and a bmm in fp32 may be of two activations, which may be meant so."""
+
+    def with_einsum(x):
+        with torch.amp.autocast("cpu", enabled=False):
+            return torch.einsum("bld,od->blo", x.float(), layer.weight)
+
+    model, step, stack, loader = assemble("dit", depth=2, precision="bf16", compile=compiled)
+    layer = model.blocks[1].layers[0].out_proj
+    layer.forward = with_einsum
+    row = {row.key: row for row in stack.warm_up(lambda: step([next(loader)]), model.blocks)}["precision"]
+    assert row.active == "mixed"
+    assert row.evidence.endswith("in fp32 are products of weights: blocks.1.layers.0.out_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("called", "launches", "active"), [(2, 2, True), (2, 0, False), (1, 1, False), (0, 2, False)], ids=str
+)
+def test_a_fused_kernel_is_believed_only_when_every_block_launched_it(called, launches, active):
+    """An operator that runs its definition is called too."""
+    technique = FusedAddNorm(True, CPU)
+    technique.switches = [nn.Identity()] * 2
+    ops = [Counter({"fastlatent::add_norm": 1} if i < called else {}) for i in range(2)]
+    calls = [[BlockEvidence(1, 1, torch.float32, torch.float32, (True, True), frozenset(), (), one)] for one in ops]
+    assert technique.observe(Evidence(blocks=calls, ops=Counter({"add_norm_kernel": launches}))).active is active
+
+
+@pytest.mark.parametrize(("mode", "sums"), [("ddp", "c10d::allreduce_"), ("fsdp", "c10d::_reduce_scatter_base_")])
+def test_gradients_are_summed_only_where_a_collective_ran(mode, sums):
+    technique = DataParallel(mode, CPU)
+    assert technique.observe(Evidence(ops=Counter({"c10d::_allgather_base_": 3}))).active is False
+    assert technique.observe(Evidence(ops=Counter({sums: 1}))).active == mode
+
+
+def test_a_cache_that_is_not_emptied_is_seen(monkeypatch):
+    technique = EmptyCacheAtEval(True, torch.device("cuda"))
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **kwargs: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000 - 100 * len(emptied))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    emptied: list[int] = []
+    assert technique.observe(Evidence()).active is True
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert technique.observe(Evidence()).active is False
+
+
+ELSEWHERE = {
+    "tf32": "test_ledger.test_tf32_is_what_a_product_shows",
+    "cudnn_benchmark": "test_ledger.test_the_autotuner_is_on_where_it_changes_the_kernels",
+    "parallel": "test_ledger.test_gradients_are_summed_only_where_a_collective_ran",
+    "empty_cache_at_eval": "test_ledger.test_a_cache_that_is_not_emptied_is_seen",
+    "cuda_graph": "test_ledger.test_a_graph_is_believed_only_when_it_was_launched",
+    "weights": "test_memory.test_weights_that_are_not_rounded_at_random",
+    "offload_optimizer": "test_memory.test_a_state_that_stays_on_the_device",
+    "offload_activations": "test_memory.test_activations_that_other_hooks_keep",
+    "optim": "test_memory.test_states_kept_in_fp32",
+    "adapter": "test_adapters.test_an_adapter_that_trains_nothing_is_noticed",
+}
+"""Rows whose sabotage is no entry of the tables here -> the test that has it."""
+
+
+def test_every_row_says_what_would_fool_it_and_is_sabotaged():
+    rows = [*TECHNIQUES, OptimizerState, AdapterGradients]
+    for kind in rows:
+        source = Path(inspect.getfile(kind)).read_text()
+        assert 'What would still say "on" if this did nothing?' in source, kind
+        if not (kind.key in SABOTAGE or issubclass(kind, FusedKernel) or kind.key == "attention"):
+            file, test = ELSEWHERE[kind.key].split(".")
+            assert f"def {test}(" in (Path(__file__).parent / f"{file}.py").read_text(), test
+
+
 def in_fp32(block):
     forward = block.forward
     block.forward = torch.amp.autocast("cpu", enabled=False)(lambda *inputs: forward(*(t.float() for t in inputs)))
@@ -151,7 +255,6 @@ def on_math(block):
     block.layers[0].attention_backend = "math"
 
 
-RECOMPUTED = {"gradient_checkpointing": True}
 SABOTAGED = {
     "half in fp32": ({"precision": "bf16"}, in_fp32, slice(0, None, 2)),
     "recomputing left to the last two": (RECOMPUTED, unwrapped, slice(0, -2)),
@@ -350,7 +453,7 @@ def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
 @pytest.mark.parametrize("kernel", ["triton_tem_fused_mm_1", "## Call CompiledFxGraph a ##"])
 @pytest.mark.parametrize("branch", [torch.bfloat16, torch.float32])
 def test_products_that_are_kernels_of_inductor_are_judged_by_what_the_blocks_return(branch, kernel):
-    call = BlockEvidence(1, 1, torch.float32, branch, (True, True), False, ())
+    call = BlockEvidence(1, 1, torch.float32, branch, (True, True), frozenset(), ())
     evidence = Evidence(ops=Counter({kernel: 8}), blocks=[[call], [call]])
     row = Precision("bf16", CPU).observe(evidence)
     assert row.active == {torch.bfloat16: "bf16", torch.float32: "fp32"}[branch]

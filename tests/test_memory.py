@@ -14,7 +14,8 @@ from torch import nn
 from accel import members, offload_optimizer, saved_tensors
 from accel.compilation import Compile
 from accel.evidence import Evidence
-from accel.members import Members, innermost, kept_by, parts_of
+from accel.gradient_checkpointing import CheckpointBlocks
+from accel.members import COMPENSATION, Members, innermost, kept_by, parts_of
 from accel.offload_activations import OffloadActivations
 from accel.offload_optimizer import HostState, OffloadOptimizer
 from accel.weights import NarrowLinear, RoundedUpdate, Weights, stochastically_rounded
@@ -42,6 +43,7 @@ WAYS = [
     ["runtime.offload_optimizer=true", "runtime.fused_adamw=true"],
     ["runtime.weights=bf16", "optim=adamw_8bit", "runtime.offload_optimizer=true", "runtime.offload_activations=true"],
 ]
+SELECTIVE = ("gradient_checkpointing=true", "checkpoint_policy=selective")
 LONGER = ("optim=adamw_4bit", "optim=adafactor", "optim=sgd", "runtime.offload_optimizer=true")
 
 
@@ -202,6 +204,62 @@ class TestSabotage:
         row = warmed(training_of(offload_activations=True))["offload_activations"]
         assert (row.active, row.missing) == (False, True)
 
+    def test_large_activations_that_stay_on_the_device(self, monkeypatch):
+        pack = OffloadActivations.pack
+        monkeypatch.setattr(
+            OffloadActivations, "pack", lambda self, t: t.detach() if t.nbytes > 2**15 else pack(self, t)
+        )
+        assert warmed(training_of(offload_activations=True))["offload_activations"].missing
+
+    def test_activations_that_other_hooks_keep(self):
+        training = training_of(offload_activations=True)
+        block = training.model.blocks[1]
+        forward = block.forward
+
+        def hooked(*inputs):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                return forward(*inputs)
+
+        block.forward = hooked
+        row = warmed(training)["offload_activations"]
+        assert row.missing
+        assert f"{len(training.model.blocks) - 1} of {len(training.model.blocks)} blocks" in row.evidence
+
+    def test_activations_in_a_cache_that_no_hook_sees(self):
+        """The configuration refuses the pair; the ledger would tell."""
+        training = training_of(offload_activations=True)
+        selective = CheckpointBlocks(True, CPU, "selective")
+        selective.on_model(training.model)
+        assert warmed(training)["offload_activations"].missing
+
+    @pytest.mark.parametrize(
+        "rounded",
+        [
+            lambda wide, bits: wide.bfloat16(),
+            lambda wide, bits: (wide.view(torch.int32) & -0x10000).view(torch.float32).bfloat16(),
+        ],
+        ids=["nearest", "down"],
+    )
+    def test_weights_that_are_not_rounded_at_random(self, rounded, monkeypatch):
+        monkeypatch.setattr("accel.weights.stochastically_rounded", rounded)
+        row = warmed(training_of(weights="bf16"))["weights"]
+        assert (row.active, row.missing) == ("mixed", True)
+
+    def test_rests_that_are_not_kept(self, monkeypatch):
+        compensated = RoundedUpdate.compensated
+
+        def forgetful(self, narrow, updated):
+            compensated(self, narrow, updated)
+            for parameter in narrow:
+                self.state[parameter][COMPENSATION].zero_()
+
+        monkeypatch.setattr(RoundedUpdate, "compensated", forgetful)
+        assert warmed(training_of(weights="bf16", rounding="kahan"))["weights"].missing
+
+    def test_rests_that_are_not_used(self, monkeypatch):
+        monkeypatch.setattr(RoundedUpdate, "widened", lambda self, parameter: parameter.detach().float())
+        assert warmed(training_of(weights="bf16", rounding="kahan"))["weights"].missing
+
 
 def test_parts_are_updated_as_the_whole_is(monkeypatch):
     """AdamW is elementwise, so its parts end bit for bit where the whole does; 8-bit blocks do not cross parameters."""
@@ -330,6 +388,10 @@ def test_all_of_it_together(precision, monkeypatch):
         (["optim=muon", "runtime.parallel.mode=hsdp"], r"use optim=adamw, or runtime.parallel.mode=ddp"),
         (["runtime.offload_optimizer=true", "runtime.parallel.mode=hsdp"], r"parallel.cpu_offload=true"),
         (["runtime.offload_activations=true", "runtime.parallel.mode=fsdp"], "mode=ddp"),
+        (
+            [f"runtime.{word}" for word in ("offload_activations=true", *SELECTIVE)],
+            "cannot move the results that runtime.checkpoint_policy=selective keeps; use .*=blocks",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, sentence):
