@@ -26,8 +26,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(f"| {line} |" for line in [lines[0], " | ".join(["---"] * len(heads)), *lines[1:]])
 
 
-def card(run: History) -> str:
-    """The model card of a run."""
+def card(run: History, how: str = "") -> str:
+    """The model card of a run. `how` to sample stands there instead of a command with its weights file."""
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
     words = [f"{key}={run.config[f'sampling.{key}']}" for key in SAMPLER if f"sampling.{key}" in run.config]
@@ -38,7 +38,7 @@ def card(run: History) -> str:
         "Model": f"A class-conditional model of latents, {plain(model)}, trained with {plain(objective)}. {about}",
         "Data": data,
         "Training": table(("what", "value"), [*run.numbers().items(), *facts]),
-        "How to sample": f"    {sample}\n\n{weights}",
+        "How to sample": f"{how or f'    {sample}'}\n\n{weights}",
         "Figures": figures(run),
         "Limits": limits(run),
     }
@@ -69,7 +69,7 @@ def of_checkpoint(run: History) -> tuple[str, str, str]:
         f"{plain(spec.get('encoder._target_'))}.",
         f"- {text(spec['count'])} training samples {classes if names else 'without classes'}\n"
         f"- fingerprint of the set: {plain(spec['fingerprint'])}",
-        f"`ema.safetensors` is of step {text(run.state['step'])}, sha256 {digest}.",
+        f"The weights are of step {text(run.state['step'])}; sha256 of that checkpoint's `ema.safetensors`: {digest}.",
     )
 
 
