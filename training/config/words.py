@@ -117,7 +117,7 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
             word, value = f"{word} {behind}", behind
         if before.count("[") > before.count("]"):
             key = before.partition("=")[0]
-            raise ValueError(f'{before} {word}: the list has blanks; quote the whole word for the shell: "{key}=[…]".')
+            raise ValueError(f'{before} …: the list has spaces; quote the whole word for the shell: "{key}=[…]".')
         fault = ": keys are given as key=value, without dashes" if key[:1] == "-" else " is not of the form key=value"
         ours = spelled(foreign[name], value or "true") if name in foreign else f"{name}={value.strip() or '<value>'}"
         remedy = f"write {ours}" if re.fullmatch(r"[a-z_][\w.]+", name) else "`--help` lists the keys"
