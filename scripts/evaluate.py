@@ -119,7 +119,7 @@ def out_of(cfg: EvaluateConfig, weights: Path, protocol: Mapping[str, Any]) -> P
 
 def table(features: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures as aligned lines, with a sentence where one is refused."""
-    columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall")
+    columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
     rows = [["features", *columns]]
     for name, found in features.items():
         rows.append([name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)])

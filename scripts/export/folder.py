@@ -97,7 +97,7 @@ def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], c
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")
         index["vae"] = ["diffusers", trained.autoencoder.kind]
-    if branches and include:
+    if vae is not None and branches and include:
         sizes = {key: value for key, value in vae.config.items() if not key.startswith("_")}
         del sizes["block_out_channels"]  # which diffusers adds itself
         config = {"_class_name": AUTOENCODER, "_diffusers_version": version, "sizes": sizes, "branches": branches}

@@ -11,7 +11,6 @@ it fit is looked for.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -76,7 +75,7 @@ def chosen_card(hardware: str | None) -> tuple[str, Card]:
     """The card to plan for; ValueError if this machine's is not known."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if hardware == HERE and device.type == "cpu":
-        return HERE, Card("CPU", *[math.nan] * 4, memory_of(device), *[math.nan] * 5)
+        return HERE, Card("CPU", 0, 0, 0, 0, memory_of(device), 0, 0, 0, 0, 0)  # nobody asks for a rate of it
     if hardware == HERE or (hardware is None and device.type == "cuda"):
         card = this_card(device, memory_of(device))
         if card is None:

@@ -92,7 +92,9 @@ def limits(run: History) -> str:
     """What nobody measured, and what did not go as requested."""
     off = ", ".join(row.key for row in run.ledger if row.missing)
     found = {
-        "Nothing here says how many of the training images the model repeats.": True,
+        "Nothing here says how many of the training images the model repeats.": not any(
+            "copied" in row for evaluation in run.evaluations for row in evaluation.features.values()
+        ),
         "The samples were not evaluated: there is no result of `python -m scripts.evaluate`.": not run.evaluations,
         "The run is not finished.": not run.summary,
         f"Requested and not active in training: {plain(off)}.": off,

@@ -17,7 +17,7 @@ from training.config.yaml_text import read_config
 from training.goodput import told
 from training.metrics_file import read_metrics
 
-FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "why")
+FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")
 HEADS = ("run", "file", "weights", "features", *FIGURES)
 
 
