@@ -161,7 +161,7 @@ def reference_sides(
         )
     spans = {number: (number * PIECE, min((number + 1) * PIECE, source.count)) for number in todo}
     total = sum(last - first for first, last in spans.values())
-    progress = Progress(total, "images of the reference", silent=not ranks.first, lasting=False)
+    progress = Progress(total, "images", silent=not ranks.first, lasting=False)
     for number, (first, last) in spans.items():
         found: dict[str, list[Tensor]] = {name: [] for name in spaces if number in missing[name]}
         for images in source.images(first, last):

@@ -133,7 +133,7 @@ def test_no_minutes_go_by_without_a_word(judge, capsys, monkeypatch, tmp_path):
         f"making features (encoder, random) of 1617 images of the reference; a later run finds them in "
         f"{tmp_path}/fastlatent/references"
     )
-    assert second.startswith("64/1617 images of the reference, ")
+    assert second.startswith("64/1617 images, ")
     reference.reference_sides(judge.source, judge.spaces, CPU, SINGLE)
     assert capsys.readouterr().out == ""
 
