@@ -1,4 +1,4 @@
-"""Measures how close the samples of a trained run are to images: Fréchet and kernel distance, precision and recall.
+"""Measures how close samples of a trained run are to images: Fréchet and kernel distance, precision, recall, copies.
 
     python -m scripts.evaluate run_dir=runs/mine count=10000
     python -m scripts.evaluate run_dir=runs/mine count=50000 reference=photos guidance=1 solver=ab2 steps=100
