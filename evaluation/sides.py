@@ -51,9 +51,10 @@ def distances(fake: Side, real: Side) -> dict[str, Any]:
 
 
 def floor(real: Side) -> dict[str, Any]:
-    """The same between the halves of the reference, as `floor_fd` and `floor_kd`: how small a distance can be.
+    """The same between the halves of the reference, as `floor_fd` and `floor_kd`: a distance between equals.
 
-    Each half is smaller than the reference, and the Fréchet distance of fewer samples is larger.
+    Both halves are smaller than the reference, and the bias of a Fréchet distance falls like 1/n, so as many samples as
+    the reference has may come out below `floor_fd`.
     """
     few = too_few(min(half.count for half in real.halves), len(real.all.mean))
     rows = real.rows
