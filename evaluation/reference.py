@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def decoded(autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]) -> UInt
 @functools.lru_cache(maxsize=1)
 def opened(node: str, fingerprint: str) -> LatentLoader:
     """The loader of the training set on the CPU; ValueError if it is no longer the set of this fingerprint."""
-    with contextlib.redirect_stdout(None):  # the run has told of its data already
+    with contextlib.redirect_stdout(io.StringIO()):  # the run has told of its data already
         loader = build_loader(json.loads(node), 0, BATCH, torch.device("cpu"))
     if fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
         raise ValueError(

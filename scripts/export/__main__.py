@@ -179,7 +179,8 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
 
     labels = json.dumps(trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False)
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
-    vae, last, told = "", f"{call}).images[0].save('sample.png')", ""
+    last = f"{call}).images[0].save('sample.png')"
+    vae = told = ""
     if not include and (not can_be_included(trained) or branches_of(getattr(trained.autoencoder, "vae", None))):
         last = f'latents = {call}, output_type="latent").images'
         told = (

@@ -98,8 +98,8 @@ def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], c
         vae.save_pretrained(folder / "vae")
         index["vae"] = ["diffusers", trained.autoencoder.kind]
     if vae is not None and branches and include:
-        sizes = {key: value for key, value in vae.config.items() if not key.startswith("_")}
-        del sizes["block_out_channels"]  # which diffusers adds itself
+        added = "block_out_channels"  # by diffusers itself
+        sizes = {key: value for key, value in vae.config.items() if key != added and not key.startswith("_")}
         config = {"_class_name": AUTOENCODER, "_diffusers_version": version, "sizes": sizes, "branches": branches}
         (folder / "vae" / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         source = source_of_class("autoencoder", AUTOENCODER, "An autoencoder")

@@ -223,7 +223,8 @@ def without_effect(cfg: TrainConfig, gpu: bool) -> dict[str, str]:
 
 def texts(found: dict[str, Any]) -> str:
     """The plan as tables and sentences."""
-    verdict, gpu = "fits" if found["fits"] else "does not fit", found["step_ms"] is not None
+    verdict = "fits" if found["fits"] else "does not fit"
+    gpu = found["step_ms"] is not None
     parts = {part: size for part, size in found["parts_gib"].items() if gpu or part not in ("context", "slack")}
     rows: list[tuple[object, ...]] = [("part", "GiB"), *((part, f"{size:.2f}") for part, size in parts.items())]
 
@@ -244,8 +245,8 @@ def texts(found: dict[str, Any]) -> str:
     lines.append(times or NO_TIMES)
     if change := found["change"]:
         words = " ".join(change["words"])
-        of_change = f"{change['peak_gib']:.2f} GiB", between((change["step_ms"], "ms a step", 1))
-        told = f"{', '.join(filter(None, of_change))}; it costs {change['costs']}"
+        time = between((change["step_ms"], "ms a step", 1))
+        told = f"{change['peak_gib']:.2f} GiB{time and f', {time}'}; it costs {change['costs']}"
         lines.append(f"cheapest change that fits: {words} ({told})")
     elif not found["fits"]:
         lines.append("no change that this plan knows makes it fit; use a smaller model, or several GPUs with fsdp.")
