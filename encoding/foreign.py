@@ -42,7 +42,11 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
 
     tensors = [path] if path.is_file() and path.suffix in (".npy", ".pt", ".pth") else []
     features = [*path.glob("*_features"), *path.glob("*_labels")]
-    loose = asked.classes == 0 and not features and any(path.rglob("*.npy"))
+    pair = path / "latents.npy", path / "labels.npy"
+    if all(file.is_file() for file in pair):
+        tensors = [pair[0]]
+        asked = asked._replace(labels=asked.labels or (None if asked.classes == 0 else str(pair[1])))
+    loose = asked.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
     known = {
         of_tensors: tensors,
         of_safetensors: ending(".safetensors"),
@@ -54,8 +58,8 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
     if len(found) != 1:
         raise ValueError(
             f"source={source} holds {'several formats' if found else 'no known format'}; give one: a .npy, .pt or "
-            f".safetensors file, a folder of safetensors, WebDataset tars with a sample a key, a folder with "
-            f"dataset.json, or one with *_features and *_labels."
+            f".safetensors file, a folder with latents.npy and labels.npy, one of safetensors, WebDataset tars with a "
+            f"sample a key, a folder with dataset.json, or one with *_features and *_labels."
         )
     if asked.labels is not None and (asked.classes == 0 or not tensors):
         raise ValueError(

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -175,11 +176,14 @@ def notes_on(path: Path, found: dict[str, list[tuple[str, int]]]) -> list[str]:
         )
     odd = [name for name in names if SPLIT.fullmatch(name) or LIKE_SPLIT.fullmatch(name)]
     notes = [f"{few_of(odd)} among the class folders: parts of a set, or classes?"] if odd else []
-    inside = {name.split("/")[1] for files in found.values() for name, _ in files if name.count("/") > 1}
-    if len(names) == 1 and len(inside) > 1:
+    inside = {tuple(name.split("/")[:2]) for files in found.values() for name, _ in files if name.count("/") > 1}
+    merged = {folder: number for folder, number in Counter(top for top, _ in inside).items() if number > 1}
+    if merged:
+        classes = sorted(merged)
         notes.append(
-            f"{names[0]} is the only class and has subfolders with images; if they are the classes: "
-            f"source={path / names[0]}"
+            f"{sum(merged.values())} subfolders are merged into {len(merged)} class{'es' * (len(merged) > 1)} "
+            f"({few_of([readable(name) for name in classes])}); if the subfolders are the classes, take one folder, "
+            f"source={path / readable(classes[0])}, or move them up one level"
         )
     return notes
 

@@ -15,6 +15,10 @@ SUBSETS = 100
 SUBSET_SIZE = 1000
 CHUNK_ELEMENTS = 2**24
 """Distances held at once: 128 MiB in fp64."""
+NEAREST = 0.05
+"""The share of a set whose nearest distances count as those of copies."""
+ROUNDING = 1e-12
+"""Of a squared distance, relative to the squared length of features."""
 NEGATIVE = 1e-9
 """An eigenvalue below minus this, relative to the largest, is none that rounding made."""
 
@@ -158,6 +162,26 @@ def precision_recall(
     centre = real.mean(0)
     real, fake = real - centre, fake - centre
     return covered(fake, real, neighbours), covered(real, fake, neighbours)
+
+
+def copied(real: Float[Tensor, "N D"], fake: Float[Tensor, "M D"]) -> tuple[float, float]:
+    """Share of `fake` that lie nearer to a sample of `real` than 95 % of `real` lie to another one, and the share of
+    `real` that lie so near, which is what samples that copy nothing come to: 0.05, or more where `real` has ties.
+
+    The test of Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675) compares nearest distances to the training set of
+    samples and of images left out of it; here each image of `real` is left out once, and the tail is compared.
+
+    ValueError for fewer than two samples of `real`, another width, or a NaN or infinity.
+    """
+    if len(real) < 2 or not len(fake):
+        raise ValueError(f"copies need two samples of the reference and one other, not {len(real)} and {len(fake)}.")
+    real, fake = checked(real).double(), checked(fake, real.shape[1]).double()
+    centre = real.mean(0)
+    real, fake = real - centre, fake - centre
+    own = torch.cat([d.kthvalue(2).values for d in squared_distances(real, real)])  # the nearest is itself
+    near = own.quantile(NEAREST) + ROUNDING * real.square().sum(1).mean()
+    found = torch.cat([d.amin(1) for d in squared_distances(fake, real)])
+    return float((found <= near).double().mean()), float((own <= near).double().mean())
 
 
 def covered(points: Float[Tensor, "N D"], by: Float[Tensor, "M D"], neighbours: int) -> float:

@@ -7,8 +7,10 @@ Letters: B images, H W their size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,8 +32,9 @@ from evaluation.space import Features, exact
 from models.autoencoders import Autoencoder
 from models.images import to_uint8
 from training.components import build_loader
+from training.goodput import CLOCK
 from training.pieces import Pieces
-from training.process.progress import counted
+from training.process.progress import Progress
 from training.process.ranks import Ranks
 
 PIECE = 512
@@ -120,7 +123,8 @@ def decoded(autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]) -> UInt
 @functools.lru_cache(maxsize=1)
 def opened(node: str, fingerprint: str) -> LatentLoader:
     """The loader of the training set on the CPU; ValueError if it is no longer the set of this fingerprint."""
-    loader = build_loader(json.loads(node), 0, BATCH, torch.device("cpu"))
+    with contextlib.redirect_stdout(io.StringIO()):  # the run has told of its data already
+        loader = build_loader(json.loads(node), 0, BATCH, torch.device("cpu"))
     if fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
         raise ValueError(
             f"the run's data are {loader.spec.fingerprint} now, its weights were trained on {fingerprint}; give "
@@ -136,6 +140,7 @@ def enough(source: Source, name: str) -> Source:
     return source
 
 
+@CLOCK.spending("evaluation")
 def reference_sides(
     source: Source, spaces: Mapping[str, Features], device: torch.device, ranks: Ranks
 ) -> dict[str, Side]:
@@ -150,14 +155,23 @@ def reference_sides(
         kept[name] = Pieces(cache_folder("references") / key, job, -(-source.count // PIECE), ranks, waits=True)
     missing = {name: pieces.missing() for name, pieces in kept.items()}
     todo = sorted(set().union(*missing.values()))
-    for number in counted(todo, len(todo), f"pieces of the reference, {PIECE} images each", not ranks.first):
+    if todo:
+        ranks.say(
+            f"making features ({', '.join(name for name in missing if missing[name])}) of {source.count} images of the "
+            f"reference; a later run finds them in {cache_folder('references')}"
+        )
+    spans = {number: (number * PIECE, min((number + 1) * PIECE, source.count)) for number in todo}
+    total = sum(last - first for first, last in spans.values())
+    progress = Progress(total, "images", silent=not ranks.first, lasting=False)
+    for number, (first, last) in spans.items():
         found: dict[str, list[Tensor]] = {name: [] for name in spaces if number in missing[name]}
-        first = number * PIECE
-        for images in source.images(first, min(first + PIECE, source.count)):
+        for images in source.images(first, last):
             for name, features in found.items():
                 features.append(spaces[name](images.to(device)).cpu())
+            progress.advance(len(images))
         for name, features in found.items():
             kept[name].write(number, {name: torch.cat(features)})
+    progress.close()
     opened.cache_clear()
     ranks.wait_for_all()
     sides = {name: Side(space.dim) for name, space in spaces.items()} if ranks.first else {}

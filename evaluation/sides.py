@@ -9,11 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evaluation.distances import Moments, frechet, kernel_distance, precision_recall, too_few
+from evaluation.distances import Moments, copied, frechet, kernel_distance, precision_recall, too_few
 
 ROWS = 10_000
 """Samples of each side, the first ones, from which kernel distance, precision and recall are made."""
 NEIGHBOURS = 3
+FAR = 3.0
+"""Times what is expected, and five standard errors more than it, is the share of copies that a sentence tells."""
 
 
 class Side:
@@ -49,9 +51,10 @@ def distances(fake: Side, real: Side) -> dict[str, Any]:
 
 
 def floor(real: Side) -> dict[str, Any]:
-    """The same between the halves of the reference, as `floor_fd` and `floor_kd`: how small a distance can be.
+    """The same between the halves of the reference, as `floor_fd` and `floor_kd`: a distance between equals.
 
-    Each half is smaller than the reference, and the Fréchet distance of fewer samples is larger.
+    Both halves are smaller than the reference, and the bias of a Fréchet distance falls like 1/n, so as many samples as
+    the reference has may come out below `floor_fd`.
     """
     few = too_few(min(half.count for half in real.halves), len(real.all.mean))
     rows = real.rows
@@ -65,6 +68,11 @@ def figures(fake: Mapping[str, Side], real: Mapping[str, Side]) -> dict[str, dic
     found = {}
     for space, side in fake.items():
         precision, recall = precision_recall(real[space].rows, side.rows, NEIGHBOURS)
-        shares = {"precision": precision, "recall": recall}
+        share, expected = copied(real[space].rows, side.rows)
+        shares = {"precision": precision, "recall": recall, "copied": share}
         found[space] = floor(real[space]) | distances(side, real[space]) | shares
+        error = (expected * (1 - expected) * (1 / len(side.rows) + 1 / len(real[space].rows))) ** 0.5
+        if share > max(FAR * expected, expected + 5 * error):
+            why = f"copied={share:.2g}, and {expected:.2g} is expected: the model may repeat images of the reference"
+            found[space]["why"] = "; ".join(filter(None, (found[space].get("why"), why)))
     return found

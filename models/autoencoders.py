@@ -161,7 +161,7 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
             known = {k: v for k, v in config.items() if k not in ("block_out_channels", "mid_block_global_branch")}
             model = cls.from_config(known)
             for name in pools:
-                add_global_branch(model.get_submodule(name), tensors[f"{name}.pool.0.weight"].shape[:2])
+                add_global_branch(model.get_submodule(name), *tensors[f"{name}.pool.0.weight"].shape[:2])
             model.load_state_dict(tensors, strict=True)
             return model
         # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
@@ -176,12 +176,11 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     return model
 
 
-def add_global_branch(block: nn.Module, shape: torch.Size) -> None:
+def add_global_branch(block: nn.Module, hidden: int, channels: int) -> None:
     """The branch of TAEF2's middle blocks that diffusers' AutoencoderTiny lacks: `block(x + pool(x))`.
 
     As published in https://github.com/madebyollin/taesd: 1×1 convolution, GroupNorm of 4 groups, ReLU, 1×1 convolution.
     """
-    hidden, channels = shape
     pool = nn.Sequential(
         nn.Conv2d(channels, hidden, 1, bias=False),
         nn.GroupNorm(4, hidden),

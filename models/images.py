@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LONGEST_NAME = 24
+"""Characters of a class's name beside its row."""
+LINE = 14
+"""Pixels that a line of text takes."""
 
 
 def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
@@ -23,8 +33,18 @@ def psnr(images: Float[Tensor, "B c H W"], reference: Float[Tensor, "B c H W"]) 
     return float(10.0 * torch.log10(4.0 / error.clamp(min=1e-12)))
 
 
-def write_grid(path: Path, images: UInt8[np.ndarray, "B H W 3"], columns: int, min_tile: int = 32) -> None:
-    """Writes the images row by row as one PNG; tiles smaller than `min_tile` pixels are enlarged by whole factors."""
+def write_grid(
+    path: Path,
+    images: UInt8[np.ndarray, "B H W 3"],
+    columns: int,
+    min_tile: int = 32,
+    names: Sequence[str] = (),
+    note: str = "",
+) -> None:
+    """Writes the images row by row as one PNG; tiles smaller than `min_tile` pixels are enlarged by whole factors.
+
+    `names`, one a row, stand in a margin on the left, and `note` in a line below.
+    """
     from PIL import Image, ImageOps
 
     count, height, width, _ = images.shape
@@ -35,4 +55,24 @@ def write_grid(path: Path, images: UInt8[np.ndarray, "B H W 3"], columns: int, m
     picture = Image.fromarray(grid.transpose(0, 2, 1, 3, 4).reshape(rows * (height + 2), columns * (width + 2), 3))
     factor = max(1, -(-min_tile // height))
     path.parent.mkdir(parents=True, exist_ok=True)
-    ImageOps.scale(picture, factor, Image.Resampling.NEAREST).save(path)
+    picture = ImageOps.scale(picture, factor, Image.Resampling.NEAREST)
+    (lettered(picture, names, note) if names else picture).save(path)
+
+
+def lettered(picture: Image, names: Sequence[str], note: str) -> Image:
+    """The picture with the name of each of its rows on the left, and a note below."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default()
+    shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 2]}.." for name in names]
+    shown = [name.encode("latin-1", "replace").decode("latin-1") for name in shown]  # what Pillow's own font has
+    margin = round(max(font.getlength(name) for name in shown)) + 8
+    found = Image.new("RGB", (margin + picture.width, picture.height + (LINE if note else 0)), "white")
+    found.paste(picture, (margin, 0))
+
+    draw = ImageDraw.Draw(found)
+    for row, name in enumerate(shown):
+        middle = (row + 0.5) * picture.height / len(shown)
+        draw.text((margin - 4 - font.getlength(name), middle - LINE / 2), name, "black", font)
+    draw.text((margin, picture.height), note, "black", font)
+    return found

@@ -104,7 +104,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
 
         found["rates"] = rates(device)
         try:
-            keep_rates(device, found["rates"])
+            if device.type == "cuda":
+                keep_rates(device, found["rates"])
         except OSError as error:
             warnings.warn(f"{error.filename} cannot be written ({error.strerror}); plans will not know.", stacklevel=2)
     return found

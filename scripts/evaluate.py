@@ -1,4 +1,4 @@
-"""Measures how close the samples of a trained run are to images: Fréchet and kernel distance, precision and recall.
+"""Measures how close samples of a trained run are to images: Fréchet and kernel distance, precision, recall, copies.
 
     python -m scripts.evaluate run_dir=runs/mine count=10000
     python -m scripts.evaluate run_dir=runs/mine count=50000 reference=photos guidance=1 solver=ab2 steps=100
@@ -119,7 +119,7 @@ def out_of(cfg: EvaluateConfig, weights: Path, protocol: Mapping[str, Any]) -> P
 
 def table(features: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures as aligned lines, with a sentence where one is refused."""
-    columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall")
+    columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
     rows = [["features", *columns]]
     for name, found in features.items():
         rows.append([name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)])

@@ -4,10 +4,11 @@
     python -m scripts.import_latents source=vavae_f16d32 out=latents/mine encoder=models/vavae scale=1
     python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 moments=mean_std
 
-`source` is a .npy, .pt or .safetensors file, a folder of safetensors, WebDataset tars with a key per sample, a folder
-of .npy files with dataset.json, or one with *_features and *_labels. The latents do not show which encoder made them,
-nor their `scale` (1 for latents as the encoder gives them), and the script guesses neither. Labels are class indices
-below the number of samples, or below `classes`; classes=none imports latents without labels.
+`source` is a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, of safetensors, of .npy files
+with dataset.json, or with *_features and *_labels, or WebDataset tars with a key per sample. The latents do not show
+which encoder made them, nor their `scale` (1 for latents as the encoder gives them), and the script guesses neither.
+Labels are class indices below the number of samples, or below `classes`, which may also be a text file with the name
+of a class a line; classes=none imports latents without labels.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class ImportConfig:
     latents_key: str = "latents"
     labels_key: str = "labels"
     classes: int | str | None = None
-    """The number of classes, "none" for latents without labels, or null: one more than the highest label."""
+    """The number of classes, a text file with the name of a class a line, "none" for latents without labels, or null:
+    one more than the highest label."""
     dtype: str = "float16"
     held_out: float = 0.02
     seed: int = 0
@@ -95,9 +97,23 @@ def class_count(cfg: ImportConfig) -> int | None:
         return None if cfg.classes is None else 0
     from encoding.foreign_samples import MOST_CLASSES
 
-    if not isinstance(cfg.classes, int) or not 1 <= cfg.classes <= MOST_CLASSES:
-        raise ValueError(f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, or none.")
+    if isinstance(cfg.classes, str):
+        return len(names_in(cfg.classes))
+    if not 1 <= cfg.classes <= MOST_CLASSES:
+        raise ValueError(f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, a text file, or none.")
     return cfg.classes
+
+
+def names_in(file: str) -> list[str]:
+    """The names of classes in a text file, one a line; ValueError where there are none, or one stands there twice."""
+    refuse_missing("classes", file, "give a number, none, or a text file with the name of a class a line")
+    try:
+        names = [line.strip() for line in Path(file).expanduser().read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"classes={file} is no text file; give one with the name of a class a line.") from error
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"classes={file} must name each class once, one a line.")
+    return names
 
 
 def import_latents(cfg: ImportConfig) -> Path:
@@ -236,13 +252,14 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
             start += len(goes_to)
         described = [file.close() for file in files.values()]
     classes = highest + 1 if foreign.classes is None else foreign.classes
+    numbers = [str(i) for i in range(classes)]
     empty = classes - len(labelled) if classes else 0
     print(f"{classes} classes, {empty} of them without a training sample" if classes else "no labels", flush=True)
     return Manifest(
         **facts(autoencoder, node, described, [sums.as_dict()]),
         height=first["latents"].shape[2],
         width=first["latents"].shape[3],
-        class_names=[str(i) for i in range(classes)],
+        class_names=names_in(cfg.classes) if isinstance(cfg.classes, str) and classes else numbers,
         kind="mean_std" if cfg.moments != "none" else "sample",
         dtype=cfg.dtype,  # pyright: ignore[reportArgumentType]
         flips="mirrored" in first,

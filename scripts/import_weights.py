@@ -117,13 +117,14 @@ def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
     """The latents that the model knows: their shape, classes, encoder and normalisation."""
     from data.loader import LatentSpec
     from encoding.published import statistics_of
+    from scripts.import_latents import names_in
 
     mean, std = [0.0] * found.channels, [1.0 / SD_SCALE] * found.channels
     if cfg.statistics is not None:
         mean, std = statistics_of(Path(cfg.statistics).expanduser(), found.channels)
     names: list[str] = []
     if cfg.classes is not None:
-        names = [line.strip() for line in Path(cfg.classes).expanduser().read_text().splitlines() if line.strip()]
+        names = names_in(cfg.classes)
         if len(names) != found.classes:
             raise ValueError(f"classes={cfg.classes} names {len(names)} classes, and the model has {found.classes}.")
     node, sha256 = encoder_of(cfg.encoder or "sd")

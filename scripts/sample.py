@@ -95,7 +95,7 @@ def sample_run(cfg: SampleConfig) -> Path:
         write_npz(file, pieces, cfg.count, "latents" if kind == "latents" else "arr_0")
     if ranks.first:
         if cfg.grid:
-            write_sorted_grid(out.with_name(out.name + ".png"), pieces, min(cfg.grid, cfg.count))
+            write_sorted_grid(out.with_name(out.name + ".png"), pieces, min(cfg.grid, cfg.count), trained.spec.names)
         told = drawing.protocol() | {"classes": drawing.classes()}
         write_atomically(out.with_name(out.name + ".json"), json.dumps(told, indent=1) + "\n")
     pieces.remove()
@@ -136,17 +136,19 @@ def write_pngs(folder: Path, pieces: Pieces, size: int) -> None:
             Image.fromarray(image).save(file)
 
 
-def write_sorted_grid(file: Path, pieces: Pieces, count: int) -> None:
-    """Writes the first `count` images as one picture: a row a label where that fits, else a square."""
+def write_sorted_grid(file: Path, pieces: Pieces, count: int, names: list[str]) -> None:
+    """Writes the first `count` images as one picture: a row a label, with its name, where that fits, else a square."""
     import numpy as np
 
     from models.images import write_grid
 
     labels, images = (np.concatenate(parts)[:count] for parts in zip(*first_images(pieces, count), strict=True))
-    order, rows = np.argsort(labels, kind="stable"), np.bincount(labels)
-    rows = rows[rows > 0]
-    equal = len(rows) > 1 and rows.min() == rows.max() <= 4 * len(rows)
-    write_grid(file, images[order], columns=int(rows[0]) if equal else int(np.ceil(np.sqrt(count))))
+    order = np.argsort(labels, kind="stable")
+    drawn, rows = np.unique(labels, return_counts=True)
+    if len(rows) == 1 or rows.min() < rows.max() or rows.max() > 4 * len(rows):
+        return write_grid(file, images[order], columns=int(np.ceil(np.sqrt(count))))
+    note = f"{len(drawn)} of {len(names)} classes" if len(names) > len(drawn) else ""
+    write_grid(file, images[order], columns=int(rows[0]), names=[names[label] for label in drawn], note=note)
 
 
 def first_images(pieces: Pieces, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

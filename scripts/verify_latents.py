@@ -4,13 +4,15 @@
     python -m scripts.verify_latents path=latents/photos source=photos count=16 out=check.png
     python -m scripts.verify_latents path=https://example.org/latents count=0
 
-It prints every problem and ends with an error if there is one. It decodes `count` training samples to a PNG grid; with
-`source`, their images stand beside them.
+It prints every problem and ends with an error if there is one. It decodes `count` training samples to a PNG grid, by
+default latents_check.png in the set's folder, or in runs/ where that cannot be written or is a URL; with `source`,
+their images stand beside them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,8 @@ class VerifyConfig:
     """Samples to decode; 0 for none."""
     encoder: str | None = None
     """The autoencoder's folder, where it is no longer the one that precompute used."""
-    out: str = "latents_check.png"
+    out: str | None = None
+    """Null: latents_check.png in the set's folder, or in runs/."""
     device: str = "auto"
 
 
@@ -132,8 +135,11 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
         originals = originals_of(cfg, source, manifest, len(latents))
         pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
         columns, said = 2 * min(4, len(latents)), f", each right of its original, at {psnr(decoded, originals):.1f} dB"
-    write_grid(Path(cfg.out).expanduser(), pixels, columns=columns)
-    return f"{cfg.out}: the first {len(latents)} training latents decoded{said}"
+    folder = Path(str(cfg.path)).expanduser()
+    writable = folder.is_dir() and os.access(folder, os.W_OK)
+    out = Path(cfg.out).expanduser() if cfg.out else (folder if writable else Path("runs")) / "latents_check.png"
+    write_grid(out, pixels, columns=columns)
+    return f"{out}: the first {len(latents)} training latents decoded{said}"
 
 
 def first_latents(blocks: BlockReader, count: int) -> Any:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from data.manifest import Manifest, Shard
 from data.shards import ShardWriter
+from models.autoencoders import add_global_branch
 
 CPU = torch.device("cpu")
 
@@ -69,6 +70,21 @@ def save_tiny_autoencoder(kind: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         getattr(diffusers, kind)(**TINY[kind]).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_taef2(folder: Path) -> Path:
+    """The same of AutoencoderTiny with a global branch in every block, as TAEF2 has them in the middle ones."""
+    import diffusers
+    from diffusers.models.autoencoders.vae import AutoencoderTinyBlock
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = diffusers.AutoencoderTiny(**TINY["AutoencoderTiny"])
+        for block in [module for module in model.modules() if isinstance(module, AutoencoderTinyBlock)]:
+            add_global_branch(block, 4, 8)
+        model.register_to_config(mid_block_global_branch=True)
+        model.save_pretrained(folder)
     return folder
 
 

@@ -78,7 +78,9 @@ def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(judge):
     other = figures(sides_of(judge, noise), judge.reference)
     for name in ("encoder", "random"):
         assert abs(same[name]["fd"]) < 1e-6
-        assert same[name]["precision"] == same[name]["recall"] == 1.0
+        assert same[name]["precision"] == same[name]["recall"] == same[name]["copied"] == 1.0
+        assert same[name]["why"].endswith("is expected: the model may repeat images of the reference")
+        assert other[name]["copied"] == 0.0
         assert 0.0 < same[name]["floor_fd"] < other[name]["fd"] / 20
         assert abs(same[name]["floor_kd"]) < other[name]["kd"] / 20
         assert other[name]["precision"] < 0.1
@@ -120,6 +122,22 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_pat
     assert abs(raw["features"]["encoder"]["fd"] / found["features"]["encoder"]["fd"] - 1) > 0.01
 
 
+def test_no_minutes_go_by_without_a_word(judge, capsys, monkeypatch, tmp_path):
+    """Before features of a reference are made, and then in images; what the loader says, the run has said before."""
+    monkeypatch.setattr("training.process.progress.EVERY", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(reference, "build_loader", lambda *how: print("data: …") or build_loader(*how))
+    reference.reference_sides(judge.source, judge.spaces, CPU, SINGLE)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == (
+        f"making features (encoder, random) of 1617 images of the reference; a later run finds them in "
+        f"{tmp_path}/fastlatent/references"
+    )
+    assert second.startswith("64/1617 images, ")
+    reference.reference_sides(judge.source, judge.spaces, CPU, SINGLE)
+    assert capsys.readouterr().out == ""
+
+
 def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained, tmp_path, capsys):
     """200 are enough for the 64 values of these encoder features, and not for 256 random ones."""
     assert not any("fd_random" in line for line in (trained / "metrics.jsonl").read_text().splitlines())
@@ -149,7 +167,7 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path):
     found = evaluate_run(config(trained, tmp_path / "out", labels=[3], steps=3, seed=2))
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(found))
     assert found["features"].keys() == {"encoder", "random"}
-    columns = {"fd", "kd", "kd_std", "precision", "recall", "floor_fd", "floor_kd"}
+    columns = {"fd", "kd", "kd_std", "precision", "recall", "copied", "floor_fd", "floor_kd"}
     assert found["features"]["encoder"].keys() == columns
     protocol = found["protocol"]
     assert protocol | {"count": 200, "labels": [3], "steps": 3, "seed": 2, "solver": "heun", "shift": 1.0} == protocol

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.shards import file_sha256
 from evaluation import distances, pretrained_features
-from evaluation.distances import Moments, frechet, kernel_distance, precision_recall, squared_mmd, too_few
+from evaluation.distances import Moments, copied, frechet, kernel_distance, precision_recall, squared_mmd, too_few
 from evaluation.features import EncoderFeatures, Features, RandomFeatures, build_features
 from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
 from models.autoencoders import Autoencoder, DiffusersAutoencoder, PixelAutoencoder
@@ -257,6 +257,21 @@ def test_collapse_lowers_recall_and_outliers_precision(monkeypatch):
     assert outliers[0] == pytest.approx(precision / 2, abs=0.05)
     monkeypatch.setattr(distances, "CHUNK_ELEMENTS", 7 * 300 + 1)
     assert precision_recall(real, good) == (precision, recall)
+
+
+def test_a_memorised_set_is_flagged():
+    """Of a perfect model a twentieth lies so near, as of images left out; each copy among its samples adds one."""
+    draw = torch.Generator().manual_seed(0)
+    real, fresh = torch.randn(2000, 8, generator=draw), torch.randn(1000, 8, generator=draw)
+    share, expected = copied(real, fresh)
+    assert expected == 0.05
+    assert share == pytest.approx(0.05, abs=0.02)
+    fifth = torch.cat((real[:200] + 0.01, fresh[200:]))
+    assert copied(real, fifth)[0] == pytest.approx(0.2 + 0.8 * share, abs=0.01)
+    assert copied(real + 100.0, real + 100.0)[0] == 1.0
+    assert copied(real, 3.0 * fresh)[0] < 0.01
+    twice = torch.cat((real[:500], real[:500], real[500:1000]))
+    assert copied(twice, torch.cat((real[:250], fresh[:250]))) == pytest.approx((0.5, 2 / 3), abs=0.01)
 
 
 # --- Feature spaces ---

@@ -10,16 +10,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderTiny
 from safetensors.torch import load_file, save_file
 
+from models.autoencoders import DiffusersAutoencoder
 from scripts.export.__main__ import ExportConfig, Format, export
-from scripts.export.folder import MODELLING, TRANSFORMER, exportable
-from tests.helpers import CPU, save_tiny_autoencoder
+from scripts.export.folder import AUTOENCODER, AUTOENCODING, MODELLING, TRANSFORMER, exportable
+from tests.helpers import CPU, save_tiny_autoencoder, save_tiny_taef2
 from tests.pace import limit
 from tests.published import random_weights
 from tests.test_adapters import save_base
@@ -49,17 +52,24 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def opened(folder: Path) -> Any:
     """The model of an exported folder, from its own file of code."""
-    part = folder / "transformer"
-    spec = importlib.util.spec_from_file_location("exported_modelling", part / f"{MODELLING}.py")
+    return opened_part(folder / "transformer", MODELLING, TRANSFORMER)
+
+
+def opened_part(part: Path, file: str, kind: str) -> Any:
+    config = json.loads((part / "config.json").read_text())
+    sizes = {key: value for key, value in config.items() if not key.startswith("_") and key != "auto_map"}
+    model = getattr(code_of(part / f"{file}.py"), kind)(**sizes)
+    model.load_state_dict(load_file(part / "diffusion_pytorch_model.safetensors"))
+    return model.eval()
+
+
+def code_of(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"exported_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config = json.loads((part / "config.json").read_text())
-    sizes = {key: value for key, value in config.items() if not key.startswith("_") and key != "auto_map"}
-    model = getattr(module, TRANSFORMER)(**sizes)
-    model.load_state_dict(load_file(part / "diffusion_pytorch_model.safetensors"))
-    return model.eval()
+    return module
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of QK-norm in 16 bits: it is slower
@@ -99,6 +109,27 @@ def test_imported_weights_go_out_again(name, tmp_path):
     with torch.no_grad():
         assert torch.equal(theirs(*arguments), ours(*arguments))
     assert (folder / "vae" / "config.json").is_file()
+
+
+def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path):
+    vae, plain = save_tiny_taef2(tmp_path / "taef2"), save_tiny_autoencoder("AutoencoderTiny", tmp_path / "plain")
+    weights = str(imported(tmp_path, random_weights(SHAPES["sit"]), vae, SHAPES["sit"]))
+    folder = exported(weights=weights, out=str(tmp_path / "out"))
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    theirs = opened_part(folder / "vae", AUTOENCODING, AUTOENCODER)
+    with torch.no_grad():
+        assert torch.equal(theirs.decode(latents).sample, DiffusersAutoencoder(str(vae)).decode(latents))
+    facts = json.loads((folder / "transformer" / "config.json").read_text())["latents"]
+    check = code_of(folder / "pipeline.py").check_decoder
+    for wrong in (None, AutoencoderTiny.from_pretrained(plain)):
+        with pytest.raises(ValueError, match=r"need taef2 with its global branches. AutoencoderTiny .* wrong colours"):
+            check(wrong, facts)
+    check(theirs, facts)
+    exported(weights=weights, out=str(tmp_path / "named"), include_autoencoder=False)
+    card = (tmp_path / "named" / "README.md").read_text()
+    assert "vae=" not in card
+    assert 'output_type="latent"' in card
+    assert "gives wrong colours. `python -m scripts.sample`" in card
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11's own loader
@@ -152,7 +183,7 @@ np.savez(out, noise=noise.numpy(), **found)
 
 def test_stock_diffusers_draws_the_same_images(tmp_path):
     """With the autoencoder, in a process that has none of our packages, and only with trust_remote_code."""
-    vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
+    vae = save_tiny_taef2(tmp_path / "vae")
     words = ["data=synthetic", "data.channels=4", "data.height=8", "data.width=8", "data.num_classes=3", "batch_size=4"]
     training = assemble(compose(["model=dit_xs", "runtime=eager", *words]).cfg, CPU)
     encoder = {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": str(vae)}
@@ -184,7 +215,7 @@ def test_the_autoencoder_may_stay_where_it_is(changes, tmp_path, monkeypatch):
     vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
     weights = imported(tmp_path, random_weights(SHAPES["sit"]), vae, SHAPES["sit"])
     if changes.pop("adopted", False):
-        monkeypatch.setattr("scripts.export.folder.opens_in_diffusers", lambda trained: False)
+        monkeypatch.setattr("scripts.export.folder.can_be_included", lambda trained: False)
     folder = exported(weights=str(weights), out=str(tmp_path / "out"), **changes)
     assert json.loads((folder / "model_index.json").read_text())["vae"] == [None, None]
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -194,7 +225,8 @@ def test_the_autoencoder_may_stay_where_it_is(changes, tmp_path, monkeypatch):
         "transformer",
     ]
     assert json.loads((folder / "transformer" / "config.json").read_text())["latents"]["autoencoder"] == "vae"
-    assert "vae=<the autoencoder" in (folder / "README.md").read_text()
+    called = "vae=<the autoencoder" if changes else 'output_type="latent"'
+    assert called in (folder / "README.md").read_text()
 
 
 class FakeHub:

@@ -22,10 +22,10 @@ from data.resident import ResidentLatents
 from data.source import open_source
 from encoding.foreign import open_foreign
 from encoding.foreign_samples import Asked
-from scripts.import_latents import ImportConfig, checked, import_latents
+from scripts.import_latents import ImportConfig, checked, import_latents, main
 from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU
-from training.config.compose import one_sentence
+from training.config.compose import from_words, one_sentence
 
 COUNT, SCALE = 30, 0.5
 """The tiny autoencoder's scaling_factor is 0.5: its raw latents are about 2 in size."""
@@ -447,11 +447,31 @@ def test_classes_are_as_many_as_are_said(samples, run, tmp_path: Path, capsys):
     assert "10 classes, 7 of them without a training sample" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"sample 2 of .* has the label 2, and classes=2; correct the label"):
         run(**source, scale=1.0, classes=2, check_scale=False, out=str(tmp_path / "two"))
-    for classes in (0, 10**9, "ten"):
-        with pytest.raises(ValueError, match=rf"classes={classes} must be a number from 1 to 1000000, or none"):
+    for classes in (0, 10**9):
+        with pytest.raises(ValueError, match=rf"classes={classes} must be a number from 1 to 1000000, a text file, or"):
             run(**source, classes=classes)
     with pytest.raises(ValueError, match=r"labels=.* goes with .* not with classes=none; leave labels out"):
         run(**source, classes="none", out=str(tmp_path / "none"))
+
+
+def test_names_of_classes_the_pair_of_files_and_encoder_local_can_be_said(samples, vae, tmp_path: Path, monkeypatch):
+    """In the words of precompute_latents.py, and from the folder that holds latents.npy and labels.npy."""
+    npy(tmp_path, *samples)
+    (tmp_path / "names.txt").write_text("apple\n\npear \nplum\n")
+    words = [f"source={tmp_path}", f"out={tmp_path / 'out'}", "encoder=local", f"encoder.path={vae}", "scale=1"]
+    words += ["shift=0", "check_scale=false", "device=cpu"]
+    monkeypatch.setattr("sys.argv", ["import_latents", *words, f"classes={tmp_path / 'names.txt'}"])
+    main()
+    assert read_manifest(tmp_path / "out").class_names == ["apple", "pear", "plum"]
+    matched(everything(tmp_path / "out")["latents"], samples[0].half().float())
+    monkeypatch.setattr("sys.argv", ["import_latents", *words, "classes=none", f"out={tmp_path / 'none'}"])
+    main()
+    assert read_manifest(tmp_path / "none").class_names == []
+    (tmp_path / "twice.txt").write_text("pear\npear\n")
+    sentences = {"ten": "does not exist; give a number, none, or a text file", "twice.txt": "must name each class once"}
+    for file, sentence in sentences.items():
+        with pytest.raises(ValueError, match=sentence):
+            checked(from_words(ImportConfig, [*words, f"classes={tmp_path / file}"], ""))
 
 
 UNLABELLED = {

@@ -23,6 +23,9 @@ MISTAKES: dict[str, str] = {
     "train.py -x": "-x: keys are given as key=value, without dashes; `--help` lists the keys.",
     "train.py batch_size 32": "batch_size 32 is not of the form key=value; write batch_size=32.",
     'train.py "batch_size = 32"': "batch_size = 32 is not of the form key=value; write batch_size=32.",
+    "scripts.sample labels=[Apple 11,Tomato Heart 1]": (
+        'labels=[Apple …: the list has spaces; quote the whole word for the shell: "labels=[…]".'
+    ),
     "train.py mamba_b": "mamba_b is not of the form key=value; write mamba_b=<value>.",
     "precompute_latents.py --source photos": (
         "--source photos: keys are given as key=value, without dashes; write source=photos."

@@ -78,7 +78,8 @@ def module(name: str, words: list[str]) -> None:
         assert (folder / "vae" / "config.json").is_file()
         told = (folder / "README.md").read_text()
         assert re.search(r"It has an adapter of [\d,]+ parameters on weights of sha256 [0-9a-f]{64},", told)
-        assert told.index("library_name: diffusers") < told.index("## Training") < told.index("DiffusionPipeline")
+        assert "weights=ema.safetensors" not in told, "a file that is not in the folder"
+        assert told.index("library_name: diffusers") < told.index("## How to sample") < told.index("DiffusionPipeline")
     elif name == "scripts.report":
         assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":

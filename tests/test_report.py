@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from data.shards import file_sha256
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
+from scripts.report.card import card
 from scripts.report.history import History
 from scripts.report.page import distances, evaluations
 from scripts.report.plots import TRAINING, distance_plots, draw
@@ -152,6 +153,20 @@ def test_page_and_card_show_the_whole_run(plant: Plant, tmp_path: Path, monkeypa
     assert "/somewhere" not in card, "nobody else has that path"
     assert "<script" not in page + card
     assert "&lt;script&gt;" in section(page, "configuration")
+
+
+def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: Plant):
+    run = History(str(plant("mine")), "run_dir")
+    told = card(run, how="open it in diffusers").partition("## How to sample\n\n")[2].partition("\n## ")[0]
+    weights = f"The weights are of step 100; sha256 of that checkpoint's `ema.safetensors`: {'ef' * 32}.\n"
+    assert told == f"open it in diffusers\n\n{weights}"
+    repeats = "how many of the training images the model repeats"
+    assert repeats in card(run)
+    result = run.folder / "evaluation/final.json"
+    found = json.loads(result.read_text())
+    found["features"]["encoder"]["copied"] = 0.05
+    write(result, found)
+    assert repeats not in card(History(str(run.folder), "run_dir"))
 
 
 def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant: Plant):

@@ -95,6 +95,13 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
         shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{step}")
     train(compose([*common, f"run_dir={tmp_path / 'two'}"]))
     assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
+    if "data=webdataset" in words:
+        other = [*WORDS, "data=resident", words[-1], f"resume={tmp_path / 'one' / 'checkpoints' / 'step-10'}"]
+        said = (
+            r"data: fingerprint was .* The latents are the same: their order, .* was channel-6 and is channel, as data="
+        )
+        with pytest.raises(ValueError, match=said):
+            train(compose([*other, f"run_dir={tmp_path / 'three'}"]))
 
 
 def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):

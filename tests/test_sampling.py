@@ -214,7 +214,11 @@ def test_formats_grid_and_bytes(trained, tmp_path, monkeypatch):
     assert found["arr_0"].shape == (1100, 8, 8, 3)
     assert found["arr_0"].dtype == np.uint8
     assert found["labels"].tolist() == [i % 10 for i in range(1100)]
-    assert picture(tmp_path / "a.png").shape == (10 * 40, 4 * 40, 3)  # a row a class, 8 pixels and a border, enlarged
+    grid = picture(tmp_path / "a.png")  # a row a class, 8 pixels and a border, enlarged, right of the names
+    assert (grid[4:36:4, -36:-4:4] == found["arr_0"][30]).all()
+    assert grid.shape[0] == 10 * 40
+    assert 0 < grid.shape[1] - 4 * 40 < 40
+    assert (grid[:, : -4 * 40] < 128).any()
     told = json.loads((tmp_path / "a.json").read_text())
     assert (told["count"], told["solver"], told["steps"], told["labels"]) == (1100, "heun", 2, "balanced")
 

@@ -113,11 +113,14 @@ def test_a_class_called_test_among_others_is_noted(tmp_path: Path):
     assert found.stated("x", 3).endswith("note: test among the class folders: parts of a set, or classes?")
 
 
-def test_an_only_class_with_folders_in_it_is_noted(tmp_path: Path):
-    said = list_images(folder_of(tmp_path, "images/cat/1.png", "images/dog/1.png")).stated("x", 2)
-    assert (
-        f"images is the only class and has subfolders with images; if they are the classes: source={tmp_path}" in said
-    )
+def test_class_folders_two_levels_deep_are_merged_with_a_note(tmp_path: Path):
+    folder_of(tmp_path, "apple/red/1.png", "apple/green/1.png", "pear/1.png", "plum/images/1.png")
+    assert list_images(tmp_path).notes == [
+        f"2 subfolders are merged into 1 class (apple); if the subfolders are the classes, take one folder, "
+        f"source={tmp_path}/apple, or move them up one level"
+    ]
+    folder_of(tmp_path, "pear/old/1.png", "pear/new/1.png", "pear/new/more/1.png")
+    assert list_images(tmp_path).notes[0].startswith("4 subfolders are merged into 2 classes (apple, pear); if ")
 
 
 def test_a_stray_tar_beside_class_folders_is_refused(tmp_path: Path):

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from data.digits import DigitLatents
 from data.loader import Batch
 from models.autoencoders import PixelAutoencoder
+from models.images import LINE
 from models.sampler import guided_velocity, sample, shifted
 from tests.harness import assemble, tiny_training
 from tests.helpers import random_samples, save_latent_set
@@ -233,10 +235,23 @@ def test_a_grid_has_a_row_for_each_class(tmp_path, monkeypatch):
         return (labels / 4.5 - 1).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
 
     monkeypatch.setattr("training.evaluate.draw_latents", shade_of_its_class)
-    file = sample_grid(tiny_training("mamba", "sampling.per_class=3"), PixelAutoencoder(), tmp_path / "grid.png")
+    training = tiny_training("mamba", "sampling.per_class=3")
+    file = sample_grid(training, PixelAutoencoder(), tmp_path / "grid.png")
     with Image.open(file) as grid:
-        shades = np.asarray(grid)[20::40, 20::40, 0]  # 8 pixels and a frame, four times as large
+        pixels = np.asarray(grid)[:, -120:, 0]  # without the names
+    shades = pixels[20::40, 20::40]  # 8 pixels and a frame, four times as large
     assert shades.tolist() == [[round(255 * label / 9)] * 3 for label in range(10)]
+
+    names = [f"kind {i}" for i in range(9)] + ["an apple of a very long name", *"αβ"]
+    spec = dataclasses.replace(training.loader.spec, class_names=names, num_classes=12)
+    monkeypatch.setattr(training.loader, "spec", spec)
+    with Image.open(sample_grid(training, PixelAutoencoder(), tmp_path / "named.png")) as named:
+        assert named.height == 400 + LINE  # which says that these are 10 of 12
+        beside = np.asarray(named)[:, :-120, 0]
+    assert 80 < beside.shape[1] < 200
+    for row in range(10):
+        assert (beside[40 * row : 40 * row + 40] < 128).any(), f"row {row} has no name"
+    assert (np.asarray(named)[400:] < 128).any()
 
 
 def test_the_first_rate_after_a_resume_is_of_new_steps_only():
@@ -423,6 +438,18 @@ def test_wandb_offline_and_unreachable(run, tmp_path, monkeypatch):
         summary = run("logger=wandb", folder="second")
     assert summary["steps"] == 2
     assert WandbLogger().mode == "online"
+
+
+def test_wandb_keeps_the_picture_and_no_null(monkeypatch):
+    """A path under `sample_grid` took the picture's place in the summary, and `mfu` was null on a CPU."""
+    logged: list[dict[str, object]] = []
+    logger = WandbLogger()
+    logger.run = SimpleNamespace(log=logged.append, summary={"sample_grid": "a picture"}, finish=lambda: None)
+    monkeypatch.setattr("wandb.teardown", lambda: None)
+    logger.log({"loss": 1.0, "mfu": None}, 8)
+    logger.finish({"steps": 2, "predicted": None, "sample_grid": "runs/a/samples/step-2.png"})
+    assert logged == [{"loss": 1.0, "samples": 8}]
+    assert logger.run.summary == {"sample_grid": "a picture", "steps": 2}
 
 
 def test_tensorboard(run, tmp_path):

@@ -41,6 +41,19 @@ def test_decoded_latents_stand_beside_their_originals(job: Job, photos: Path, va
     torch.testing.assert_close(mean, latents.float(), rtol=0.0, atol=2e-2)
 
 
+def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(job: Job, tmp_path: Path, capsys, monkeypatch):
+    folder = job()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert problems(folder, count=2) == []
+    assert f"{folder}/latents_check.png: the first 2 training latents" in capsys.readouterr().out
+    assert problems(folder) == []
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert problems(folder, count=2) == []
+    assert "runs/latents_check.png: the first 2 training latents" in capsys.readouterr().out
+    assert [file.name for file in (tmp_path / "here").rglob("*")] == ["runs", "latents_check.png"]
+
+
 def test_other_images_are_refused(job: Job, tmp_path: Path):
     folder = job()
     with pytest.raises(ValueError, match=r"is not what .* was made of"):

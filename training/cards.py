@@ -105,10 +105,12 @@ def keep_rates(device: torch.device, rates: Mapping[str, float]) -> None:
 
 
 def this_card(device: torch.device, memory: float) -> Card | None:
-    """The card of this machine at the rates that `doctor --measure` found, else at its data sheet's.
+    """The GPU of this machine at the rates that `doctor --measure` found, else at its data sheet's.
 
-    None where neither is known; `memory` in bytes.
+    None where neither is known, and for a CPU, whose step times cannot be told from two rates; `memory` in bytes.
     """
+    if device.type != "cuda":
+        return None
     sheet = card_called(device_name(device))
     try:
         found = {key: float(value) for key, value in json.loads(rates_file(device).read_text()).items()}

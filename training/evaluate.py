@@ -76,7 +76,9 @@ def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
 
 @CLOCK.spending("sampling")
 def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
-    """Writes a grid with one row a class (the first ten) and `sampling.per_class` columns; returns `file`.
+    """Writes a grid with one row a class (the first ten, with their names) and `sampling.per_class` columns.
+
+    Returns `file`.
 
     The noise depends on the seed and the place in the grid only, so grids of one run show the same samples maturing.
     """
@@ -95,5 +97,6 @@ def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Pat
     images = ranks.gathered(torch.cat([image for _, image in found]) if found else torch.zeros(0))
     if ranks.first:
         drawn = torch.cat([part for part in images if len(part)])[order.argsort()]
-        write_grid(file, drawn.numpy(), columns=cfg.sampling.per_class)
+        note = f"{classes} of {len(spec.names)} classes" if len(spec.names) > classes else ""
+        write_grid(file, drawn.numpy(), cfg.sampling.per_class, names=spec.names[:classes], note=note)
     return file

@@ -289,7 +289,7 @@ class Forecast:
 
     def seconds(self, card: Card, end: str) -> float:
         """The time at one end of the range."""
-        device = Running(card, self.cfg.runtime.tf32, self.cfg.runtime.cuda_graph, self.gpu)
+        device = Running(card, self.cfg.runtime.tf32, self.cfg.runtime.cuda_graph)
 
         def costs(counted: Sequence[Passed | Updated]) -> list[float]:
             return [sum(n * seconds_of(op, device, end) for op, n in some.ops.items()) for some in counted]
@@ -316,8 +316,8 @@ def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place,
 
 
 def predicted(training: Training) -> dict[str, float | None]:
-    """What a warm run should come to: `peak_gib` reserved, and `step_ms` at best and at worst, None on a card whose
-    rates are not known. On a GPU the peak to compare with is `memory_reserved_peak`, without the driver's context."""
+    """What a warm run should come to: `peak_gib` reserved, and `step_ms` at best and at worst, None on a CPU or a card
+    whose rates are not known. On a GPU compare the peak with `memory_reserved_peak`, without the driver's context."""
     try:
         found = Forecast.of_run(training)
     finally:

@@ -42,7 +42,6 @@ class Running(NamedTuple):
     card: Card
     tf32: bool
     captured: bool
-    gpu: bool
 
 
 def seconds_of(op: Op, on: Running, end: str) -> float:
@@ -51,7 +50,5 @@ def seconds_of(op: Op, on: Running, end: str) -> float:
     share = (REACHED_MEASURED if card.measured else REACHED)[end]
     products = op.flops / (share * card.rate(op.bits, on.tf32)) if op.flops else 0.0
     moved = op.bytes * (FUSED[end] if op.fused else 1.0) / (share * card.bandwidth)
-    if not on.gpu:
-        return max(products, moved)
     launch = 0.0 if on.captured else (LAUNCH_FUSED if op.fused else LAUNCH)[end]
     return max(products, moved, launch, 0.0 if op.fused else KERNEL)

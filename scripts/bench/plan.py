@@ -2,8 +2,8 @@
 
     python -m scripts.bench plan setting=b256
 
-Memory is the most that the allocator reserved, on a GPU; the prediction leaves the driver's context out. Times are
-predicted from the rates of `python -m scripts.doctor --measure`, or a data sheet's where that never ran.
+Memory is the most that the allocator reserved, on a GPU; the prediction leaves the driver's context out. Times of a GPU
+are predicted from the rates of `python -m scripts.doctor --measure`, or a data sheet's where that never ran.
 """
 
 from __future__ import annotations

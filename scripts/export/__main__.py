@@ -115,12 +115,12 @@ def loaded(cfg: ExportConfig) -> TrainedModel:
 
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
-    from scripts.export.folder import opens_in_diffusers, write_folder
+    from scripts.export.folder import can_be_included, write_folder
 
     trained = loaded(cfg)
-    include = cfg.include_autoencoder and opens_in_diffusers(trained)
+    include = cfg.include_autoencoder and can_be_included(trained)
     if cfg.include_autoencoder and not include:
-        print("no class of diffusers computes what the autoencoder does: it is named and not included", flush=True)
+        print("the autoencoder is code of your own: it is named and not included", flush=True)
     folder.mkdir()
     write_folder(folder, trained, trained.opened.told.model, card_of(cfg, trained, include), include)
 
@@ -173,25 +173,41 @@ WRITERS = {
 }
 
 
+def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
+    """Code that opens the folder and draws; only latents where no class of diffusers decodes them rightly."""
+    from scripts.export.folder import autoencoder_of, branches_of, can_be_included
+
+    labels = json.dumps(trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False)
+    call = f"pipe({labels}, guidance_scale=2.0, seed=0"
+    last = f"{call}).images[0].save('sample.png')"
+    vae = told = ""
+    if not include and (not can_be_included(trained) or branches_of(getattr(trained.autoencoder, "vae", None))):
+        last = f'latents = {call}, output_type="latent").images'
+        told = (
+            f"\n\nNo class of diffusers computes what the autoencoder ({autoencoder_of(trained)}) does, "
+            f"and one that opens its files gives wrong colours. `python -m scripts.sample` draws images with the run."
+        )
+    elif not include:
+        vae = ", vae=<the autoencoder, opened by diffusers>"
+    place = cfg.push or str(cfg.out)
+    code = (
+        "from diffusers import DiffusionPipeline\n\n"
+        f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{vae})\n{last}'
+    )
+    return f"```python\n{code}\n```{told}"
+
+
 def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """The model card: how to open the folder, then that of the run."""
+    """The model card: that of the run where there is one, with code for this folder."""
     from scripts.report.card import card
     from scripts.report.history import History
 
-    labels = json.dumps(trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False)
-    place = cfg.push or str(cfg.out)
-    vae = "" if include else ", vae=<the autoencoder, opened by diffusers>"
-    code = (
-        "from diffusers import DiffusionPipeline\n\n"
-        f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{vae})\n'
-        f"pipe({labels}, guidance_scale=2.0, seed=0).images[0].save('sample.png')"
-    )
-    head, body = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n', ""
+    how = how_to_sample(cfg, trained, include)
+    head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
     run = trained.file.parents[2] if trained.file.parent.parent.name == "checkpoints" else None
     if run is not None and (run / "config.yaml").is_file():
-        _, _, body = card(History(str(run), "run_dir")).partition("\n---\n\n")
-    name = "" if body else f"# {Path(str(cfg.out)).name}\n"
-    return f"{head}{body or name}\n## In diffusers\n\n```python\n{code}\n```\n"
+        return head + card(History(str(run), "run_dir"), how).partition("\n---\n\n")[2]
+    return f"{head}# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
 
 
 def push(folder: Path, repository: str, dry_run: bool) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from models.autoencoders import PixelAutoencoder
 from scripts.export.source import File, Name
 from training.checkpoint.tensor_file import write_tensors
@@ -15,6 +17,7 @@ from training.pretrained import is_part_of_model
 from training.sampling import TrainedModel
 
 MODELLING, TRANSFORMER = "modeling_fastlatent", "FastlatentTransformer"
+AUTOENCODING, AUTOENCODER = "modeling_autoencoder", "FastlatentAutoencoder"
 PIPELINE = "FastlatentPipeline"
 HERE = "scripts.export."
 GENERATED = (
@@ -61,15 +64,15 @@ def modelling(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return found.write(GENERATED.format(what="A denoiser of latents")), {key: told for key, (_, told) in layers.items()}
 
 
-def pipeline() -> str:
-    """The source of the pipeline as one file."""
+def source_of_class(module: str, name: str, what: str) -> str:
+    """The source of a class of this package, with all that it needs, as one file."""
     found = File({})
-    found.add(Name(f"{HERE}pipeline", PIPELINE))
-    return found.write(GENERATED.format(what="Draws images with a denoiser of latents"))
+    found.add(Name(f"{HERE}{module}", name))
+    return found.write(GENERATED.format(what=what))
 
 
 def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool) -> None:
-    """Writes all files of the folder. `include`: the autoencoder's too, where diffusers itself can open it."""
+    """Writes all files of the folder. `include`: the autoencoder's too."""
     import diffusers
 
     exportable(node)
@@ -79,7 +82,8 @@ def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], c
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     told = {key: value for key, value in node.items() if key not in ("_target_", *layers)}
     latents = {"mean": spec.mean, "std": spec.std, "class_names": spec.names, "sampling": plain(trained.sampling)}
-    latents["autoencoder"] = autoencoder_of(trained)
+    branches = branches_of(vae)
+    latents |= {"autoencoder": autoencoder_of(trained), "global_branches": bool(branches)}
     config = {"_class_name": TRANSFORMER, "_diffusers_version": version} | sizes | told | layers
     auto = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
     config |= auto | {"latents": latents}
@@ -93,7 +97,16 @@ def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], c
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")
         index["vae"] = ["diffusers", trained.autoencoder.kind]
-    (folder / "pipeline.py").write_text(pipeline())
+    if vae is not None and branches and include:
+        added = "block_out_channels"  # by diffusers itself
+        sizes = {key: value for key, value in vae.config.items() if key != added and not key.startswith("_")}
+        config = {"_class_name": AUTOENCODER, "_diffusers_version": version, "sizes": sizes, "branches": branches}
+        (folder / "vae" / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        source = source_of_class("autoencoder", AUTOENCODER, "An autoencoder")
+        (folder / "vae" / f"{AUTOENCODING}.py").write_text(source)
+        index["vae"] = [AUTOENCODING, AUTOENCODER]
+    source = source_of_class("pipeline", PIPELINE, "Draws images with a denoiser of latents")
+    (folder / "pipeline.py").write_text(source)
     (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
     (folder / "README.md").write_text(card)
 
@@ -113,9 +126,13 @@ def autoencoder_of(trained: TrainedModel) -> str:
     return Path(path).name if Path(path).is_absolute() else f"{path}, revision {revision}"
 
 
-def opens_in_diffusers(trained: TrainedModel) -> bool:
-    """Whether diffusers' own class computes what the autoencoder does: not with the global branches of TAEF2."""
-    if isinstance(trained.autoencoder, PixelAutoencoder):
-        return True
-    vae = getattr(trained.autoencoder, "vae", None)
-    return vae is not None and not any(".pool." in name for name, _ in vae.named_parameters())
+def branches_of(vae: nn.Module | None) -> dict[str, list[int]]:
+    """Blocks with a global branch of TAEF2 -> (hidden channels, channels) of it. diffusers' own classes have none."""
+    found = {} if vae is None else dict(vae.named_parameters())
+    end = ".pool.0.weight"
+    return {name.removesuffix(end): [*weight.shape[:2]] for name, weight in found.items() if name.endswith(end)}
+
+
+def can_be_included(trained: TrainedModel) -> bool:
+    """Whether the autoencoder can be written into the folder; one of the user's own cannot."""
+    return isinstance(trained.autoencoder, PixelAutoencoder) or hasattr(trained.autoencoder, "vae")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import AutoencoderTiny, DiffusionPipeline
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from PIL import Image
 from torch import Tensor
@@ -57,8 +57,8 @@ class FastlatentPipeline(DiffusionPipeline):
         how = facts["sampling"] | {key: value for key, value in given.items() if value is not None}
         if output_type not in ("pil", "np", "latent"):
             raise ValueError(f"output_type={output_type} is unknown; choose pil, np or latent.")
-        if output_type != "latent" and self.vae is None and facts["autoencoder"]:
-            raise ValueError(f"there is no vae to decode with; load {facts['autoencoder']} and give it as vae=.")
+        if output_type != "latent":
+            check_decoder(self.vae, facts)
         asked = [class_labels] if isinstance(class_labels, int | str) else class_labels
         labels = torch.tensor(numbers_of(asked, facts["class_names"]), device=device)
         position = torch.arange(len(labels), device=device)
@@ -78,6 +78,21 @@ class FastlatentPipeline(DiffusionPipeline):
         decoded = shown(drawn) if self.vae is None else self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
         images = to_uint8(decoded)
         return ImagePipelineOutput(images=images if output_type == "np" else [Image.fromarray(one) for one in images])
+
+
+def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
+    """ValueError where there is no `vae` for latents that are no pixels, or one that decodes them wrongly."""
+    needed = facts["autoencoder"]
+    parameters = () if vae is None else vae.named_parameters()
+    stock = vae is None or isinstance(vae, AutoencoderTiny)
+    if facts["global_branches"] and stock and not any(".pool." in name for name, _ in parameters):
+        raise ValueError(
+            f"vae: these latents need {needed} with its global branches. AutoencoderTiny of diffusers drops them and "
+            f"decodes wrong colours; export with include_autoencoder=true and give no vae=, or take "
+            f"output_type='latent'."
+        )
+    if vae is None and needed:
+        raise ValueError(f"there is no vae to decode with; load {needed} and give it as vae=.")
 
 
 def shown(latents: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
     python -m scripts.plan model=ssd_mlp_xl data=resident data.path=latents/photos runtime=production batch_size=256 \\
         hardware=h100 price_per_hour=2.5
 
-`hardware` is a name from training/cards.py, or `here` for this machine at the rates that `python -m scripts.doctor
---measure` found. Where the run does not fit, the cheapest change that makes it fit is looked for.
+`hardware` is a name from training/cards.py, or `here` for this machine: its GPU at the rates that `python -m
+scripts.doctor --measure` found, or its CPU, without times. Where the run does not fit, the cheapest change that makes
+it fit is looked for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from training.memory import memory_of
 from training.roofline import KERNEL, LAUNCH, REACHED, REACHED_MEASURED, Time
 
 HERE = "here"
+NO_TIMES = (
+    "no time is predicted for a CPU, where nothing measured says how fast each kernel runs: `python -m scripts.bench "
+    "step` measures a step"
+)
 USEFUL = 0.99
 """Share of the peak below which a change must bring it."""
 CHANGES = (
@@ -69,6 +74,8 @@ class Change(NamedTuple):
 def chosen_card(hardware: str | None) -> tuple[str, Card]:
     """The card to plan for; ValueError if this machine's is not known."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if hardware == HERE and device.type == "cpu":
+        return HERE, Card("CPU", 0, 0, 0, 0, memory_of(device), 0, 0, 0, 0, 0)  # nobody asks for a rate of it
     if hardware == HERE or (hardware is None and device.type == "cuda"):
         card = this_card(device, memory_of(device))
         if card is None:
@@ -93,8 +100,10 @@ def forecast_of(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
     return Forecast(train, spec, gpus=cfg.gpus, resident=resident, gpu=not on_cpu)
 
 
-def step_time(forecast: Forecast, card: Card) -> Time:
-    """Seconds of a step, with the communication that computing does not hide."""
+def step_time(forecast: Forecast, card: Card) -> Time | None:
+    """Seconds of a step, with the communication that computing does not hide; None on a CPU."""
+    if not forecast.gpu:
+        return None
     alone, parallel = forecast.time(card), forecast.cfg.runtime.parallel
     parameters = sum(p.numel() for p in forecast.model.parameters())
     narrow = 2 if parallel.reduce_dtype.value == "bf16" else 4
@@ -155,7 +164,8 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     forecast = forecast_of(words, cfg, card)
     needs, time, train = forecast.needs, step_time(forecast, card), forecast.cfg
     steps = -(-train.total_samples // train.batch_size)
-    hours = {end: steps * seconds / 3600 for end, seconds in zip(("best", "worst"), time, strict=True)}
+    price = cfg.price_per_hour
+    hours = None if time is None else [steps * seconds / 3600 for seconds in time]
     fits = needs.total <= card.memory
     change = None if fits else cheapest_change(words, cfg, card, forecast)
     return {
@@ -171,26 +181,30 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "on_host_gib": forecast.lasting["on_host"] / GIB,
         "micro_batch": forecast.samples,
         "largest_micro_batch": largest_micro_batch(forecast, card),
-        "step_ms": [1e3 * seconds for seconds in time],
+        "step_ms": in_ms(time),
         "steps": steps,
-        "hours": list(hours.values()),
-        "kwh": [cfg.gpus * card.watts * end / 1e3 for end in hours.values()] if card.watts else None,
-        "cost": None if cfg.price_per_hour is None else [cfg.gpus * cfg.price_per_hour * end for end in hours.values()],
+        "hours": hours,
+        "kwh": [cfg.gpus * card.watts * end / 1e3 for end in hours] if hours and card.watts else None,
+        "cost": None if hours is None or price is None else [cfg.gpus * price * end for end in hours],
         "change": change and {"words": change.words, "costs": change.costs, **figures(change.forecast, card)},
-        "not_counted": without_effect(train),
+        "not_counted": without_effect(train, forecast.gpu),
     }
 
 
+def in_ms(time: Time | None) -> list[float] | None:
+    return None if time is None else [1e3 * seconds for seconds in time]
+
+
 def figures(forecast: Forecast, card: Card) -> dict[str, Any]:
-    return {"peak_gib": forecast.needs.total / GIB, "step_ms": [1e3 * seconds for seconds in step_time(forecast, card)]}
+    return {"peak_gib": forecast.needs.total / GIB, "step_ms": in_ms(step_time(forecast, card))}
 
 
-def without_effect(cfg: TrainConfig) -> dict[str, str]:
-    """Keys that this plan does not reckon with, and why."""
+def without_effect(cfg: TrainConfig, gpu: bool) -> dict[str, str]:
+    """Keys that this plan does not reckon with, and why; those of a `gpu` alone only for one."""
     runtime, found = cfg.runtime, {}
-    if runtime.cudnn_benchmark:
+    if gpu and runtime.cudnn_benchmark:
         found["runtime.cudnn_benchmark"] = "tries convolutions once, in warm-up"
-    if runtime.empty_cache_at_eval:
+    if gpu and runtime.empty_cache_at_eval:
         found["runtime.empty_cache_at_eval"] = "acts between training and evaluation, not in a step"
     if runtime.attention.value not in ("auto", "math"):
         found["runtime.attention"] = "all kernels but math keep the same tensors; their speed is not told apart"
@@ -202,7 +216,7 @@ def without_effect(cfg: TrainConfig) -> dict[str, str]:
         found["runtime.fp8_recipe"] = "scales are small beside what they scale; their cost is not told apart"
     if runtime.parallel.bucket_cap_mb != 25 or runtime.parallel.nccl:
         found["runtime.parallel"] = "buckets are reckoned as 25 MiB, and NCCL as it comes"
-    if any(getattr(runtime, key) == "auto" for key in KERNELS):
+    if gpu and any(getattr(runtime, key) == "auto" for key in KERNELS):
         found["fused kernels"] = "auto is planned as on; the trial on the GPU decides"
     return found
 
@@ -210,10 +224,12 @@ def without_effect(cfg: TrainConfig) -> dict[str, str]:
 def texts(found: dict[str, Any]) -> str:
     """The plan as tables and sentences."""
     verdict = "fits" if found["fits"] else "does not fit"
-    rows: list[tuple[object, ...]] = [("part", "GiB"), *((p, f"{size:.2f}") for p, size in found["parts_gib"].items())]
+    gpu = found["step_ms"] is not None
+    parts = {part: size for part, size in found["parts_gib"].items() if gpu or part not in ("context", "slack")}
+    rows: list[tuple[object, ...]] = [("part", "GiB"), *((part, f"{size:.2f}") for part, size in parts.items())]
 
-    def between(values: list[float] | None, unit: str, digits: int = 1) -> str:
-        return "" if values is None else f"{values[0]:.{digits}f} to {values[1]:.{digits}f} {unit}"
+    def between(*ranges: tuple[list[float] | None, str, int]) -> str:
+        return ", ".join(f"{r[0]:.{digits}f} to {r[1]:.{digits}f} {unit}" for r, unit, digits in ranges if r)
 
     phases = ", ".join(f"{phase} {size:.2f}" for phase, size in found["phases_gib"].items())
     lines = [
@@ -223,18 +239,19 @@ def texts(found: dict[str, Any]) -> str:
         f"{found['phase']}: {verdict} (by phase: {phases})",
         f"micro-batch {found['micro_batch']}, largest that fits {found['largest_micro_batch']}; a block keeps "
         f"{found['kept_mib_a_block_and_sample']:.2f} MiB a sample" + host(found),
-        f"{between(found['step_ms'], 'ms a step')}, {between(found['hours'], 'hours', 2)} for {found['steps']} steps"
-        + "".join(
-            f", {part}" for part in (between(found["kwh"], "kWh", 2), between(found["cost"], "in all", 2)) if part
-        ),
     ]
+    hours = found["hours"], f"hours for {found['steps']} steps", 2
+    times = between((found["step_ms"], "ms a step", 1), hours, (found["kwh"], "kWh", 2), (found["cost"], "in all", 2))
+    lines.append(times or NO_TIMES)
     if change := found["change"]:
         words = " ".join(change["words"])
-        told = f"{change['peak_gib']:.2f} GiB, {between(change['step_ms'], 'ms a step')}; it costs {change['costs']}"
+        time = between((change["step_ms"], "ms a step", 1))
+        told = f"{change['peak_gib']:.2f} GiB{time and f', {time}'}; it costs {change['costs']}"
         lines.append(f"cheapest change that fits: {words} ({told})")
     elif not found["fits"]:
         lines.append("no change that this plan knows makes it fit; use a smaller model, or several GPUs with fsdp.")
-    lines += ["", *(f"not told apart: {key}: {why}" for key, why in found["not_counted"].items()), assumptions()]
+    lines += ["", *(f"not told apart: {key}: {why}" for key, why in found["not_counted"].items())]
+    lines += [assumptions()] if gpu else []
     return "\n".join(lines)
 
 

@@ -24,8 +24,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(f"| {line} |" for line in [lines[0], " | ".join(["---"] * len(heads)), *lines[1:]])
 
 
-def card(run: History) -> str:
-    """The model card of a run."""
+def card(run: History, how: str = "") -> str:
+    """The model card of a run. `how` to sample stands there instead of a command with its weights file."""
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
     words = [f"{key}={run.config[f'sampling.{key}']}" for key in SAMPLER if f"sampling.{key}" in run.config]
@@ -36,7 +36,7 @@ def card(run: History) -> str:
         "Model": f"A class-conditional model of latents, {plain(model)}, trained with {plain(objective)}. {about}",
         "Data": data,
         "Training": table(("what", "value"), [*run.numbers().items(), *facts]),
-        "How to sample": f"    {sample}\n\n{weights}",
+        "How to sample": f"{how or f'    {sample}'}\n\n{weights}",
         "Figures": figures(run),
         "Limits": limits(run),
     }
@@ -65,7 +65,8 @@ def of_checkpoint(run: History) -> tuple[str, str, str]:
         f"{plain(spec.get('encoder._target_'))}.",
         f"- {text(spec['count'])} training samples {classes if names else 'without classes'}\n"
         f"- fingerprint of the set: {plain(spec['fingerprint'])}",
-        f"`ema.safetensors` is of step {text(run.state['step'])}, sha256 {run.weights.sha256}.",
+        f"The weights are of step {text(run.state['step'])}; sha256 of that checkpoint's `ema.safetensors`: "
+        f"{run.weights.sha256}.",
     )
 
 
@@ -88,7 +89,9 @@ def limits(run: History) -> str:
     """What nobody measured, and what did not go as requested."""
     off = ", ".join(row.key for row in run.ledger if row.missing)
     found = {
-        "Nothing here says how many of the training images the model repeats.": True,
+        "Nothing here says how many of the training images the model repeats.": not any(
+            "copied" in row for evaluation in run.evaluations for row in evaluation.features.values()
+        ),
         "The samples were not evaluated: there is no result of `python -m scripts.evaluate`.": not run.evaluations,
         "The run is not finished.": not run.summary,
         f"Requested and not active in training: {plain(off)}.": off,

@@ -19,7 +19,7 @@ from training.goodput import told
 from training.metrics_file import read_metrics
 from training.pretrained import read_tensors
 
-FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "why")
+FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")
 HEADS = ("run", "file", "weights", "features", *FIGURES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -40,6 +41,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 MUST_MATCH = tuple(identity({}))
+HASH = 64
+"""Hexadecimal digits with which the fingerprint of a latent set begins; its order and statistics follow."""
 
 
 def load_latest(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> tuple[Path, str] | None:
@@ -98,6 +101,12 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
         ) from error
     if others:
         name, told = next(iter(others.items()))
+        then, here = (str(data.get("fingerprint")) for data in (described["data"], now["data"]))
+        if name == "data" and then != here and then[:HASH] == here[:HASH] and re.fullmatch("[0-9a-f]+", then[:HASH]):
+            told += (
+                f". The latents are the same: their order, normalisation or storage was {then[HASH + 1 :]} and is "
+                f"{here[HASH + 1 :]}, as data=, data.window, data.normalisation and data.storage choose it"
+            )
         instead = "" if described["adapter"] else f", or init_from={folder} to start from its weights"
         raise ValueError(f"{folder} was made with another {name}: {told}. Use a new run_dir{instead}.")
     try:

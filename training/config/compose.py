@@ -282,6 +282,8 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     own = {field.name for field in fields(cast(Any, schema))}
     foreign = {theirs: ours for theirs, ours in FOREIGN_DRAWING.items() if ours.partition("=")[0] in own - {theirs}}
     refuse_form(words, foreign)
+    if "encoder" in own:  # the folder itself, which precompute_latents.py is told in two words
+        words = [re.sub("^encoder[.]path=", "encoder=", word) for word in words if word != "encoder=local"]
     extensions.admit(words)
     given = OmegaConf.create({})
     for word in words:

@@ -105,7 +105,7 @@ def refuse_words(words: list[str]) -> None:
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
     """ValueError for a word that is not `key=value`, with what it should be."""
-    for word, behind in zip(words, [*words[1:], ""], strict=False):
+    for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise ValueError("one word of the command is empty; give key=value.")
         refuse_deep(word)
@@ -115,6 +115,9 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
             continue
         if not equals and behind and "=" not in behind and not behind.startswith("--"):
             word, value = f"{word} {behind}", behind
+        if before.count("[") > before.count("]"):
+            key = before.partition("=")[0]
+            raise ValueError(f'{before} …: the list has spaces; quote the whole word for the shell: "{key}=[…]".')
         fault = ": keys are given as key=value, without dashes" if key[:1] == "-" else " is not of the form key=value"
         ours = spelled(foreign[name], value or "true") if name in foreign else f"{name}={value.strip() or '<value>'}"
         remedy = f"write {ours}" if re.fullmatch(r"[a-z_][\w.]+", name) else "`--help` lists the keys"

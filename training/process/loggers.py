@@ -76,7 +76,7 @@ class WandbLogger(NoLogger):
         self.run.define_metric("*", step_metric="samples")
 
     def log(self, metrics: Mapping[str, Any], samples: int) -> None:
-        self.run.log({**metrics, "samples": samples})
+        self.run.log({key: value for key, value in metrics.items() if value is not None} | {"samples": samples})
 
     def image(self, name: str, file: Path, samples: int) -> None:
         import wandb
@@ -88,7 +88,8 @@ class WandbLogger(NoLogger):
         global finish_timed_out
         if self.run is None:
             return
-        self.run.summary.update(dict(summary))
+        kept = {key: value for key, value in summary.items() if value is not None and key != "sample_grid"}
+        self.run.summary.update(kept)  # "sample_grid" is the last picture there, and here a path
         failures: list[Exception] = []
 
         def upload() -> None:
