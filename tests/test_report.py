@@ -158,7 +158,8 @@ def test_page_and_card_show_the_whole_run(plant: Plant, tmp_path: Path, monkeypa
 def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: Plant):
     run = History(str(plant("mine")), "run_dir")
     told = card(run, how="open it in diffusers").partition("## How to sample\n\n")[2].partition("\n## ")[0]
-    weights = f"The weights are of step 100; sha256 of that checkpoint's `ema.safetensors`: {'ef' * 32}.\n"
+    weights = "The weights are of step 100; sha256 of that checkpoint's `ema.safetensors`: "
+    weights += f"{file_sha256(run.folder / 'checkpoints/step-100/ema.safetensors')}.\n"
     assert told == f"open it in diffusers\n\n{weights}"
     repeats = "how many of the training images the model repeats"
     assert repeats in card(run)

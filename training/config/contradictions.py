@@ -5,11 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 WHOLE = ("torch.optim.Adafactor",)
 """Optimizers that need whole matrices."""
 DECIDE_ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
+
+
+def check_pairs(runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None) -> None:
+    """ValueError for keys that do not go together."""
+    check_tune(runtime, deterministic)
+    check_compile(runtime, accumulation_steps, deterministic)
+    check_sharding(runtime, optimizer)
+    check_offload(runtime)
+    check_graph(runtime, optimizer)
 
 
 def check_tune(runtime: Any, deterministic: bool) -> None:
@@ -97,6 +107,13 @@ def check_offload(runtime: Any) -> None:
             "runtime.offload_activations=true cannot move the results that runtime.checkpoint_policy=selective keeps; "
             "use runtime.checkpoint_policy=blocks."
         )
+
+
+def check_momentum(optim: Mapping[str, Any]) -> None:
+    """ValueError for a momentum that grows without end."""
+    momentum = optim.get("momentum", 0.0)
+    if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
+        raise ValueError(f"optim.momentum={momentum} must be at least 0 and below 1.")
 
 
 def check_graph(runtime: Any, optimizer: str | None) -> None:

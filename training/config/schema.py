@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from models.solver import Solver
-from training.config.contradictions import check_compile, check_graph, check_offload, check_sharding, check_tune
+from training.config.contradictions import check_momentum, check_pairs
 
 
 class Device(str, Enum):
@@ -171,11 +171,7 @@ class RuntimeConfig:
         for key in KERNELS:
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise ValueError(f"runtime.{key}={value} must be false, true or auto.")
-        check_tune(self, deterministic)
-        check_compile(self, accumulation_steps, deterministic)
-        check_sharding(self, optimizer)
-        check_offload(self)
-        check_graph(self, optimizer)
+        check_pairs(self, accumulation_steps, deterministic, optimizer)
 
 
 @dataclass(frozen=True)
@@ -301,9 +297,7 @@ class TrainConfig:
             )
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
         at_most(1, self.schedule, "final", prefix="schedule.")
-        momentum = (self.optim or {}).get("momentum", 0.0)
-        if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
-            raise ValueError(f"optim.momentum={momentum} must be at least 0 and below 1.")
+        check_momentum(self.optim or {})
         self.sampling.check()
         self.fd.check(self.keep_best)
         if self.keep_best != "eval_loss" and (not self.fd_every or self.save_every % self.fd_every):
