@@ -28,7 +28,7 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Of Python's audit events, those of a save."""
 PARENT = os.getppid()
 HANG = 600.0
-"""Seconds after which a run of a second or so that has not ended never does."""
+"""Seconds after which what should take a few hangs."""
 IMPORTED_ONCE = [
     *("tests.parallel_worker", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "functorch.compile"),
     *("sklearn.datasets", "networkx", "evaluation.in_run", "models.mixers.bidirectional_ssd"),
