@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,10 @@ def pairwise(*axes: list[Any]) -> list[tuple[Any, ...]]:
         wanted = wanted - pairs(best)
         chosen.append(best)
     return chosen
+
+
+def until_dead(process: int) -> None:
+    """Waits until a process has ended, whoever started it; the limit of the test ends the wait."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.05)

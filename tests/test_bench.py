@@ -266,7 +266,7 @@ def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
         assert ("Attention" in str(own.model)) == (key == "attention")
 
 
-def test_operators_are_measured_beside_their_definitions(tmp_path):
+def test_operators_are_measured_beside_their_definitions(tmp_path, monkeypatch):
     found = result("kernels", tmp_path, "inductor=false")
     assert len(found) == 7 * 3 * 2
     assert "bidirectional_ssd, gated fused, both passes" in found
@@ -275,9 +275,21 @@ def test_operators_are_measured_beside_their_definitions(tmp_path):
     assert all(entry["us"] > 0 and entry["gb_s"] > 0 and entry["speed"] == 1 for entry in measured)
     assert kernels.bars(measured)[1] == []  # the definition beside itself
     op = next(op for op in kernels.operators("tiny", CPU) if op.name == "local_mix")
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    def definition(*inputs: torch.Tensor):
+        now[0] += 1.0
+        return op.definition(*inputs)
+
+    monkeypatch.setattr("scripts.timing.time", SimpleNamespace(perf_counter=clock))
+    timed = op._replace(definition=definition)
     shared = kernels.Kernels(BenchConfig(setting="tiny", steps=1, repeats=3), CPU)
-    twice = shared.measure(op, lambda *inputs: [op.definition(*inputs) for _ in range(4)].pop(), backward=False)
-    assert twice["speed"] < 0.7  # four times the work
+    four = shared.measure(timed, lambda *inputs: [definition(*inputs) for _ in range(4)].pop(), backward=False)
+    assert four["speed"] == pytest.approx(0.25, rel=1e-4)
 
 
 def scan_of_raw_steps(x, dt, A, B_in, C_out, chunk_size, *, D, dt_bias, dt_softplus):

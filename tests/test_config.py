@@ -17,7 +17,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from scripts.import_latents import ImportConfig
-from tests.pace import limit
 from training.config.build import build, resolve_target
 from training.config.compose import CONF, ROOT, compose, from_words, one_sentence
 from training.config.paths import refuse_paths
@@ -39,7 +38,6 @@ def command(*words: str, program: str = "train.py", **environment: str) -> subpr
         capture_output=True,
         text=True,
         check=False,
-        timeout=limit(300),
     )
 
 
@@ -486,7 +484,7 @@ def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(word, 
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     words = ["make", "-n", "setup", f"VENV={tmp_path}", *([f"PYTHON={word}"] if word else [])]
     env = os.environ | {"MAKEFLAGS": ""} | ({"PYTHON": exported} if exported else {})
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert (f"rm -rf {tmp_path}" in done.stdout) is anew
 
 
@@ -499,7 +497,7 @@ def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], t
     if (older := next(working, None)) is None:
         pytest.skip("no Python 3.10 at hand")
     words = ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"] if start == ["make"] else [older, *start]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode
     assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")
     assert not (tmp_path / "venv").exists()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from data.source import open_source
 from data.streamed import StreamedLatents
 from data.streams import StreamDataset
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
-from tests.pace import limit
 from tests.test_loaders import assert_same, joined
 from training.assemble import assemble
 from training.config.compose import compose
@@ -161,15 +161,19 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder: Path, run: Run, tmp_pa
     assert lines[-1]["skipped_data"] == 8
 
 
-def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path):
+def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    workers, start = [], BaseProcess.start
+
+    def noted(worker: BaseProcess) -> None:
+        workers.append(worker)
+        start(worker)
+
+    monkeypatch.setattr(BaseProcess, "start", noted)
     flipped_byte(folder)
     loader = load("webdataset, 2 workers", folder)
     with pytest.raises(ValueError, match="is damaged"):
         list(islice(loader, 10))
-    before = time.monotonic()
-    while multiprocessing.active_children():
-        assert time.monotonic() < before + 4.0  # PyTorch waits 5 s for each that gets no word to end
-        time.sleep(0.02)
+    assert [worker.exitcode for worker in workers] == [0, 0]  # PyTorch terminates one that gets no word to end
 
 
 def test_nothing_left_to_stand_in_is_an_error(folder: Path):
@@ -354,11 +358,9 @@ def test_what_fails_for_a_moment_is_tried_again(folder: Path, server: Server, fa
 @pytest.mark.fault("a server of latents that hangs", "given up on within its timeout")
 def test_a_server_that_hangs_is_given_up_on(server: Server):
     server.script = lambda number, path: None if path.endswith(".json") else "hang"
-    began = time.monotonic()
-    loader = load("webdataset", server.url, timeout=0.2, retries=1)
+    loader = load("webdataset", server.url, timeout=1.0, retries=1)
     with pytest.raises(ValueError, match=r"train-0000\d.tar \(samples .* cannot be read: ReadTimeout.*\(2 attempts\)"):
         next(loader)
-    assert time.monotonic() - began < limit(10.0)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ def recognised(npz, first: int = 0) -> float:
     return float((classifier.predict(drawn) == samples["labels"] + first).mean())
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("words", "eval_loss", "share"),
     [(["total_samples=30720", "sample_every=0"], 0.62, 0.7), pytest.param([], 0.52, 0.95, marks=pytest.mark.slow)],
@@ -46,7 +45,6 @@ def test_the_default_run_draws_digits_that_a_classifier_recognises(words, eval_l
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_model_of_five_digits_learns_the_others_with_few_weights(tmp_path):
     words = ["total_samples=51200", "sample_every=0"]
     base, others = tmp_path / "five", tmp_path / "others"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from data.synthetic import SyntheticLatents
-from tests import pace
 from tests.test_tuning import SMALL
 from train import train
-from training import goodput
+from training import goodput, metrics
 from training.config.compose import compose
 from training.goodput import Account, Clock, between, told
+from training.step import TrainStep
 
 RUN = [*SMALL, "model.dim=16", "runtime=eager", "batch_size=8", "eval_every=0", "sample_every=0", "log_every=2"]
 
@@ -48,41 +48,66 @@ def test_productive_seconds_lie_on_straight_lines():
     assert [between(reached, step) for step in (0, 5, 10, 15, 20, 30)] == [0.0, 2.5, 5.0, 15.0, 25.0, 25.0]
 
 
+class OwnTime:
+    """A clock that goes on by a second with each look at it, and by what a slow batch and a step take."""
+
+    BATCH, STEP = 400.0, 100.0
+    now = 2e9
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    time = perf_counter
+
+
+OWN_TIME = OwnTime()
+
+
+@pytest.fixture
+def own_time(monkeypatch: pytest.MonkeyPatch) -> OwnTime:
+    step = TrainStep.__call__
+
+    def timed(self: TrainStep, *arguments: Any) -> Any:
+        OWN_TIME.now += OWN_TIME.STEP
+        return step(self, *arguments)
+
+    monkeypatch.setattr(TrainStep, "__call__", timed)
+    for module in (goodput, metrics):
+        monkeypatch.setattr(module, "time", OWN_TIME)
+    return OWN_TIME
+
+
 class Slow(SyntheticLatents):
-    """Takes 20 ms for a batch."""
+    """Lets time go by for a batch."""
 
     def __next__(self) -> Any:
-        time.sleep(0.02)
+        OWN_TIME.now += OWN_TIME.BATCH
         return super().__next__()
 
 
-def run(folder: Path, *words: str) -> tuple[dict[str, Any], float]:
-    """The summary of a run, and the seconds that it took as seen from outside."""
-    composed = compose([*RUN, f"run_dir={folder}", "save_every=80", *words])
-    began = time.perf_counter()
-    return train(composed), time.perf_counter() - began
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    """The summary of a run."""
+    return train(compose([*RUN, f"run_dir={folder}", "save_every=80", *words]))
 
 
-def test_a_run_and_its_restart_add_up_to_the_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_time: OwnTime):
     """160 steps, of which the last 80 are lost; a pause; 100 steps from the eightieth on."""
     monkeypatch.setattr(goodput, "EVERY", 0.0)
-    run(tmp_path / "imports", "total_samples=8")
-    folder = tmp_path / "run"
-    first, seconds = run(folder, "total_samples=1280", *SLOW)
-    began = time.perf_counter() - seconds
-    assert sum(first["time"].values()) == pytest.approx(seconds, rel=0.01)
-    assert first["goodput"] == pytest.approx(first["time"]["steps"] / sum(first["time"].values()), rel=0.01)
-    assert first["time"]["data_wait"] > 160 * 0.02
+    folder, began = tmp_path / "run", own_time.now
+    first = run(folder, "total_samples=1280", *SLOW)
+    assert sum(first["time"].values()) == pytest.approx(own_time.now - began, abs=5.0)
+    assert first["goodput"] == pytest.approx(first["time"]["steps"] / sum(first["time"].values()), abs=1e-4)
+    assert first["time"]["data_wait"] == pytest.approx(160 * own_time.BATCH, rel=0.01)
     reached = {int(step): value for step, value in json.loads((folder / goodput.FILE).read_text())["reached"].items()}
     shutil.rmtree(folder / "checkpoints" / "step-160")
     (folder / "summary.json").unlink()
-    time.sleep(0.5)
-    second, _ = run(folder, "total_samples=1440", *SLOW)
-    account = second["time"]
-    assert sum(account.values()) == pytest.approx(time.perf_counter() - began, rel=0.01)
-    assert 0.5 <= account["idle"] < pace.limit(1.5)
-    assert account["redone"] == pytest.approx(reached[160] - reached[80], rel=0.05, abs=1e-3)
-    assert account["redone"] > 0.0
+    own_time.now += 5000.0
+    account = run(folder, "total_samples=1440", *SLOW)["time"]
+    assert sum(account.values()) == pytest.approx(own_time.now - began, abs=5.0)
+    assert account["idle"] == pytest.approx(5000.0, abs=5.0)
+    assert account["redone"] == pytest.approx(reached[160] - reached[80], abs=5.0)
+    assert account["redone"] == pytest.approx(80 * own_time.STEP, rel=0.2)
     assert account["warm_up"] > first["time"]["warm_up"]
     assert account["saving"] > first["time"]["saving"] > 0.0
     shown = told(account)
@@ -113,15 +138,17 @@ def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
     assert account.seconds["idle"] == 0.0
 
 
-def test_waiting_for_data_is_told_once_with_its_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    quiet, _ = run(tmp_path / "quick", "total_samples=80")
+def test_waiting_for_data_is_told_once_with_its_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_time: OwnTime
+):
+    quiet = run(tmp_path / "quick", "total_samples=80")
     assert "data-bound" not in capsys.readouterr().out
-    slow, _ = run(tmp_path / "slow", "total_samples=160", *SLOW)
+    slow = run(tmp_path / "slow", "total_samples=160", *SLOW)
     said = capsys.readouterr().out
     assert said.count("data-bound") == 1
     assert "of the step goes by before a batch is there; try data=resident, more data.num_workers" in said
-    assert slow["time"]["data_wait"] == pytest.approx(20 * 0.02, rel=0.2)
-    assert quiet["time"]["data_wait"] < 0.1
+    assert slow["time"]["data_wait"] == pytest.approx(20 * own_time.BATCH, rel=0.01)
+    assert quiet["time"]["data_wait"] < 0.01 * slow["time"]["data_wait"]
 
 
 def test_waiting_for_launches_is_told_with_what_is_left_to_try():

@@ -217,7 +217,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert not done.returncode, done.stderr
     assert not list(folder.iterdir()), "a command that never started left a file"

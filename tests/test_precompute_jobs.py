@@ -119,7 +119,6 @@ def test_killed_anywhere_it_continues_to_the_same_bytes(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_twenty_kills_change_nothing(vae: Path, many_photos: Path, tmp_path: Path, job: Job, ranks: int):
     expected = contents(job(*MANY, source=many_photos))
@@ -129,7 +128,10 @@ def test_twenty_kills_change_nothing(vae: Path, many_photos: Path, tmp_path: Pat
     assert whole_files(contents(tmp_path / "killed")) == expected
 
 
-HOLD = "import sys, encoding.job as p; from pathlib import Path; held = p.locked(Path(sys.argv[1])); input()"
+HOLD = (
+    "import sys, encoding.job as p; from pathlib import Path; held = p.locked(Path(sys.argv[1]));"
+    "print('held', flush=True); input()"
+)
 
 
 @pytest.mark.slow
@@ -137,11 +139,14 @@ HOLD = "import sys, encoding.job as p; from pathlib import Path; held = p.locked
 def test_two_jobs_do_not_write_into_one_folder(vae: Path, photos: Path, tmp_path: Path, ranks: int):
     out = tmp_path / "out"
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(out)], cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", HOLD, str(out)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
-    while not (out / ".lock").exists():
-        time.sleep(0.01)
-    time.sleep(0.2)
+    assert holder.stdout
+    assert holder.stdout.readline(), "it never held the folder"
     second = start(command(vae, photos, out, ranks=ranks))
     _, errors = second.communicate()
     assert second.returncode != 0

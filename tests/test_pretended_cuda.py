@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pace import limit
 from tests.pretended_cuda_worker import COMPILED, STEP_COUNT, STEPS
 from training.config.compose import ROOT
 
@@ -57,7 +56,6 @@ def results(kind: str, folder: Path) -> Results:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=limit(400),
     )
     found: Results = {}
     print(f"\n{kind}:")

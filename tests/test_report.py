@@ -24,7 +24,6 @@ from scripts.report.card import card
 from scripts.report.history import History
 from scripts.report.page import distances, evaluations
 from scripts.report.plots import TRAINING, distance_plots, draw
-from tests.pace import limit
 from training.config.compose import compose
 from training.config.yaml_text import as_yaml
 from training.pretrained import read_tensors
@@ -266,7 +265,7 @@ def test_a_browser_shows_it_on_a_telephone(plant: Plant, tmp_path: Path):
     (tmp_path / "wrapper.html").write_text(WRAPPER)
     flags = ["--headless", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", f"--user-data-dir={tmp_path}/u"]
     words = [browser, *flags, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "wrapper.html").as_uri()]
-    shown = subprocess.run(words, capture_output=True, text=True, timeout=limit(60)).stdout
+    shown = subprocess.run(words, capture_output=True, text=True).stdout
     found = json.loads(re.search(r"\{.*\}", shown)[0])  # type: ignore[index]
     assert found["width"] <= found["inner"] == 390
     assert found["images"] == len(alts(page))

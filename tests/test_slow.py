@@ -14,7 +14,7 @@ from tests.test_digits import recognised
 from train import train
 from training.config.compose import compose
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("runtime", choices("runtime"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
+import select
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from scripts.bench.workload import Workload, time_steps
 from scripts.plan.__main__ import main
-from tests import pace
+from tests.helpers import until_dead
 from train import train
 from training import contest, tuning
 from training.config.compose import ROOT, compose
@@ -83,15 +84,22 @@ ACTOR = """
 import json, os, signal, sys, time
 from pathlib import Path
 role, answers = json.loads(Path(sys.argv[1]).read_text())["cfg"]["role"], os.fdopen(int(sys.argv[2]), "w")
+def hang():
+    Path(sys.argv[1]).with_suffix(".hangs").touch()
+    time.sleep(3600)
 def say(**content): print(json.dumps(content), file=answers, flush=True)
-if role == "hangs": time.sleep(600)
+if role == "hangs": hang()
 if role == "crashes": os.kill(os.getpid(), signal.SIGSEGV)
 say(losses=[1.0], norms=[2.2 if role == "other norms" else 2.0], tolerance=1e-3, refusal=None)
 for line in sys.stdin:
-    if role == "hangs later": time.sleep(600)
+    if role == "hangs later": hang()
     if role == "memory": say(refusal="memory ran out")
     else: say(seconds=[{"slow": 4.0, "slower": 8.0, "quick": 2.0}.get(role, 1.0)] * int(line))
 """
+
+
+BUDGET = 3600.0
+"""Seconds."""
 
 
 @dataclass
@@ -101,10 +109,10 @@ class Role:
     role: str
 
 
-def contest_of(first: str, *stages: list[str], budget: float = 60.0) -> tuple[str, dict[str, contest.Candidate]]:
+def contest_of(first: str, *stages: list[str]) -> tuple[str, dict[str, contest.Candidate]]:
     """What actors come to, each a process that says what its role would."""
     make: Any = Role
-    held = contest.Contest(lambda changes: make(**changes), {}, time.monotonic() + pace.limit(budget))
+    held = contest.Contest(lambda changes: make(**changes), {}, contest.time.monotonic() + BUDGET)
     chosen = held.run({"role": first}, [lambda _, own=own: [{"role": role} for role in own] for own in stages])
     return chosen["role"], {candidate.changes["role"]: candidate for candidate in held.tried}
 
@@ -128,27 +136,50 @@ def test_the_slower_half_is_out_after_each_round(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("actors")
-def test_the_budget_is_kept_whatever_hangs():
-    """One that never gets warm leaves a quarter of the time; one that hangs in a step ends with the budget."""
-    for role, refusal in (("hangs", r"it was not warm after \d+ s"), ("hangs later", None)):
-        began = time.monotonic()
-        chosen, tried = contest_of("quick", [role], budget=3.0)
-        assert time.monotonic() - began < pace.limit(3.0) + 5
-        assert chosen == "quick"
-        assert tried["quick"].seconds
-        assert re.fullmatch(refusal or contest.LATE, str(tried[role].refusal))
+@pytest.mark.parametrize(
+    ("role", "refusal", "taken"),
+    [
+        ("hangs", f"it was not warm after {contest.PATIENCE * BUDGET:.0f} s", contest.PATIENCE * BUDGET),
+        ("hangs later", contest.LATE, BUDGET),
+    ],
+)
+def test_the_budget_is_kept_whatever_hangs(
+    role: str, refusal: str, taken: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """One that never gets warm leaves a quarter of the time; one that hangs in a step ends with the budget.
+
+    The clock stands still but while the contest waits for one that hangs: it then shows when the contest gives up.
+    """
+    now, waited = [0.0], select.select
+
+    def given_up(read: list[int], write: list[int], other: list[int], left: float) -> tuple[list[int], ...]:
+        while not (found := waited(read, write, other, 0.01))[0]:
+            for mark in tmp_path.glob("*/*.hangs"):
+                mark.unlink()
+                now[0] += left
+                return found
+        return found
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(contest, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(contest, "select", SimpleNamespace(select=given_up))
+    chosen, tried = contest_of("quick", [role])
+    assert now == [taken]
+    assert chosen == "quick"
+    assert tried["quick"].seconds
+    assert tried[role].refusal == refusal
 
 
 STARTS = (
     "import subprocess, sys, time; from pathlib import Path;"
     "told = Path(sys.argv[1]).with_suffix('.told');"
-    "told.write_text(str(subprocess.Popen(['sleep', '600']).pid));"
+    "told.write_text(str(subprocess.Popen(['sleep', '99999']).pid));"
 )
 """A candidate that starts a process; what a process starts may hold the GPU."""
 
 
 def test_a_candidate_ends_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(contest, "PROGRAM", ["-c", STARTS + "time.sleep(600)"])
+    monkeypatch.setattr(contest, "PROGRAM", ["-c", STARTS + "time.sleep(99999)"])
     one = contest.Contestant(contest.Candidate({}), {"cfg": {}}, tmp_path, time.monotonic() + 99)
     child = int(told_in(tmp_path))
     one.end()
@@ -157,7 +188,7 @@ def test_a_candidate_ends_with_all_that_it_started(monkeypatch: pytest.MonkeyPat
 
 def test_a_candidate_ends_with_its_parent(tmp_path: Path):
     """Also where the parent has no time to say so."""
-    own = STARTS + "from training.tuning_candidate import end_with; end_with(int(sys.argv[2])); time.sleep(600)"
+    own = STARTS + "from training.tuning_candidate import end_with; end_with(int(sys.argv[2])); time.sleep(99999)"
     parent = (
         "import os, subprocess, sys; one = os.path.join(sys.argv[1], 'one');"
         f"subprocess.Popen([sys.executable, '-c', {own!r}, one, str(os.getpid())], start_new_session=True);"
@@ -171,27 +202,9 @@ def test_a_candidate_ends_with_its_parent(tmp_path: Path):
 
 def told_in(folder: Path) -> str:
     """What the candidate wrote, as soon as it has."""
-    until = time.monotonic() + pace.limit(60)
-    while time.monotonic() < until:
-        if found := [text for file in folder.glob("*.told") if (text := file.read_text())]:
-            return found[0]
+    while not (found := [text for file in folder.glob("*.told") if (text := file.read_text())]):
         time.sleep(0.05)
-    raise AssertionError("the candidate never began")
-
-
-def until_dead(process: int) -> None:
-    until = time.monotonic() + pace.limit(20)
-    while alive(process) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(process)
-
-
-def alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return found[0]
 
 
 @pytest.mark.slow
@@ -298,7 +311,7 @@ def test_tune_writes_a_runtime_file(
 
 
 @pytest.mark.slow
-def test_auto_keeps_its_budget_and_is_as_fast_as_the_better_preset():
+def test_auto_is_as_fast_as_the_better_preset():
     """At most 8% slower than the better of fast and production, in turn, each in the quietest of 8 rounds.
 
     On a shared CPU two processes of one candidate differ by up to 7%. Under the load of other guests eager steps take
@@ -306,9 +319,7 @@ def test_auto_keeps_its_budget_and_is_as_fast_as_the_better_preset():
     """
     size = ["model=mamba_xs", "data=digits", "batch_size=64"]
     cfg = compose([*size, "runtime=auto"]).cfg
-    began = time.monotonic()
     found = tuning.tuned(cfg, CPU, SINGLE)[1]
-    assert time.monotonic() - began < cfg.runtime.tune_seconds + 5
     changes = [] if found["words"] == "as given" else found["words"].split()
     ways = {"auto": [*size, *changes], "fast": [*size, "runtime=fast"], "production": [*size, "runtime=production"]}
     times = time_steps({name: Workload(words) for name, words in ways.items()}, 10, 8)

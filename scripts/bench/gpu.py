@@ -33,7 +33,7 @@ from training.config.compose import ROOT, from_words
 from training.process import lock
 
 LIMIT = 480.0
-"""Seconds after which the process of a benchmark is ended."""
+"""Seconds after which a row is ended, and a process that has not begun with its rows."""
 START_UP = 15.0
 """Seconds that must be left to start a process that has not planned its rows yet."""
 LOG_BYTES = 2**20
@@ -55,7 +55,8 @@ class GpuConfig:
     again: str | None = None
     """failed: measures rows again that failed with this code, once."""
     limit_s: float = LIMIT
-    """Seconds after which the process of one benchmark is ended, and the row at which it is with it."""
+    """Seconds after which a row is ended, from its beginning, and its process with it. It is tried once more where its
+    process had measured others before."""
 
 
 class Item(NamedTuple):
@@ -206,13 +207,8 @@ class Queue:
         return run.get("command") == item.command and all(run[key] == value for key, value in same.items())
 
     def left(self, item: Item) -> dict[str, float]:
-        """Row -> seconds, of what is to be measured; all of the item where it is not planned.
-
-        What has had nearly all the time of a process, and did not end, is not to be measured.
-        """
-        if not self.planned(item):
-            return {f"all of {item.name}": item.seconds}
-        return {name: s for name, s in self.results.left(item.name).items() if s <= self.limit - START_UP}
+        """Row -> seconds, of what is to be measured; all of the item where it is not planned."""
+        return self.results.left(item.name, self.limit) if self.planned(item) else {f"all of {item.name}": item.seconds}
 
     def time_left(self) -> float:
         return self.deadline - time.time()
@@ -246,10 +242,10 @@ class Queue:
 
         Returns the exit status; None if its time was over.
         """
-        until = min(self.deadline, time.time() + self.limit)
-        words = [*item.command.split()[1:], f"out={self.results.folder}", f"until={until}"]
-        words += [f"again={again}"] if again else []
-        self.results.note(item.name, at=None)  # a queue that was killed left the row at which it was
+        words = [*item.command.split()[1:], f"out={self.results.folder}"]
+        words += [f"until={self.deadline}", f"limit_s={self.limit}", *([f"again={again}"] if again else [])]
+        # a queue that was killed left the row at which it was
+        self.results.note(item.name, at=None, began=time.time(), limit=min(LIMIT, self.time_left()))
         with self.log.open("ab") as log:
             log.write(f"\n{item.command}\n".encode())
             log.flush()
@@ -262,9 +258,7 @@ class Queue:
                 start_new_session=True,
             )
             try:
-                status = process.wait(max(0.0, until - time.time()))
-            except subprocess.TimeoutExpired:
-                status = None
+                status = self.ended(process, item)
             finally:
                 end(process)
                 shutil.rmtree(self.results.folder / SCRATCH, ignore_errors=True)
@@ -278,6 +272,16 @@ class Queue:
         if failed := self.results.fail(item.name, reason):
             print(f"{item.name}, {failed}", flush=True)
         return status
+
+    def ended(self, process: subprocess.Popen[bytes], item: Item) -> int | None:
+        """The exit status of a process, once it ends; None when the row that it told last has had its limit."""
+        while True:
+            told = self.results.plans()[item.name]
+            left = told["began"] + told["limit"] - time.time()
+            if left <= 0:
+                return None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left, 1.0))
 
     def all(self, items: list[Item]) -> None:
         """Measures what fits, and says what remains."""

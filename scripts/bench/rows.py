@@ -37,7 +37,7 @@ CAPTURE_FAILED = 71
 """Exit status of a process in which a CUDA graph could not be captured; only a new process measures rightly."""
 LEFT_OUT = "left out: inductor=false"
 """Why a row that compiles was not measured, where the command said so."""
-OF_THE_PROCESS = ("out", "until", "again")
+OF_THE_PROCESS = ("out", "until", "limit_s", "again")
 """Keys that say nothing of what is measured."""
 
 
@@ -116,7 +116,8 @@ class Results:
 
     def plans(self) -> dict[str, dict[str, Any]]:
         """Benchmark -> its newest plan: its `time`; `run`, what its rows were to be measured with; `seconds` by row;
-        `at`, the row that has begun and not ended."""
+        `at`, the row that has begun and not ended; when it `began`, the seconds of its `limit`, and whether it is the
+        `first` of its process."""
         return json.loads(self.plan_file.read_text()) if self.plan_file.is_file() else {}
 
     def note(self, benchmark: str, **facts: Any) -> None:
@@ -126,12 +127,13 @@ class Results:
         plans[benchmark] = plans.get(benchmark, {}) | facts
         write_atomically(self.plan_file, json.dumps(plans, indent=1) + "\n")
 
-    def left(self, benchmark: str) -> dict[str, float]:
-        """Row -> seconds it should take, of the rows that are planned and not measured in that way."""
+    def left(self, benchmark: str, limit: float) -> dict[str, float]:
+        """Row -> seconds it should take, of the rows that are planned and not measured in that way; each has `limit`
+        seconds."""
         plan = self.plans()[benchmark]
-        newest = self.newest(benchmark, plan["run"]["hardware"])
+        newest, run = self.newest(benchmark, plan["run"]["hardware"]), plan["run"]
         rows = {name: (seconds, newest.get(name)) for name, seconds in plan["seconds"].items()}
-        return {name: expected(*row) for name, row in rows.items() if not is_measured(row[1], plan["run"])}
+        return {name: expected(*row, limit) for name, row in rows.items() if not is_measured(row[1], run, limit)}
 
     def fail(self, benchmark: str, error: str | None) -> str | None:
         """Keeps the row at which a process was when it ended, with the reason; None is that its time was over.
@@ -147,7 +149,8 @@ class Results:
         if newest and newest["time"] == plan["began"]:  # the process ended between keeping the row and saying so
             return None
         taken = round(time.time() - plan["began"], 2)
-        error, limit = (error, {}) if error else (f"not done after {taken:.0f} s", {"limit": taken})
+        limit = {} if error else {key: plan[key] for key in ("limit", "first")}
+        error = error or f"not done after {taken:.0f} s"
         order = list(plan["seconds"]).index(name)
         facts = {"benchmark": benchmark, "order": order, "seconds": taken, "time": plan["began"]} | limit
         self.add(facts | {"entry": {"name": name, **plan["labels"], "error": error}, "run": plan["run"]})
@@ -185,20 +188,26 @@ def rank(line: Line) -> tuple[bool, float]:
     return "error" not in line["entry"], line["time"]
 
 
-def expected(stated: float, line: Line | None) -> float:
+def expected(stated: float, line: Line | None, limit: float) -> float:
     """Seconds that a row should take: what it took last; a quarter more than it had where it did not end.
 
-    At least a quarter of what is stated: what rows share, the first one pays.
+    At least a quarter of what is stated: what rows share, the first one pays. At most `limit` for a row
+    that did not end, since it is ended then.
     """
     if line is None or not ("limit" in line or line["entry"].keys().isdisjoint({"error", "reason"})):
         return stated
-    return 1.25 * line["limit"] if "limit" in line else max(line["seconds"], stated / 4)
+    return min(1.25 * line["limit"], limit) if "limit" in line else max(line["seconds"], stated / 4)
 
 
-def is_measured(line: Line | None, run: Mapping[str, Any], failed_too: bool = True) -> bool:
-    """Whether a line was measured with the same code, hardware, versions and keys, and ended."""
+def is_measured(line: Line | None, run: Mapping[str, Any], limit: float, failed_too: bool = True) -> bool:
+    """Whether a line was measured with the same code, hardware, versions and keys, and ended.
+
+    A row that ran out of time counts if it was the first of its process and had the `limit` that it would have now.
+    """
     same = ("code", "hardware", "versions", "keys", "overrides")
-    if line is None or "limit" in line or (not failed_too and "error" in line["entry"]):
+    if line is None or (not failed_too and "error" in line["entry"]):
+        return False
+    if "limit" in line and not (line.get("first") and line["limit"] >= limit):
         return False
     return all(line["run"][key] == run[key] for key in same)
 
@@ -259,22 +268,25 @@ def measure_rows(
     """
     assert cfg.name is not None
     results, run = Results(Path(cfg.out).expanduser()), describe(benchmark, cfg, overrides, device)
-    results.note(
-        cfg.name, run=run, seconds={PLANNING: 30.0}, at=PLANNING, began=time.time(), labels={}, time=time.time()
-    )
+    torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
+    began = time.time()
+    results.note(cfg.name, run=run, seconds={PLANNING: 30.0}, time=began)
+    results.note(cfg.name, at=PLANNING, began=began, limit=min(cfg.limit_s, cfg.until - began), labels={}, first=True)
     rows = list(benchmark.plan(cfg, overrides, device))
     results.note(cfg.name, seconds={row.name: row.seconds for row in rows}, at=None)
     newest = results.newest(cfg.name, run["hardware"])
-    torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
+    first = True
     for order, row in enumerate(rows):
         line = newest.get(row.name)
-        if line and cfg.again != "all" and is_measured(line, run, failed_too=cfg.again != "failed"):
+        if line and cfg.again != "all" and is_measured(line, run, cfg.limit_s, failed_too=cfg.again != "failed"):
             print(f"{row.name}: measured {line['run']['date']} with this code; again=all measures it anew", flush=True)
             continue
         began = time.time()
-        if began + expected(row.seconds, line) > cfg.until:
+        limit = min(cfg.limit_s, cfg.until - began)
+        if expected(row.seconds, line, cfg.limit_s) > limit:
             continue
-        results.note(cfg.name, at=row.name, began=began, labels=row.labels)
+        results.note(cfg.name, at=row.name, began=began, limit=limit, labels=row.labels, first=first)
+        first = False
         entry = {"name": row.name, **row.labels, **figures_of(row)}
         facts = {"order": order, "seconds": round(time.time() - began, 2), "time": began}
         results.add({"benchmark": cfg.name, **facts, "entry": entry, "run": run})

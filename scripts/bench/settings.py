@@ -52,6 +52,8 @@ class BenchConfig:
     """all, or failed: measures rows that this code has measured on this machine before, or that failed then."""
     until: float = inf
     """Unix time by which a row must end to be begun; `bench gpu` sets it."""
+    limit_s: float = inf
+    """Seconds after which a row is ended, from its beginning; `bench gpu` sets it, and ends it."""
 
 
 Keys = TypeVar("Keys")

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from data.digits import DigitLatents
 from data.shards import file_sha256
 from tests.faults.conftest import Start, said
+from tests.faults.zygote import HANG
 from training.checkpoint.find import complete
 from training.config.compose import one_sentence
 from training.guards import failures_explained
@@ -33,7 +34,6 @@ from training.process.stop import StopRequest
 from training.process.together import Together
 
 PATIENCE = 3.0
-LIMIT = 120
 Work = Callable[[Together, int], Callable[[], object]]
 
 
@@ -43,7 +43,7 @@ def told_by_two(folder: Path, work: Work) -> Iterator[str]:
     def child(rank: int) -> None:
         ranks = Ranks(rank, 2, rank)
         store = dist.FileStore(str(folder / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         together = Together(ranks, timedelta(seconds=PATIENCE))
         try:
             told = repr(together.results(work(together, rank)))
@@ -63,7 +63,7 @@ def told_by_two(folder: Path, work: Work) -> Iterator[str]:
             finally:
                 os._exit(1)
         pids.append(pid)
-    deadline, running = time.monotonic() + LIMIT, set(pids)
+    deadline, running = time.monotonic() + HANG, set(pids)
     while running and time.monotonic() < deadline:
         running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
         if running == {pids[1]} and (folder / "told-0").exists():
@@ -92,7 +92,7 @@ def stopped(together: Together, rank: int) -> Callable[[], object]:
 
 
 def stuck(together: Together, rank: int) -> Callable[[], object]:
-    return (lambda: time.sleep(LIMIT)) if rank else (lambda: 0)
+    return (lambda: time.sleep(HANG)) if rank else (lambda: 0)
 
 
 def full(together: Together, rank: int) -> Callable[[], object]:

@@ -16,6 +16,7 @@ import torch
 
 from data.digits import DigitLatents
 from tests.conftest import TINY_RUN
+from tests.faults.zygote import HANG
 from train import train
 from training.checkpoint.find import complete
 from training.checkpoint.parts import flat
@@ -69,7 +70,7 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     awaited, commit, wait = threading.Event(), Checkpoints.commit, Checkpoints.wait
 
     def commit_when_awaited(self: Checkpoints, step: int, files: dict) -> None:
-        awaited.wait(60)
+        awaited.wait(HANG)
         commit(self, step, files)
 
     def tell_and_wait(self: Checkpoints) -> None:
@@ -271,7 +272,8 @@ class Wandb(types.ModuleType):
 def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("training.process.loggers.FINISH_SECONDS", 0.5)
+    if down == "hangs at the end":
+        monkeypatch.setattr("training.process.loggers.FINISH_SECONDS", 0.5)
     monkeypatch.setattr("training.process.loggers.finish_timed_out", False)
     words = {"start": "cannot be reached", "hangs at the end": "did not finish"}
     with pytest.warns(UserWarning, match=words.get(down, "broken pipe")):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from data.manifest import rename, write_atomically
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import WORDS, Start, outcome, said
-from tests.pace import limit
+from tests.faults.zygote import HANG
 from train import train
 from training.checkpoint import save
 from training.checkpoint.find import WHOLE, belonging, complete, damage, read_back
@@ -422,7 +422,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     write = Checkpoints.write_files
 
     def slowly(self: Checkpoints, *arguments):
-        go_on.wait(timeout=limit(60))
+        go_on.wait(HANG)
         ended.append(threading.current_thread().name)
         return write(self, *arguments)
 

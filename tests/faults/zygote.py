@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.pace import limit
 from training.config.compose import ROOT
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Of Python's audit events, those of a save."""
 PARENT = os.getppid()
+HANG = 600.0
+"""Seconds after which what should take a few hangs."""
 IMPORTED_ONCE = [
     *("tests.parallel_worker", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "functorch.compile"),
     *("sklearn.datasets", "networkx", "evaluation.in_run", "models.mixers.bidirectional_ssd"),
@@ -81,8 +82,8 @@ class Zygote:
 
     def line(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
-        if not select.select([process.stdout], [], [], limit(300))[0]:
-            pytest.fail(f"a run has not ended after {limit(300):.0f} s")
+        if not select.select([process.stdout], [], [], HANG)[0]:
+            pytest.fail(f"a run has not ended after {HANG:.0f} s")
         return process.stdout.readline()
 
     def stop(self) -> None:
