@@ -56,8 +56,6 @@ class PrecomputeConfig:
         self.runtime.check()
         if self.limit is not None:
             at_least(1, self, "limit")
-        if self.seed >= 2**64:
-            raise ValueError(f"seed={self.seed} must be below 2**64.")
         if not 0.0 <= self.held_out < 1.0:
             raise ValueError(f"held_out={self.held_out}, the share kept out of training, must be in [0, 1).")
         if self.max_megapixels <= 0.0:
