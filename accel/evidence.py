@@ -51,8 +51,6 @@ class BlockEvidence:
     """Whether the residual that came in, and the one that went out, had bits that no 16-bit format has."""
     cached: frozenset[str]
     """Names of the operations whose results lie in a cache of selective checkpointing."""
-    unlike: tuple[Any, ...]
-    """Equal in calls that may share a compiled graph: sizes, and which inputs need a gradient."""
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it began on the host during the call."""
     left: int = 0
@@ -136,12 +134,9 @@ class BlockProbe(nn.Module):
             given[tensor.untyped_storage()._cdata] += nbytes(tensor)
         with torch.profiler.record_function(f"{BLOCK} {self.index}"), keeping(self.block, given) as kept:
             outputs = self.block(*inputs)
-        needs = tuple(t.requires_grad for t in inputs)
-        unlike = (given.total(), sum(p.numel() for p in self.block.parameters()), needs)
         fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
         dtypes = (outputs[2].dtype, outputs[0].dtype)
-        note = BlockEvidence(given.total(), kept.bytes, *dtypes, fine, frozenset(kept.cached), unlike)
-        note.left = kept.left_bytes
+        note = BlockEvidence(given.total(), kept.bytes, *dtypes, fine, frozenset(kept.cached), left=kept.left_bytes)
         self.notes.append(note)
         return outputs
 

@@ -46,7 +46,7 @@ def observed(value, op=FLASH, layers=2):
     technique = AttentionBackend(value, CUDA)
     technique.on_process()
     technique.switches, technique.layers = [torch.nn.Identity()] * layers, [layers]
-    call = BlockEvidence(1, 2, torch.float32, torch.float32, (True, True), frozenset(), (), Counter({op: layers}))
+    call = BlockEvidence(1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter({op: layers}))
     return technique.observe(Evidence(blocks=[[call]]))
 
 

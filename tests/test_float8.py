@@ -193,7 +193,7 @@ def test_8_bits_that_nobody_asked_for_are_mixed():
 def test_where_nothing_trains_the_forward_pass_is_all():
     layers = float8.Float8Layers(nn.Module(), "tensorwise")
     assert (layers.large, layers.too_small()[:6]) == ([], "0 of 0")  # an encoder has no blocks
-    call = BlockEvidence(8, 0, torch.float32, torch.bfloat16, (True, True), frozenset(), ())
+    call = BlockEvidence(8, 0, torch.float32, torch.bfloat16, (True, True), frozenset())
     assert (layers.passes(call), call.trains) == (1, False)
 
 

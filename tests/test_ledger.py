@@ -147,7 +147,7 @@ def test_a_selective_policy_that_keeps_other_results_is_not_on(words, kept, monk
 def test_a_compiler_that_goes_its_own_way_is_seen_in_what_is_kept():
     """The uncompiled step is as it should be, and the compiled blocks keep twice as much."""
     technique = CheckpointBlocks(True, CPU, "selective")
-    call = BlockEvidence(10, 100, torch.float32, torch.float32, (True, True), frozenset({"aten::mm"}), ())
+    call = BlockEvidence(10, 100, torch.float32, torch.float32, (True, True), frozenset({"aten::mm"}))
     technique.uncompiled = [[call]]
     for saved, on in ((93, True), (200, False), (10, False)):
         assert technique.observe(Evidence(blocks=[[replace(call, saved_bytes=saved)]])).active is on
@@ -177,7 +177,7 @@ def test_a_fused_kernel_is_believed_only_when_every_block_launched_it(called, la
     technique = FusedAddNorm(True, CPU)
     technique.switches = [nn.Identity()] * 2
     ops = [Counter({"fastlatent::add_norm": 1} if i < called else {}) for i in range(2)]
-    calls = [[BlockEvidence(1, 1, torch.float32, torch.float32, (True, True), frozenset(), (), one)] for one in ops]
+    calls = [[BlockEvidence(1, 1, torch.float32, torch.float32, (True, True), frozenset(), one)] for one in ops]
     assert technique.observe(Evidence(blocks=calls, ops=Counter({"add_norm_kernel": launches}))).active is active
 
 
@@ -453,7 +453,7 @@ def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
 @pytest.mark.parametrize("kernel", ["triton_tem_fused_mm_1", "## Call CompiledFxGraph a ##"])
 @pytest.mark.parametrize("branch", [torch.bfloat16, torch.float32])
 def test_products_that_are_kernels_of_inductor_are_judged_by_what_the_blocks_return(branch, kernel):
-    call = BlockEvidence(1, 1, torch.float32, branch, (True, True), frozenset(), ())
+    call = BlockEvidence(1, 1, torch.float32, branch, (True, True), frozenset())
     evidence = Evidence(ops=Counter({kernel: 8}), blocks=[[call], [call]])
     row = Precision("bf16", CPU).observe(evidence)
     assert row.active == {torch.bfloat16: "bf16", torch.float32: "fp32"}[branch]

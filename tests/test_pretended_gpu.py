@@ -152,7 +152,7 @@ def test_a_gpu_whose_kernels_nobody_saw_is_not_an_idle_one(monkeypatch):
 
 
 def evidence_of(unseen: bool, *ops: str) -> Evidence:
-    call = BlockEvidence(1, 2, torch.float32, torch.float32, (True, True), frozenset(), (), Counter(ops))
+    call = BlockEvidence(1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter(ops))
     return Evidence(ops=Counter(ops), blocks=[[call]], kernels_unseen=unseen)
 
 
