@@ -54,7 +54,7 @@ class BlockEvidence:
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it began on the host during the call."""
     left: int = 0
-    """Of the saved bytes, those that stay on the device in storages that are worth a move."""
+    """Of the saved bytes, those of tensors that stay on the device and would be worth a move."""
 
     @property
     def trains(self) -> bool:
@@ -136,7 +136,9 @@ class BlockProbe(nn.Module):
             outputs = self.block(*inputs)
         fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
         dtypes = (outputs[2].dtype, outputs[0].dtype)
-        note = BlockEvidence(given.total(), kept.bytes, *dtypes, fine, frozenset(kept.cached), left=kept.left_bytes)
+        note = BlockEvidence(
+            given.total(), kept.bytes, *dtypes, fine, frozenset(kept.cached), left=sum(kept.large_left.values())
+        )
         self.notes.append(note)
         return outputs
 

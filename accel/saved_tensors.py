@@ -27,6 +27,8 @@ class Kept:
     """Address -> bytes, of storages that belong to no parameter and no buffer."""
     left: dict[int, int] = field(default_factory=dict)
     """The same, of those that are kept as they are; others have a copy in host memory."""
+    large_left: dict[int, int] = field(default_factory=dict)
+    """The same again, of tensors of `LEAST_MOVED` bytes or more, which would be worth a move."""
     cached: set[str] = field(default_factory=set)
     """Operations whose results lie in a cache of selective checkpointing."""
     own: set[int] = field(default_factory=set)
@@ -35,11 +37,6 @@ class Kept:
     @property
     def bytes(self) -> int:
         return sum(self.storages.values())
-
-    @property
-    def left_bytes(self) -> int:
-        """Of storages of `LEAST_MOVED` bytes or more that are kept as they are."""
-        return sum(size for size in self.left.values() if size >= LEAST_MOVED)
 
     def note(self, module: nn.Module, tensor: Tensor, packed: Any) -> None:
         """Counts a tensor that is kept, and `packed` in its place."""
@@ -52,6 +49,8 @@ class Kept:
         held = [leaf.untyped_storage()._cdata for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
         if storage._cdata in held:
             self.left[storage._cdata] = size
+            if min(tensor.nbytes, size) >= LEAST_MOVED:
+                self.large_left[storage._cdata] = size
 
 
 class SavedTensors:

@@ -58,8 +58,8 @@ class RoundedUpdate(Members):
         self.rounding, self.seed = rounding, 0
         device = self.numbered[0].device
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.counts: Counter[str] | None = Counter()
-        """Elements of the latest step, by what was found of them; None once nobody looks any more."""
+        self.counts: dict[str, Any] | None = {}
+        """Elements of the latest step, by what was found of them, on the device; None once nobody looks any more."""
         self.draws = 0
         if rounding == "kahan":
             for parameter in narrow:
@@ -87,8 +87,8 @@ class RoundedUpdate(Members):
             stand_in.grad = parameter.grad.float()
         if self.counts is not None and self.rounding == "kahan":
             for stand_in, parameter in zip(stand_ins, narrow, strict=True):
-                self.counts["rests"] += int(self.state[parameter][COMPENSATION].count_nonzero())
-                self.counts["used"] += int((stand_in.data != parameter.detach().float()).sum())
+                self.count("rests", self.state[parameter][COMPENSATION] != 0.0)
+                self.count("used", stand_in.data != parameter.detach().float())
         yield
         updated = [stand_in.data for stand_in in stand_ins]
         for stand_in in stand_ins:
@@ -101,17 +101,21 @@ class RoundedUpdate(Members):
             for parameter, wide in zip(narrow, updated, strict=True):
                 self.look_at(parameter, wide)
 
-    def look_at(self, parameter: Tensor, wide: Tensor) -> None:
-        """Counts what rounding the values `wide` into a parameter did. Waits for the device."""
+    def count(self, what: str, found: Tensor) -> None:
+        """Adds the sum of `found` to a count of this step."""
         assert self.counts is not None
+        self.counts[what] = self.counts.get(what, 0) + found.sum(dtype=torch.float64)
+
+    def look_at(self, parameter: Tensor, wide: Tensor) -> None:
+        """Counts what rounding the values `wide` into a parameter did."""
         nearest = wide.bfloat16()
         part = (wide.view(torch.int32) & 0xFFFF) / 2.0**16  # of the way from the lower value to the upper one
-        self.counts["rounded"] += wide.numel()
-        self.counts["inexact"] += int((nearest.float() != wide).sum())
-        self.counts["unlike nearest"] += int((parameter.detach() != nearest).sum())
-        self.counts["expected"] += round(float(torch.minimum(part, 1.0 - part).sum()))
+        self.count("rounded", torch.ones_like(wide))
+        self.count("inexact", nearest.float() != wide)
+        self.count("unlike nearest", parameter.detach() != nearest)
+        self.count("expected", torch.minimum(part, 1.0 - part))
         if self.rounding == "kahan":
-            self.counts["kept"] += int(self.state[parameter][COMPENSATION].count_nonzero())
+            self.count("kept", self.state[parameter][COMPENSATION] != 0.0)
 
     def compensated(self, narrow: list[Any], updated: list[Tensor]) -> None:
         skipped = getattr(self, "found_inf", None)
@@ -202,7 +206,8 @@ class Weights(Technique):
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         if self.update is not None and self.update.counts is not None:
-            self.seen, self.update.counts = self.update.counts, None  # counting waits for the device
+            self.seen = Counter({what: round(float(count)) for what, count in self.update.counts.items()})
+            self.update.counts = None
 
     # What would still say "on" if this did nothing? The dtype of the weights would, and so would the number of elements
     # that the update goes over. Rounding at random shows in elements that are not the nearest value, as many as chance
