@@ -98,21 +98,24 @@ def class_count(cfg: ImportConfig) -> int | None:
     from encoding.foreign_samples import MOST_CLASSES
 
     if isinstance(cfg.classes, str):
-        return len(names_in(cfg.classes))
+        names = names_in(cfg.classes)
+        if len(set(names)) < len(names):
+            raise ValueError(f"classes={cfg.classes} must name each class once, one a line.")
+        return len(names)
     if not 1 <= cfg.classes <= MOST_CLASSES:
         raise ValueError(f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, a text file, or none.")
     return cfg.classes
 
 
 def names_in(file: str) -> list[str]:
-    """The names of classes in a text file, one a line; ValueError where there are none, or one stands there twice."""
+    """The names of classes in a text file, one a line; ValueError where there are none."""
     refuse_missing("classes", file, "give a number, none, or a text file with the name of a class a line")
     try:
         names = [line.strip() for line in Path(file).expanduser().read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"classes={file} is no text file; give one with the name of a class a line.") from error
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"classes={file} must name each class once, one a line.")
+    if not names:
+        raise ValueError(f"classes={file} is empty; give a text file with the name of a class a line.")
     return names
 
 
