@@ -10,6 +10,7 @@ Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthi
 https://arxiv.org/abs/2205.05198
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,8 @@ class CheckpointBlocks(Technique):
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
+            # Since PyTorch 2.14 it warns of hooks beside its caches; those of warm-up look into the caches themselves.
+            warnings.filterwarnings("ignore", message="A saved_tensors_hooks context", category=FutureWarning)
             self.blocks = blocks_of(model)
             wrap = self.selectively_recomputed if self.policy == "selective" else recomputed
             for block in list(blocks_of(model))[:: 2 if self.policy == "every_2" else 1]:
