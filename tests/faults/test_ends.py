@@ -156,16 +156,17 @@ def gone_reader() -> TextIO:
     return os.fdopen(writer, "w")
 
 
-@pytest.mark.fault("`train.py | head`: the reader of stdout goes away", "one warning; the run goes on to its end")
-@pytest.mark.fault("a full disk behind stdout, or stdout closed", "at most one warning; the run goes on to its end")
+READER = pytest.mark.fault("`train.py … | head`: the reader of stdout goes away", "one warning; the run goes on")
+DISK = pytest.mark.fault("a full disk behind stdout, or stdout closed", "at most one warning; the run goes on")
+
+
 @pytest.mark.parametrize(
     ("open_stdout", "why"),
     [
-        (gone_reader, "Broken pipe"),
-        (lambda: open("/dev/full", "w"), "No space left on device"),  # noqa: SIM115  # closed below
-        (lambda: None, None),
+        pytest.param(gone_reader, "Broken pipe", marks=READER, id="gone"),
+        pytest.param(lambda: open("/dev/full", "w"), "No space left on device", marks=DISK, id="full"),  # noqa: SIM115
+        pytest.param(lambda: None, None, marks=DISK, id="closed"),
     ],
-    ids=["gone", "full", "closed"],
 )
 def test_what_nobody_can_read_ends_no_run(
     open_stdout: Callable[[], TextIO | None],
