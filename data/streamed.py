@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import queue
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,14 +18,11 @@ from data.blocks import BlockReader, OnCorrupt, add_skipped
 from data.loader import BaseLoader, Batch, LatentTensors, LoaderArgs, sampled
 from data.manifest import Normalisation, open_set
 from data.read_ahead import Feeder, held_out_batches
+from data.shared_memory import refuse_small_shared_memory
 from data.streams import READERS, RankPositions, StreamDataset, StreamOrder, WorkerBatch, from_bytes, to_bytes
 
 GIB = 2**30
 MOST_STREAMS = 64
-SHARED_MEMORY = "/dev/shm"
-"""Where processes of Linux hand over tensors."""
-SLACK = 2**20
-"""Bytes there for locks and queues."""
 COPIES = 3
 """Of a block, while a thread reads it: its bytes, its tensors and its rows."""
 
@@ -119,7 +114,7 @@ class StreamedLatents(BaseLoader):
         except queue.Empty as error:
             raise ValueError(
                 f"data=webdataset gave no batch for {self.patience / 60:g} minutes (runtime.parallel.timeout_minutes). "
-                f"A disk that hangs does that, and so does a full {SHARED_MEMORY}; mend it, or use data.num_workers=0."
+                f"A disk that hangs does that, and so does a full /dev/shm; mend it, or use data.num_workers=0."
             ) from error
         ids, labels, position = (tensors.pop(name) for name in ("ids", "labels", "position"))
         raw = sampled(LatentTensors(labels=labels, **tensors), self.seed, position)
@@ -167,25 +162,6 @@ def fitting_streams(given: int | None, blocks: int, a_stream: int, allowed_gib: 
     return given or 1 << (max(1, int(most)).bit_length() - 1)
 
 
-def refuse_small_shared_memory(a_sample: int, batch_size: int, prefetch: int) -> None:
-    """ValueError if shared memory has no room for the batches that the workers hand over, samples of `a_sample` bytes.
-
-    A worker that finds no room there drops its batch, and its reader would wait for that without end.
-    """
-    if not os.path.isdir(SHARED_MEMORY):
-        return
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    batches = prefetch + 2  # one is being joined, and the workers make one more
-    needed = SLACK + processes * batches * batch_size * (8 + a_sample)
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < needed:
-        raise ValueError(
-            f"the workers of data=webdataset need {needed / 2**20:.1f} MiB of {SHARED_MEMORY}, which has "
-            f"{free / 2**20:.1f} MiB free; give the container more (docker run --shm-size=1g), lower "
-            f"data.prefetch_factor, or use data.num_workers=0."
-        )
-
-
 def unchanged(item: Any) -> Any:
     return item
 
@@ -197,7 +173,12 @@ class DeviceBatches:
         self.workers = max(1, workers)
         self.like = {name: tensor[:1].clone() for name, tensor in dataset.blocks.read(0).items()}
         if workers:
-            refuse_small_shared_memory(to_bytes(self.like).shape[1], dataset.of_rank.batch_size, prefetch)
+            refuse_small_shared_memory(
+                "the workers of data=webdataset",
+                prefetch,
+                dataset.of_rank.batch_size * (8 + to_bytes(self.like).shape[1]),
+                "lower data.prefetch_factor, or use data.num_workers=0",
+            )
         self.loader = DataLoader(
             dataset,
             batch_size=None,

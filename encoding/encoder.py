@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.manifest import write_atomically
 from data.shards import ShardWriter
-from encoding.images import Decoded, DecodedImages, ImageEntry, collate
+from encoding.images import Decoded, DecodedImages, ImageEntry, collate, decoding_loader
 from encoding.job import Numbered, Plan, digest_of, finished
 from encoding.listing import ImageList
 from encoding.statistics import ChannelSums
@@ -165,7 +164,7 @@ class ShardEncoder:
         shards = torch.arange(len(images)).split([len(of_shard) for _, _, of_shard in todo])
         batches = [batch.tolist() for shard in shards for batch in shard.split(self.cfg.batch_size)]
         dataset = decoding([entry for _, entry in images], self.cfg)
-        loader = DataLoader(dataset, batch_sampler=batches, num_workers=self.cfg.num_workers, collate_fn=collate)
+        loader = decoding_loader(dataset, batches, self.cfg.num_workers)
         for batch, decoded in zip(batches, loader, strict=True):
             yield [images[i] for i in batch], decoded
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from accel.technique import first_line
+from data.shared_memory import refuse_small_shared_memory
 from training.config.precompute import PrecomputeConfig
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in
 OPTIONAL = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000", "JPEG": "jpg", "PNG": "zlib"}
 """The codecs that a Pillow may have been built without."""
 RESIZE = "box-halving, bicubic, center crop"
+AHEAD = 2
+"""Batches that each process decodes ahead, PyTorch's default."""
+PATIENCE = 1800.0
+"""Seconds to wait for a batch of images."""
 
 
 class UnusableError(ValueError):
@@ -255,3 +260,12 @@ def collate(items: list[Tensor | str | OSError]) -> Decoded:
     reasons = [item for item in items if isinstance(item, str)]
     unread = next((str(item) for item in items if isinstance(item, OSError)), None)
     return Decoded(pixels, list(images), reasons, unread)
+
+
+def decoding_loader(images: DecodedImages, batches: list[list[int]], workers: int) -> DataLoader[Decoded]:
+    """The `batches` of images, which `workers` processes decode ahead; ValueError if shared memory is too small."""
+    if workers:
+        a_batch = max(map(len, batches), default=0) * 3 * images.side**2
+        refuse_small_shared_memory("processes that decode images", AHEAD * workers, a_batch, "use num_workers=0")
+    patience = PATIENCE if workers else 0.0
+    return DataLoader(images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=patience)

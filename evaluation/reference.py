@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from accel.proof import cache_folder
 from data.loader import LatentLoader, LatentSpec
-from encoding.images import RESIZE, DecodedImages, ImageEntry, collate, read_again
+from encoding.images import RESIZE, DecodedImages, ImageEntry, decoding_loader, read_again
 from encoding.listing import is_image
 from encoding.sources import list_images
 from evaluation.sides import Side
@@ -69,7 +68,8 @@ def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
 
     def images(first: int, last: int) -> Images:
         dataset = DecodedImages(entries[first:last], size[0])
-        for decoded in DataLoader(dataset, BATCH, num_workers=int(last - first > BATCH), collate_fn=collate):
+        batches = [part.tolist() for part in torch.arange(last - first).split(BATCH)]
+        for decoded in decoding_loader(dataset, batches, workers=int(len(batches) > 1)):
             if trouble := [*decoded.reasons, *([decoded.unread] if decoded.unread else [])]:
                 raise ValueError(f"reference={folder}: {trouble[0]}; remove or mend it.")
             yield decoded.pixels.permute(0, 2, 3, 1)

@@ -30,6 +30,7 @@ from data.resident import ResidentLatents
 from data.source import open_source
 from data.streamed import StreamedLatents
 from data.streams import StreamDataset
+from encoding.images import DecodedImages, decoding_loader
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 from tests.test_loaders import assert_same, joined
 from training.assemble import assemble
@@ -240,6 +241,10 @@ def test_small_shared_memory_is_refused(folder: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=r"need 1\.0 MiB of /dev/shm, which has 0\.2 MiB free; .*--shm-size=1g"):
         next(loader)
     next(load("webdataset", folder))  # without workers none is needed
+    images, batches = DecodedImages([], 256), [list(range(16))]
+    with pytest.raises(ValueError, match=r"processes that decode images need 19\.0 MiB of /dev/shm, which has 0\.2"):
+        decoding_loader(images, batches, workers=2)
+    decoding_loader(images, batches, workers=0)
 
 
 @pytest.mark.fault("readers that give no batch any more", "the run ends within runtime.parallel.timeout_minutes")

@@ -242,6 +242,8 @@ def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path
         (torch.OutOfMemoryError("CUDA out of memory"), "error: the memory of this machine is used up"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "error: the memory of this machine"),
         (RuntimeError("can't start new thread"), "error: this user may start no more threads or processes; raise"),
+        (RuntimeError("DataLoader timed out after 1800 seconds"), "error: DataLoader timed out after 1800 seco"),
+        (RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed. "), "error: DataLoader worker (pid 3)"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "error: this user may start no more"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "x.npz"), "error: x.npz cannot be read or written (Disk quota"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "b/" * 2100), "error: the path b/b/"),

@@ -21,6 +21,9 @@ def of_machine(error: Exception) -> str | None:
         )
     if isinstance(error, BlockingIOError) or "can't start new thread" in text:
         return "this user may start no more threads or processes; raise the limit (ulimit -u), or use fewer workers."
+    if text.startswith(("DataLoader timed out", "DataLoader worker")):
+        first = text.splitlines()[0].rstrip(".")
+        return f"{first}; the same command goes on, with fewer num_workers if memory or /dev/shm ran out."
     if not isinstance(error, OSError):
         return None
     for name in CACHES:
