@@ -54,7 +54,7 @@ class BlockEvidence:
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it began on the host during the call."""
     left: int = 0
-    """Of the saved bytes, those of tensors that stay on the device and would be worth a move."""
+    """Saved bytes of tensors that stay on the device, though they would be worth a move."""
 
     @property
     def trains(self) -> bool:

@@ -44,7 +44,7 @@ class CheckpointBlocks(Technique):
         self.policy = checkpoint_policy
         self.blocks: nn.ModuleList | None = None
         self.uncompiled: list[list[BlockEvidence]] = []
-        """Of every compiled block its calls in an uncompiled step: a compiled one has no cache to look into."""
+        """The calls of each compiled block in an uncompiled step: a compiled one has no cache to look into."""
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:

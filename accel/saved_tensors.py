@@ -26,9 +26,9 @@ class Kept:
     storages: dict[int, int] = field(default_factory=dict)
     """Address -> bytes, of storages that belong to no parameter and no buffer."""
     left: dict[int, int] = field(default_factory=dict)
-    """The same, of those that are kept as they are; others have a copy in host memory."""
+    """Those of `storages` that are kept as they are; the others have a copy in host memory."""
     large_left: dict[int, int] = field(default_factory=dict)
-    """The same again, of tensors of `LEAST_MOVED` bytes or more, which would be worth a move."""
+    """Those of `left` that hold a tensor of `LEAST_MOVED` bytes or more, which would be worth a move."""
     cached: set[str] = field(default_factory=set)
     """Operations whose results lie in a cache of selective checkpointing."""
     own: set[int] = field(default_factory=set)
@@ -63,7 +63,7 @@ class SavedTensors:
         self.moves: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
         self.counters: list[Callable[[Tensor, Any], None]] = []
         self.caches: list[list[Any]] = []
-        """Of each counter, the caches that selective checkpointing has made meanwhile: no hook sees what is in them."""
+        """The caches that selective checkpointing made while each counter ran: no hook sees what is in them."""
 
     def pack(self, tensor: Tensor) -> Any:
         # Detached, for an op that keeps its own output would hold itself, and a graph that nobody runs would stay.
@@ -95,7 +95,7 @@ class SavedTensors:
 
 
 SAVED = SavedTensors()
-"""Of this process."""
+"""The hooks of this process."""
 
 
 def unchanged(packed: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 2**24
 NEAREST = 0.05
 """The share of a set whose nearest distances count as those of copies."""
 ROUNDING = 1e-12
-"""Of a squared distance, relative to the squared length of features."""
+"""The error of a squared distance, relative to the squared length of features."""
 NEGATIVE = 1e-9
 """An eigenvalue below minus this, relative to the largest, is none that rounding made."""
 

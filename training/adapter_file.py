@@ -61,7 +61,7 @@ class Opened(NamedTuple):
     file: Path
     """The file of what was trained: the adapter's, where there is one."""
     sha256: str
-    """Of that file."""
+    """The hash of that file."""
 
 
 def load_model(file: Path, device: torch.device, adapter: str | None = None) -> Opened:
