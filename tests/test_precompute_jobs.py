@@ -102,6 +102,8 @@ def killed_until_done(words: list[str], out: Path, kills: int, seed: int) -> Non
         time.sleep(draw.uniform(0.0, 0.02))
         if process.poll() is None:
             kill(process)
+        else:  # it was done; its pipes are closed
+            process.communicate()
     process = start(words)
     output, errors = process.communicate()
     assert process.returncode == 0, errors.decode()
