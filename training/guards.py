@@ -20,7 +20,7 @@ from data.manifest import make_folder, write_atomically
 from training.assemble import Training
 from training.checkpoint.find import goes_on
 from training.checkpoint.save import Checkpoints
-from training.config.machine import DISK
+from training.config.machine import DISK, is_out_of_memory
 from training.memory import lasting_bytes
 from training.process.stop import Asked
 
@@ -108,10 +108,8 @@ def failures_explained(training: Training, folder: Path) -> Iterator[None]:
             f"step {training.state.step}: {what} cannot be written ({error.strerror}); free space or mend the disk; "
             f"{goes_on(folder / 'checkpoints', training.state.samples)}."
         ) from error
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        out_of_memory(training, folder, error)
-    except RuntimeError as error:  # of the host
-        if "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
         out_of_memory(training, folder, error)
 

@@ -10,11 +10,16 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables with a folder that PyTorch and Triton make when they are imported or compile."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether Python, or PyTorch on the host or a GPU, could not get memory."""
+    by_pytorch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or by_pytorch
+
+
 def of_machine(error: Exception) -> str | None:
     """What a user is told where the machine has no memory, disk, threads or name for what was asked; otherwise None."""
     text = str(error)
-    no_memory = "can't allocate memory" in text or type(error).__name__ == "OutOfMemoryError"  # PyTorch's
-    if isinstance(error, MemoryError) or no_memory:
+    if is_out_of_memory(error):
         return (
             "the memory of this machine is used up; use smaller batches, fewer workers, less data at a time, or a "
             "smaller model."
