@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/phot
 python precompute_latents.py source=photos out=latents/photos encoder=local encoder.path=models/my-vae
 """
 
-import training.python  # isort: skip  # noqa: F401
+import training.python  # isort: skip  # noqa: F401  # refuses a Python that is too old
 import contextlib
 import os
 import time

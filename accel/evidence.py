@@ -131,7 +131,7 @@ class BlockProbe(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         given: Counter[int] = Counter()
         for tensor in inputs:
-            given[tensor.untyped_storage()._cdata] += nbytes(tensor)
+            given[tensor.untyped_storage()._cdata] += tensor.nbytes
         with torch.profiler.record_function(f"{BLOCK} {self.index}"), keeping(self.block, given) as kept:
             outputs = self.block(*inputs)
         fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
@@ -141,10 +141,6 @@ class BlockProbe(nn.Module):
         )
         self.notes.append(note)
         return outputs
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def has_fine_bits(tensor: Tensor) -> bool:

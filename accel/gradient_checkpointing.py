@@ -106,7 +106,7 @@ class CheckpointBlocks(Technique):
 
 
 def is_kept(op: str) -> bool:
-    """Whether "selective" keeps the results of an operation, such as "aten::mm"."""
+    """Returns whether "selective" keeps the results of an operation, such as "aten::mm"."""
     name = op.rpartition("::")[2].split(".")[0]
     return op.startswith(SCAN) or name in PRODUCTS or name.startswith(ATTENTION)
 
@@ -116,8 +116,10 @@ def keeps_products(call: BlockEvidence) -> bool:
 
 
 def kept_alike(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
-    """Whether a block's calls keep as much as uncompiled ones, within a quarter: a compiler leaves out the last result,
-    which is the block's own (7 % of the bytes in our models)."""
+    """Returns whether a block's calls keep as much as uncompiled ones, within a quarter.
+
+    A compiler leaves out the last result, which is the block's own (7 % of the bytes in our models).
+    """
     pairs = [(call.saved_bytes, other.saved_bytes) for call, other in zip(calls, uncompiled, strict=True)]
     return all(0.75 * other <= kept <= 1.25 * other for kept, other in pairs)
 

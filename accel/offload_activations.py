@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel import saved_tensors
-from accel.evidence import Evidence, nbytes
+from accel.evidence import Evidence
 from accel.saved_tensors import SAVED
 from accel.technique import AnyStep, Model, Observation, Technique
 
@@ -63,7 +63,7 @@ class OffloadActivations(Technique):
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        small = nbytes(tensor) < saved_tensors.LEAST_MOVED or 0 in tensor.stride()
+        small = tensor.nbytes < saved_tensors.LEAST_MOVED or 0 in tensor.stride()
         if small or tensor.device.type != self.device.type or storage._cdata in self.own:
             return tensor.detach()
         # A reference to the storage that does not keep its memory, and whose address nothing else gets meanwhile.

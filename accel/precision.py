@@ -53,7 +53,7 @@ class Precision(Technique):
         self.layers: float8.Float8Layers | None = None
         self.model: nn.Module | None = None
         self.looking = False
-        """Whether the next forward pass is to be looked at more closely."""
+        """`compare` sets it, so that `look_at` runs beside the next forward pass."""
         self.wide_weights: set[str] = set()
         """Matrices that were multiplied in fp32 in that pass."""
 

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward pass: counting it, and moving it elsewhere meanwhile."""
+"""Counts what a forward pass keeps for its backward pass, and lets a technique move it elsewhere meanwhile."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LEAST_MOVED = 2**20
 
 @dataclass
 class Kept:
-    """What forward passes of a module keep for their backward passes."""
+    """Counts what forward passes of a module keep for their backward passes."""
 
     given: Mapping[int, int]
     """Address -> bytes of storages of which only so many count."""
     storages: dict[int, int] = field(default_factory=dict)
     """Address -> bytes, of storages that belong to no parameter and no buffer."""
     left: dict[int, int] = field(default_factory=dict)
-    """Those of `storages` that are kept as they are; the others have a copy in host memory."""
+    """The part of `storages` that autograd holds as they are; the others have a copy in host memory."""
     large_left: dict[int, int] = field(default_factory=dict)
-    """Those of `left` that hold a tensor of `LEAST_MOVED` bytes or more, which would be worth a move."""
+    """The part of `left` in which a tensor has `LEAST_MOVED` bytes or more, and would be worth a move."""
     cached: set[str] = field(default_factory=set)
     """Operations whose results lie in a cache of selective checkpointing."""
     own: set[int] = field(default_factory=set)
@@ -63,7 +63,7 @@ class SavedTensors:
         self.moves: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
         self.counters: list[Callable[[Tensor, Any], None]] = []
         self.caches: list[list[Any]] = []
-        """The caches that selective checkpointing made while each counter ran: no hook sees what is in them."""
+        """A list for each counter. Selective checkpointing adds its caches to the last; no hook sees their content."""
 
     def pack(self, tensor: Tensor) -> Any:
         # Detached, for an op that keeps its own output would hold itself, and a graph that nobody runs would stay.
@@ -74,7 +74,7 @@ class SavedTensors:
 
     @contextmanager
     def moved(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-        """Inside, a saved tensor becomes `pack(tensor)`, and `unpack` of that once the backward pass needs it."""
+        """Keeps `pack(tensor)` in the place of each tensor saved inside; the backward pass gets `unpack` of that."""
         self.moves.append((pack, unpack))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
@@ -84,7 +84,7 @@ class SavedTensors:
 
     @contextmanager
     def counted(self, count: Callable[[Tensor, Any], None]) -> Iterator[None]:
-        """Inside, `count(tensor, packed)` is told of every saved tensor and of what is kept in its place."""
+        """Calls `count(tensor, packed)` for each tensor saved inside, with what is kept in its place."""
         self.counters.append(count)
         unpack = self.moves[-1][1] if self.moves else unchanged
         try:

@@ -1,4 +1,4 @@
-"""Which parameters take part in matrix products in fp32, whatever operation computes them.
+"""Finds the parameters that are multiplied in fp32, whatever operation computes the product.
 
 The name of an operation does not tell: einsum makes a bmm of a weight, and attention one of two activations.
 """

@@ -49,7 +49,7 @@ class Row(NamedTuple):
     """Returns the figures, or {"reason": sentence} where it cannot be had here."""
     seconds: float = 15.0
     """How long it should take, until it has been measured once."""
-    labels: dict[str, Any] = {}  # noqa: RUF012
+    labels: dict[str, Any] = {}  # noqa: RUF012  # never changed
     """What is known without measuring."""
 
 

@@ -156,6 +156,10 @@ def gone_reader() -> TextIO:
     return os.fdopen(writer, "w")
 
 
+def full_disk() -> TextIO:
+    return open("/dev/full", "w")  # the test closes it
+
+
 READER = pytest.mark.fault("`train.py … | head`: the reader of stdout goes away", "one warning; the run goes on")
 DISK = pytest.mark.fault("a full disk behind stdout, or stdout closed", "at most one warning; the run goes on")
 
@@ -164,7 +168,7 @@ DISK = pytest.mark.fault("a full disk behind stdout, or stdout closed", "at most
     ("open_stdout", "why"),
     [
         pytest.param(gone_reader, "Broken pipe", marks=READER, id="gone"),
-        pytest.param(lambda: open("/dev/full", "w"), "No space left on device", marks=DISK, id="full"),  # noqa: SIM115
+        pytest.param(full_disk, "No space left on device", marks=DISK, id="full"),
         pytest.param(lambda: None, None, marks=DISK, id="closed"),
     ],
 )
