@@ -18,7 +18,7 @@ endif
 endif
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@test -x $(BIN)/python -a -z "$(ANEW)" || $(PYTHON) training/python.py
+	@test -x $(BIN)/python -a -z "$(ANEW)" || $(PYTHON) common/require_python.py
 	$(ANEW)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $$(grep '^torch==' constraints.txt)

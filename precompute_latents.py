@@ -1,12 +1,14 @@
-"""Encodes images into latent shards with a manifest, once per data set. The same command again continues.
+"""Encodes images into latent shards with a manifest, once per data set. The same command again
+continues.
 
 python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
 python precompute_latents.py source=photos out=latents/photos encoder=sd
 torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/photos encoder=sd
-python precompute_latents.py source=photos out=latents/photos encoder=local encoder.path=models/my-vae
+python precompute_latents.py source=photos out=latents/photos encoder=local
+encoder.path=models/my-vae
 """
 
-import training.python  # isort: skip  # noqa: F401  # refuses a Python that is too old
+import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old
 import contextlib
 import os
 import time
@@ -16,25 +18,34 @@ import hydra
 from omegaconf import DictConfig
 
 from training.config.compose import Composed, composed_by_hydra, one_sentence
-from training.process.exit import run_app
+from training.distributed.exit import run_app
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help no user
+# the profiled warm-up is ours; its messages help no user
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 TECHNIQUES = ("tf32", "cudnn_benchmark", "precision", "compile")
 """The runtime keys that matter where nothing is trained."""
 
 
 def precompute(composed: Composed) -> Path:
-    """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only prints an estimate."""
+    """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only
+    prints an estimate."""
     from accel.stack import AccelerationStack
-    from encoding.encoder import PSNR_IMAGES, EncodeStep, ShardEncoder, estimate, first_images, measure_psnr
+    from encoding.encoder import (
+        PSNR_IMAGES,
+        EncodeStep,
+        ShardEncoder,
+        estimate,
+        first_images,
+        measure_psnr,
+    )
     from encoding.job import claim, job_description, locked, plan_shards, write_manifest
     from encoding.sources import list_images
     from models.autoencoders import Autoencoder
     from training.components import runtime_values
     from training.config.build import build
+    from training.distributed.ranks import Ranks
     from training.environment import pick_device
-    from training.process.ranks import Ranks
 
     # 1. The images, the encoder and the folder.
     cfg = composed.cfg
@@ -49,7 +60,11 @@ def precompute(composed: Composed) -> Path:
     # 2. Accelerate the encoder, and see in one encoding that it worked.
     on_unavailable = cfg.runtime.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(cfg.runtime), device, on_unavailable=on_unavailable, only=TECHNIQUES, same_bytes=True
+        runtime_values(cfg.runtime),
+        device,
+        on_unavailable=on_unavailable,
+        only=TECHNIQUES,
+        same_bytes=True,
     )
     stack.on_process()
     autoencoder = stack.on_model(autoencoder)
@@ -88,12 +103,20 @@ def precompute(composed: Composed) -> Path:
 
     # 5. Report.
     seconds = time.perf_counter() - began
-    spent = ", ".join(f"{part} {time_of / seconds:.0%}" for part, time_of in encoder.seconds.items())
-    print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, {seconds:.0f} s ({spent})")
+    spent = ", ".join(
+        f"{part} {time_of / seconds:.0%}" for part, time_of in encoder.seconds.items()
+    )
+    print(
+        f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, "
+        f"{seconds:.0f} s ({spent})"
+    )
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
     unguided = "" if manifest.class_names else " sampling.guidance=1"
-    print(f"next: python train.py data=resident data.path={out} experiment=fastrun{unguided}", flush=True)
+    print(
+        f"next: python train.py data=resident data.path={out} experiment=fastrun{unguided}",
+        flush=True,
+    )
     return out / "manifest.json"
 
 

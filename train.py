@@ -2,10 +2,11 @@
 
 python train.py                              handwritten digits, about a minute on a laptop
 python train.py experiment=fastrun ...       minutes: does everything work, how fast is it?
-python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the same command again resumes
+python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the same command again
+resumes
 """
 
-import training.python  # isort: skip  # noqa: F401
+import common.require_python  # isort: skip  # noqa: F401
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -14,25 +15,27 @@ import hydra
 from omegaconf import DictConfig
 
 from training.config.compose import Composed, composed_by_hydra, one_sentence
-from training.process.exit import run_app
+from training.distributed.exit import run_app
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up step is ours; its messages help nobody
+# the profiled warm-up step is ours; its messages help nobody
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def train(composed: Composed) -> dict[str, Any]:
-    """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds too."""
+    """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds
+    too."""
+    from common.progress import Progress
     from evaluation.in_run import InRun
     from training.assemble import assemble, describe_run, restore
-    from training.base import with_model
     from training.config.build import build  # torch comes in with these, so that --help stays quick
+    from training.distributed.stop_request import Asked, StopRequest
     from training.evaluate import evaluate, sample_grid
-    from training.guards import end_if_bad, failures_explained
-    from training.pretrained import build_autoencoder
-    from training.process.loggers import SafeLogger
-    from training.process.progress import Progress
-    from training.process.stop import Asked, StopRequest
+    from training.failures import end_if_bad, failures_explained
+    from training.loggers import SafeLogger
     from training.report import log_line, summary_table
     from training.run import Run
+    from training.weights.adapter_base import with_model
+    from training.weights.pretrained import build_autoencoder
 
     # 1. Where we run.
     composed = with_model(composed)
@@ -44,11 +47,15 @@ def train(composed: Composed) -> dict[str, Any]:
     run.show_rehearsal()
     logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. What we train, on what, and what makes it fast; one observed step shows which of it is really on.
+    # 2. What we train, on what, and what makes it fast; one observed step shows which of it is
+    # really on.
     cfg = run.tuned()
     training = assemble(cfg, run.device, ranks, run.folder)
     run.keep_kernels(training.kernels)
-    state, step, meter, spec = training.state, training.step, training.state.meter, training.loader.spec
+    state = training.state
+    step = training.step
+    meter = training.state.meter
+    spec = training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
     distances = InRun(training, autoencoder) if cfg.fd_every and autoencoder else None
     with failures_explained(training, run.folder):
@@ -61,9 +68,16 @@ def train(composed: Composed) -> dict[str, Any]:
     where = restore(cfg, state, checkpoints, described)
 
     # 4. The loop: what is due after the step before, then a step.
-    progress = Progress(cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first)
+    progress = Progress(
+        cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
+    )
     explained = failures_explained(training, run.folder)
-    with StopRequest(ranks, checkpoints.failed, training.skips_only) as stop, logger, explained, checkpoints:
+    with (
+        StopRequest(ranks, checkpoints.failed, training.skips_only) as stop,
+        logger,
+        explained,
+        checkpoints,
+    ):
         run.open(ledger, logger, where)
         if distances:
             distances.record(run.folder)
@@ -71,8 +85,12 @@ def train(composed: Composed) -> dict[str, Any]:
         meter.start()
         batches = []
         while True:
-            done, asked, scores = state.done, stop.asked(), {}
-            if any(map(state.due, (cfg.log_every, cfg.eval_every, cfg.fd_every))) or (done and state.moved):
+            done = state.done
+            asked = stop.asked()
+            scores = {}
+            if any(map(state.due, (cfg.log_every, cfg.eval_every, cfg.fd_every))) or (
+                done and state.moved
+            ):
                 metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
                 metrics |= checkpoints.figures()
                 state.skipped_steps += metrics["skipped"]
@@ -89,7 +107,9 @@ def train(composed: Composed) -> dict[str, Any]:
             if asked is Asked.look or (done and state.moved):
                 end_if_bad(training, run.folder, batches, checkpoints, asked)
             drawing = autoencoder if state.due(cfg.sample_every) else None
-            saving = state.due(cfg.save_every) or (asked is Asked.stop and state.moved and cfg.save_every)
+            saving = state.due(cfg.save_every) or (
+                asked is Asked.stop and state.moved and cfg.save_every
+            )
             with meter.paused() if drawing or saving else nullcontext():
                 if drawing:
                     file = run.folder / "samples" / f"step-{state.step}.png"

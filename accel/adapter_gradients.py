@@ -1,9 +1,9 @@
 """Whether an adapter trains: a row of the ledger, counted from its gradients.
 
-Not a switch of `runtime`. Elsewhere fused paths read a layer's weight past the adapter on it, which then trains nothing
-and nobody notices. Of each parameter of each adapted layer this row counts whether the backward pass reached it, and
-whether its gradient was other than zero in one of the steps of warm-up: LoRA's B starts at zero, so that A has a
-gradient from the second step on.
+Not a switch of `runtime`. Elsewhere fused paths read a layer's weight past the adapter on it, which
+then trains nothing and nobody notices. Of each parameter of each adapted layer this row counts
+whether the backward pass reached it, and whether its gradient was other than zero in one of the
+steps of warm-up: LoRA's B starts at zero, so that A has a gradient from the second step on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel.evidence import Evidence
-from accel.parallel import local, world_size
+from accel.sharding import local, world_size
 from accel.technique import AnyStep, Model, Observation, Technique, switches
 
 
@@ -32,7 +32,8 @@ class AdapterGradients(Technique):
         self.model: nn.Module | None = None
         self.step: Any = None
         self.steps: list[dict[str, Tensor | None]] = []
-        """Of each step so far: parameter -> whether its gradient has a value other than zero; None: no gradient."""
+        """Of each step so far: parameter -> whether its gradient has a value other than zero; None:
+        no gradient."""
         self.taken: list[Tensor] = []
         """Of each step, whether it moved the weights."""
 
@@ -66,25 +67,31 @@ class AdapterGradients(Technique):
         vars(self.step).pop("optimizer_step", None)
         return False
 
-    # What would still say "on" if this did nothing? Layers that were attached would, so the row counts the gradients
-    # other than zero that arrive in them.
+    # What would still say "on" if this did nothing? Layers that were attached would, so the row
+    # counts the gradients other than zero that arrive in them.
     def observe(self, evidence: Evidence) -> Observation:
         kinds = {name: kind for name, _, kind in self.parameters()}
-        used, moved = set[str](), dict[str, int]()
+        used = set[str]()
+        moved = dict[str, int]()
         for number, flags in enumerate(self.together(), start=1):
             for name, flag in zip(kinds, flags.tolist(), strict=True):
                 used |= {name} if flag >= 0 else set()
                 if flag > 0:
                     moved.setdefault(name, number)
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
-        updated = any(bool(taken) for taken in self.taken[:-1])  # fp16 may skip the first steps; then A waits for B
+        # fp16 may skip the first steps; then A waits for B
+        updated = any(bool(taken) for taken in self.taken[:-1])
         idle = {layers[name] for name in kinds if name not in (moved if updated else used)}
-        every, unused = len(set(layers.values())), {layers[name] for name in kinds if name not in used}
+        every = len(set(layers.values()))
+        unused = {layers[name] for name in kinds if name not in used}
         note = f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients other than zero: "
         counts = Counter(kinds.values())
-        seen = {kind: [step for name, step in moved.items() if kinds[name] == kind] for kind in counts}
+        seen = {
+            kind: [step for name, step in moved.items() if kinds[name] == kind] for kind in counts
+        }
         note += ", ".join(
-            f"{kind} {len(seen[kind])} of {total}" + (f" from step {min(seen[kind])} on" if seen[kind] else "")
+            f"{kind} {len(seen[kind])} of {total}"
+            + (f" from step {min(seen[kind])} on" if seen[kind] else "")
             for kind, total in counts.items()
         )
         if idle:
@@ -94,7 +101,8 @@ class AdapterGradients(Technique):
         return Observation("partly" if idle else self.value, f"{note} parameters train")
 
     def together(self) -> list[Tensor]:
-        """Of each step a flag for each parameter, of all processes: -1 no gradient, 0 all zeros, 1 others."""
+        """Of each step a flag for each parameter, of all processes: -1 no gradient, 0 all zeros, 1
+        others."""
         found = []
         for step in self.steps:
             none = torch.full((), -1.0, device=self.device)

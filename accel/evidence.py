@@ -1,4 +1,5 @@
-"""Evidence from one real step: what each block did, the products and kernels that ran, graphs, and kept bytes."""
+"""Evidence from one real step: what each block did, the products and kernels that ran, graphs, and
+kept bytes."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from accel.saved_tensors import keeping
 BLOCK = "fastlatent block"
 """What the profiler calls a call of a probed block, before the block's index."""
 NO_KERNEL_SEEN = (
-    "the profiler saw no kernel of this GPU, so this cannot be known (another profiler, the driver, or no permission "
-    "to read the GPU's counters)"
+    "the profiler saw no kernel of this GPU, so this cannot be known (another profiler, the "
+    "driver, or no permission to read the GPU's counters)"
 )
 FINE_BITS = 0x1FFF
 """The 13 bits of an fp32 mantissa that neither bf16 nor fp16 has."""
@@ -42,13 +43,14 @@ class BlockEvidence:
 
     input_bytes: int
     saved_bytes: int
-    """Storages kept for the backward pass, each once, and caches of selective checkpointing; parameters and buffers
-    left out. Of a view that came in, its own bytes."""
+    """Storages kept for the backward pass, each once, and caches of selective checkpointing;
+    parameters and buffers left out. Of a view that came in, its own bytes."""
     residual_dtype: torch.dtype
     """Of the residual stream as the block returned it."""
     branch_dtype: torch.dtype
     fine: tuple[bool, bool]
-    """Whether the residual that came in, and the one that went out, had bits that no 16-bit format has."""
+    """Whether the residual that came in, and the one that went out, had bits that no 16-bit format
+    has."""
     cached: frozenset[str]
     """Names of the operations whose results lie in a cache of selective checkpointing."""
     ops: Counter[str] = field(default_factory=Counter)
@@ -63,7 +65,8 @@ class BlockEvidence:
 
     @property
     def recomputes(self) -> bool:
-        """One that recomputes keeps its inputs and a generator's state; one that does not, several times that."""
+        """One that recomputes keeps its inputs and a generator's state; one that does not, several
+        times that."""
         return self.saved_bytes < 1.5 * self.input_bytes
 
 
@@ -74,20 +77,25 @@ class Evidence:
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it ran (CPU ops and, on a GPU, kernels)."""
     products: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Op name, dtype) -> number of matrix products, convolutions included; nested events count once."""
+    """(Op name, dtype) -> number of matrix products, convolutions included; nested events count
+    once."""
     compiled_calls: int = 0
-    """Calls of compiled functions, without those with which an optimizer or FlexAttention compiles itself."""
+    """Calls of compiled functions, without those with which an optimizer or FlexAttention compiles
+    itself."""
     graphs: int = 0
     graph_breaks: int = 0
     blocks: list[list[BlockEvidence]] = field(default_factory=list)
     """Of every block its calls, one for each micro-batch."""
     busy_ms: float | None = None
-    """Milliseconds that the device worked; None without a GPU, and where the profiler saw no kernel."""
+    """Milliseconds that the device worked; None without a GPU, and where the profiler saw no
+    kernel."""
     kernels_unseen: bool = False
-    """True if the step ran on a GPU and the profiler recorded none of its kernels. Then a missing kernel shows
+    """True if the step ran on a GPU and the profiler recorded none of its kernels. Then a missing
+    kernel shows
     nothing: the techniques whose kernels are their only evidence are `UNSEEN`, not off."""
     blocks_uncompiled: bool = False
-    """True if the blocks were seen in an uncompiled step, because the compiled one has no blocks to look at."""
+    """True if the blocks were seen in an uncompiled step, because the compiled one has no blocks to
+    look at."""
     warm_ops: Counter[str] = field(default_factory=Counter)
     """Like `ops`, in the step as it runs after `Technique.on_warm`."""
 
@@ -103,24 +111,31 @@ class Evidence:
         return sum(n for (name, _), n in self.products.items() if name == op)
 
     def where(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
-        """For each block, whether `holds` in all of its calls; a block that was not called has not shown it."""
+        """For each block, whether `holds` in all of its calls; a block that was not called has not
+        shown it."""
         return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
 
     def share(self, found: list[bool]) -> str:
         """ "23 of 24 blocks"."""
-        return f"{sum(found)} of {len(found)} blocks" + " (in an uncompiled step)" * self.blocks_uncompiled
+        return (
+            f"{sum(found)} of {len(found)} blocks"
+            + " (in an uncompiled step)" * self.blocks_uncompiled
+        )
 
 
 class BlockProbe(nn.Module):
-    """Stands in for a block during one step and notes what passes through it and what it keeps for backward.
+    """Stands in for a block during one step and notes what passes through it and what it keeps for
+    backward.
 
-    It goes by the block contract, `(branch, gate, residual, cond) -> (branch, gate, residual)`, so it needs no hook,
-    which `torch.compile` would either ignore or trace.
+    It goes by the block contract, `(branch, gate, residual, cond) -> (branch, gate, residual)`, so
+    it needs no hook, which `torch.compile` would either ignore or trace.
     """
 
     def __init__(self, block: nn.Module, notes: list[BlockEvidence], index: int = 0) -> None:
         super().__init__()
-        self.block, self.notes, self.index = block, notes, index
+        self.block = block
+        self.notes = notes
+        self.index = index
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -132,12 +147,20 @@ class BlockProbe(nn.Module):
         given: Counter[int] = Counter()
         for tensor in inputs:
             given[tensor.untyped_storage()._cdata] += tensor.nbytes
-        with torch.profiler.record_function(f"{BLOCK} {self.index}"), keeping(self.block, given) as kept:
+        with (
+            torch.profiler.record_function(f"{BLOCK} {self.index}"),
+            keeping(self.block, given) as kept,
+        ):
             outputs = self.block(*inputs)
         fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
         dtypes = (outputs[2].dtype, outputs[0].dtype)
         note = BlockEvidence(
-            given.total(), kept.bytes, *dtypes, fine, frozenset(kept.cached), left=sum(kept.large_left.values())
+            given.total(),
+            kept.bytes,
+            *dtypes,
+            fine,
+            frozenset(kept.cached),
+            left=sum(kept.large_left.values()),
         )
         self.notes.append(note)
         return outputs
@@ -145,7 +168,9 @@ class BlockProbe(nn.Module):
 
 def has_fine_bits(tensor: Tensor) -> bool:
     """True for an fp32 tensor that has not been rounded to 16 bits. Waits for the device."""
-    return tensor.dtype == torch.float32 and bool((tensor.detach().view(torch.int32) & FINE_BITS).any())
+    return tensor.dtype == torch.float32 and bool(
+        (tensor.detach().view(torch.int32) & FINE_BITS).any()
+    )
 
 
 @contextmanager
@@ -175,17 +200,23 @@ def tell_calls(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
 
 
 def observe_step(
-    run: Callable[[], object], blocks: nn.ModuleList | None, device: torch.device = CPU, hidden: bool = False
+    run: Callable[[], object],
+    blocks: nn.ModuleList | None,
+    device: torch.device = CPU,
+    hidden: bool = False,
 ) -> Evidence:
-    """Calls `run` once under the profiler, with all blocks probed if there are any, and returns the evidence.
+    """Calls `run` once under the profiler, with all blocks probed if there are any, and returns the
+    evidence.
 
-    `hidden` blocks, inside a model compiled as a whole, are probed in one more step that runs uncompiled. Compile
+    `hidden` blocks, inside a model compiled as a whole, are probed in one more step that runs
+    uncompiled. Compile
     before: graphs are counted since dynamo's counters were last cleared.
     """
     evidence = Evidence(blocks_uncompiled=hidden)
     with probed(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
         events = profiled_events(run, device)
-    host, kernels = on_host(events), kernels_of(events)
+    host = on_host(events)
+    kernels = kernels_of(events)
     evidence.ops.update(event.name() for event in (*host, *kernels))
     evidence.products = products_of(host)
     evidence.compiled_calls = compiled_calls(host)
@@ -202,7 +233,8 @@ def observe_step(
 
 
 def compiled_calls(host: list[Any]) -> int:
-    """Calls of compiled functions among the host's events; those inside an optimizer's step or FlexAttention not."""
+    """Calls of compiled functions among the host's events; those inside an optimizer's step or
+    FlexAttention not."""
     others = [event for event in host if event.name().startswith((UPDATE, FLEX))]
     regions = [event for event in host if event.name().startswith(REGION)]
     return sum(not any(contains(other, region) for other in others) for region in regions)

@@ -1,4 +1,5 @@
-"""The ledger: a row for each technique, with its requested value, the active one, and the evidence."""
+"""The ledger: a row for each technique, with its requested value, the active one, and the
+evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import asdict, dataclass
 UNUSED = "unused"
 """Active, but the step held nothing that it applies to."""
 UNSEEN = "unseen"
-"""Active, where only a kernel could show it and the profiler saw none of the GPU's kernels: on or off, nobody knows."""
+"""Active, where only a kernel could show it and the profiler saw none of the GPU's kernels: on or
+off, nobody knows."""
 AUTO = "auto"
 """A request that anything fulfils."""
 COLUMNS = ("technique", "requested", "active", "evidence")
@@ -16,7 +18,8 @@ COLUMNS = ("technique", "requested", "active", "evidence")
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One technique: the value that the configuration requests, the one that a step showed, and the evidence."""
+    """One technique: the value that the configuration requests, the one that a step showed, and the
+    evidence."""
 
     key: str
     requested: bool | str
@@ -26,11 +29,17 @@ class LedgerRow:
     @property
     def missing(self) -> bool:
         """Asked for and shown to be not on, though the step had a use for it."""
-        return self.requested not in (False, AUTO) and self.active not in (self.requested, UNUSED, UNSEEN)
+        return self.requested not in (False, AUTO) and self.active not in (
+            self.requested,
+            UNUSED,
+            UNSEEN,
+        )
 
 
 def shown(value: bool | str) -> str:
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return (
+        {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    )
 
 
 class Ledger(list[LedgerRow]):
@@ -41,9 +50,11 @@ class Ledger(list[LedgerRow]):
         return {row.key: {k: v for k, v in asdict(row).items() if k != "key"} for row in self}
 
     def table(self, width: int = 118) -> str:
-        """A table for the terminal; a row that was asked for and is not on starts with an exclamation mark."""
+        """A table for the terminal; a row that was asked for and is not on starts with an
+        exclamation mark."""
         cells = [COLUMNS] + [
-            (("! " if r.missing else "  ") + r.key, shown(r.requested), shown(r.active), r.evidence) for r in self
+            (("! " if r.missing else "  ") + r.key, shown(r.requested), shown(r.active), r.evidence)
+            for r in self
         ]
         widths = [max(len(row[i]) for row in cells) for i in range(3)]
         indent = sum(widths) + 6

@@ -1,8 +1,9 @@
 """What the optimizer keeps for each parameter: a row of the ledger, counted from its tensors.
 
-Not a switch of `runtime`: the value is what the configuration's optimizer promises. `fp32`: two moments of fp32
-(AdamW, 8 bytes a parameter); `momentum`: one (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: both moments
-narrow (2, 1 and 2 bytes, and scales); `factored`: a row and a column of second moments (Adafactor); `none`: nothing.
+Not a switch of `runtime`: the value is what the configuration's optimizer promises. `fp32`: two
+moments of fp32 (AdamW, 8 bytes a parameter); `momentum`: one (Muon's matrices, SGD, 4 bytes);
+`8bit`, `4bit`, `fp8`: both moments narrow (2, 1 and 2 bytes, and scales); `factored`: a row and a
+column of second moments (Adafactor); `none`: nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from accel.composite_optimizer import COMPENSATION, kept_by, parameters_of
 from accel.evidence import Evidence
-from accel.fused_adamw import is_fused
-from accel.members import COMPENSATION, kept_by, parameters_of
 from accel.technique import AnyStep, Observation, Technique
+from accel.techniques.fused_adamw import is_fused
 
 SMALL = 4096
 """Elements below which the libraries keep moments in fp32."""
@@ -34,7 +35,11 @@ class Promise(NamedTuple):
     def holds_for(self, parameter: Tensor) -> bool:
         if self.form in ("8bit", "4bit", "fp8"):
             return parameter.numel() >= SMALL and parameter.numel() % self.block == 0
-        return parameter.ndim > 1 if self.form == "factored" else parameter.ndim == 2 or self.form != "momentum"
+        return (
+            parameter.ndim > 1
+            if self.form == "factored"
+            else parameter.ndim == 2 or self.form != "momentum"
+        )
 
 
 OF_TORCH = {"Adafactor": Promise("factored"), "Adam": Promise("fp32"), "AdamW": Promise("fp32")}
@@ -76,8 +81,8 @@ class OptimizerState(Technique):
         self.optimizer = getattr(step, "optimizer", None)
         return step
 
-    # What would still say "on" if this did nothing? The optimizer's class would, so the row looks at dtype and size of
-    # every tensor that is kept.
+    # What would still say "on" if this did nothing? The optimizer's class would, so the row looks
+    # at dtype and size of every tensor that is kept.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = cast("torch.optim.Optimizer", self.optimizer)
         parameters = parameters_of(optimizer)
@@ -88,7 +93,8 @@ class OptimizerState(Technique):
             forms[self.promise.holds_for(parameter)][form_of(kept, parameter.numel())] += 1
             total += sum(t.nbytes for t in kept.values() if isinstance(t, Tensor))
             size += parameter.numel()
-        meant, others = forms[True], forms[False]
+        meant = forms[True]
+        others = forms[False]
         note = f"{meant[self.promise.form]} of {meant.total()} parameters keep {self.promise.form}"
         if wrong := meant - Counter({self.promise.form: meant.total()}):
             note += f" ({counted(wrong)})"

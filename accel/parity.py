@@ -1,7 +1,9 @@
-"""Compares the kernels of our operators with their definitions, at the calls that a real block makes.
+"""Compares the kernels of our operators with their definitions, at the calls that a real block
+makes.
 
-Parity is a bound on the error of each output, those of backward operators (the gradients) among them: at most twice the
-error that the definition itself makes in the run's dtype, both measured against the definition in the next wider dtype.
+Parity is a bound on the error of each output, those of backward operators (the gradients) among
+them: at most twice the error that the definition itself makes in the run's dtype, both measured
+against the definition in the next wider dtype.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.kernels.operator import OPERATORS, Operator
+from common.exact_products import exact_products
 
 FLOOR = 2e-5
-"""What an output may be off, relative to its norm, where the definition is as good as exact: sums in another order."""
+"""What an output may be off, relative to its norm, where the definition is as good as exact: sums
+in another order."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 FRESH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class Comparison(NamedTuple):
-    """One output of a kernel beside the definition's; errors are norms over the norm of the answer."""
+    """One output of a kernel beside the definition's; errors are norms over the norm of the
+    answer."""
 
     output: str
     error: float
@@ -39,7 +44,9 @@ class Comparison(NamedTuple):
     def refusal(self) -> str | None:
         if self.fault is None and self.excess <= 1.0:
             return None
-        errors = f"has an error of {self.error:.0e}, its definition one of {self.definition_error:.0e}"
+        errors = (
+            f"has an error of {self.error:.0e}, its definition one of {self.definition_error:.0e}"
+        )
         return f"{self.output} {self.fault or errors}"
 
 
@@ -77,14 +84,18 @@ class Comparing(TorchDispatchMode):
 def written_by(func: Any) -> list[int]:
     """Which arguments an operator writes to."""
     arguments = enumerate(func._schema.arguments)
-    return [i for i, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    return [
+        i
+        for i, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def compared(
     name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int] = ()
 ) -> tuple[list[Comparison], Any]:
-    """Compares each output of an operator's kernel with its definition, and then each argument that is `written`;
-    returns the definition's outputs too."""
+    """Compares each output of an operator's kernel with its definition, and then each argument that
+    is `written`; returns the definition's outputs too."""
     assert operator.kernel is not None
 
     def outputs(results: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -103,7 +114,9 @@ def compared(
         exact = outputs(operator.definition(*wide), wide)
     result = operator.definition(*arguments)
     found = []
-    for i, (right, own, first, second) in enumerate(zip(exact, outputs(result, arguments), *kernel, strict=True)):
+    for i, (right, own, first, second) in enumerate(
+        zip(exact, outputs(result, arguments), *kernel, strict=True)
+    ):
         fault = None
         if first.shape != own.shape or first.dtype != own.dtype:
             fault = f"has shape {list(first.shape)} and {first.dtype}, not {list(own.shape)} and {own.dtype}"
@@ -116,25 +129,16 @@ def compared(
     return found, result
 
 
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """No TF32 inside."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
 def wider(argument: Any, arguments: Sequence[Any]) -> Any:
     """`argument` in fp32 among 16-bit arguments, in fp64 among fp32 ones."""
     if not isinstance(argument, Tensor) or not argument.is_floating_point():
         return argument
     narrow = any(isinstance(a, Tensor) and a.dtype.itemsize == 2 for a in arguments)
-    return argument.to(WIDER[argument.dtype]) if argument.dtype.itemsize == 2 or not narrow else argument
+    return (
+        argument.to(WIDER[argument.dtype])
+        if argument.dtype.itemsize == 2 or not narrow
+        else argument
+    )
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -143,5 +147,6 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 def relative(tensor: Tensor, right: Tensor) -> float:
     """Norm of the error over the norm of the answer; the error's where the answer is zero."""
-    error, size = (tensor.double() - right.double()).norm().item(), right.double().norm().item()
+    error = (tensor.double() - right.double()).norm().item()
+    size = right.double().norm().item()
     return error / size if size else error

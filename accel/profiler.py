@@ -1,4 +1,5 @@
-"""Reads what PyTorch's profiler records of a call: operations of the host in order, matrix products, GPU kernels."""
+"""Reads what PyTorch's profiler records of a call: operations of the host in order, matrix
+products, GPU kernels."""
 
 from __future__ import annotations
 
@@ -10,28 +11,40 @@ import torch
 
 CPU = torch.device("cpu")
 EIGHT_BIT = "aten::_scaled_mm"
-WEIGHT_PRODUCTS = ("aten::mm", "aten::addmm", "aten::convolution", "aten::convolution_backward", EIGHT_BIT)
+WEIGHT_PRODUCTS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::convolution",
+    "aten::convolution_backward",
+    EIGHT_BIT,
+)
 """Products of a weight, or of its gradient: autocast decides about their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-"""Batched, so products of two activations as a rule; accel/weight_products.py finds those of a weight. One in fp32
-under autocast is meant to be: only a layer that switches autocast off gets it."""
+"""Batched, so products of two activations as a rule; accel/weight_products.py finds those of a
+weight. One in fp32 under autocast is meant to be: only a layer that switches autocast off gets
+it."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
 UPDATE = "Optimizer.step#"
 """PyTorch begins the name of an optimizer's step with this; the class follows."""
 REGION = "Torch-Compiled Region"
 """PyTorch begins the name of each call of a compiled function with this."""
 FLEX = "fastlatent flex"
-"""`accel.kernels.attend.flex` gives this name to its calls of FlexAttention, which compiles itself."""
+"""`accel.kernels.attend.flex` gives this name to its calls of FlexAttention, which compiles
+itself."""
 
 
 def profiled_events(run: Callable[[], object], device: torch.device) -> list[Any]:
-    """The profiler's events of one call of `run`, those of the host and those of `device`, as recorded.
+    """The profiler's events of one call of `run`, those of the host and those of `device`, as
+    recorded.
 
-    torch.profiler would parse them into its own classes, which takes several times as long as a small step.
+    torch.profiler would parse them into its own classes, which takes several times as long as a
+    small step.
     """
     use_device = "cuda" if device.type == "cuda" else None
     # Without use_kineto this class asks no GPU for its kernels, and says nothing about it.
-    profiler = torch.autograd.profiler.profile(use_device=use_device, use_kineto=True, record_shapes=True)
+    profiler = torch.autograd.profiler.profile(
+        use_device=use_device, use_kineto=True, record_shapes=True
+    )
     with profiler:
         run()  # the profiler waits for the device at its end
     assert profiler.kineto_results is not None
@@ -41,7 +54,8 @@ def profiled_events(run: Callable[[], object], device: torch.device) -> list[Any
 def kernels_of(events: Iterable[Any]) -> list[Any]:
     """Returns the events of the device: kernels, copies and fills.
 
-    The profiler also repeats the host's annotations on the device, around their kernels; these are left out.
+    The profiler also repeats the host's annotations on the device, around their kernels; these are
+    left out.
     """
     device = (event for event in events if event.device_type() != torch.autograd.DeviceType.CPU)
     return [event for event in device if not event.is_user_annotation()]
@@ -50,16 +64,18 @@ def kernels_of(events: Iterable[Any]) -> list[Any]:
 def on_host(events: Iterable[Any]) -> list[Any]:
     """Events of the host in the order in which they began, an outer one before those in it."""
     found = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
-    return sorted(found, key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
+    return sorted(
+        found, key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns())
+    )
 
 
 def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
     """(Op name, dtype) -> number of products among the host's events.
 
-    Of an op inside one of the same name (a dispatch mode or autocast enters it twice) the inner one counts; one inside
-    another product is a part of that. But an 8-bit product is what the one around it has become, and counts in its
-    place. Those of the optimizer, such as Muon's, are none of the step's precision. The dtype is that of the second
-    tensor argument, which is never a bias.
+    Of an op inside one of the same name (a dispatch mode or autocast enters it twice) the inner one
+    counts; one inside another product is a part of that. But an 8-bit product is what the one
+    around it has become, and counts in its place. Those of the optimizer, such as Muon's, are none
+    of the step's precision. The dtype is that of the second tensor argument, which is never a bias.
     """
     updates = [event for event in events if event.name().startswith(UPDATE)]
     open_ones: list[list[Any]] = []  # [event, whether it counts], those around the present one
@@ -79,7 +95,9 @@ def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
                 outer[1] = False
         open_ones.append(entry)
         found.append(entry)
-    return Counter((event.name(), event.dtypes()[1].removeprefix("c10::")) for event, counts in found if counts)
+    return Counter(
+        (event.name(), event.dtypes()[1].removeprefix("c10::")) for event, counts in found if counts
+    )
 
 
 def contains(outer: Any, event: Any) -> bool:

@@ -1,7 +1,9 @@
-"""Proves fused kernels on the run's own device before the run launches them, and chooses between them and definitions.
+"""Proves fused kernels on the run's own device before the run launches them, and chooses between
+them and definitions.
 
-A spawned process (accel/trial.py) tries each kernel on the model's blocks: parity with its definition, then time. What
-it finds is kept in a cache, and the choice in the run folder, so that a resumed run computes what it did before.
+A spawned process (accel/trial.py) tries each kernel on the model's blocks: parity with its
+definition, then time. What it finds is kept in a cache, and the choice in the run folder, so that a
+resumed run computes what it did before.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.parallel import world_size
-from accel.processes import environment
-from accel.technique import blocks_of, first_line
+from accel.sharding import world_size
+from accel.technique import blocks_of
+from common.files import cache_folder
+from common.processes import environment
+from common.text import first_line
 
 PATIENCE = 120.0
 """Seconds without a result after which a trial counts as hanging; compiling a block has more."""
 SLOWER = 1.03
-"""A kernel is chosen unless it takes more than this share of its definition's time: it keeps less for backward."""
+"""A kernel is chosen unless it takes more than this share of its definition's time: it keeps less
+for backward."""
 TIMES = {False: "times", True: "replayed"}
-"""Whether the run captures its step as a CUDA graph -> where a trial keeps the times that then count."""
+"""Whether the run captures its step as a CUDA graph -> where a trial keeps the times that then
+count."""
 CHANGE_TIMES_ONLY = {"attention", "cudnn_benchmark", "gradient_checkpointing", "checkpoint_policy"}
 CHANGE_TIMES_ONLY |= {"compile", "compile_scope", "compile_mode"}
 """Runtime keys that parity, which compares one operator at a time, does not depend on."""
@@ -69,11 +75,13 @@ class Question:
 def prove(
     question: Question, model: nn.Module, forward: Callable[[], object], folder: Path | None = None
 ) -> tuple[dict[str, Proof], dict[str, Any]]:
-    """Proves what `question` asks for `model`, or remembers it; returns the proofs by key, and what `folder` must keep.
+    """Proves what `question` asks for `model`, or remembers it; returns the proofs by key, and what
+    `folder` must keep.
 
-    `forward()` runs the model once on two samples. Call this before anything wraps the model, in every process of a
-    run: all come to one answer. `folder` is the run's: a choice that it holds stays, and is proved again where the
-    machine or the shapes have changed.
+    `forward()` runs the model once on two samples. Call this before anything wraps the model, in
+    every process of a
+    run: all come to one answer. `folder` is the run's: a choice that it holds stays, and is proved
+    again where the machine or the shapes have changed.
     """
     uses = recorded(model, forward)
     if isinstance(uses, str):
@@ -82,9 +90,17 @@ def prove(
     everyone = gathered((facts, read(folder / FILE) if folder else {}, read(cache_file(facts))))
     _, earlier, cached = everyone[0]
     alike = all(theirs == facts for theirs, *_ in everyone)
-    chosen = {key: on for key, on in earlier.get("chosen", {}).items() if question.asked.get(key) == "auto"}
+    chosen = {
+        key: on
+        for key, on in earlier.get("chosen", {}).items()
+        if question.asked.get(key) == "auto"
+    }
     keys = [key for key in question.asked if chosen.get(key, True)]
-    timed = [k for k in keys if question.asked[k] == "auto" and k not in chosen and not question.deterministic]
+    timed = [
+        k
+        for k in keys
+        if question.asked[k] == "auto" and k not in chosen and not question.deterministic
+    ]
     if alike and earlier.get("facts") == facts:
         found = earlier["found"]
     elif alike and cached.get("facts") == facts and not unanswered(cached["found"], keys, timed):
@@ -92,23 +108,36 @@ def prove(
     else:
         began = time.monotonic()
         if is_first() and keys:
-            print(f"Trying {', '.join(keys)} on this device, in a process of its own …", file=sys.stderr, flush=True)
+            print(
+                f"Trying {', '.join(keys)} on this device, in a process of its own …",
+                file=sys.stderr,
+                flush=True,
+            )
         found = merged(gathered(tried(question, uses, keys, timed)))
         if is_first() and keys:
             print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
-        if is_first() and not chosen and not any(result.get("passing") for result in found.values()):
+        if (
+            is_first()
+            and not chosen
+            and not any(result.get("passing") for result in found.values())
+        ):
             remember(facts, found)
     captured = bool(question.runtime.get("cuda_graph"))
     proofs = {key: judged(found.get(key), key in timed, captured) for key in question.asked}
     for key, on in chosen.items():
-        why = f"this run has chosen before: {proofs[key].why}" if key in found else "this run has chosen so before"
+        why = (
+            f"this run has chosen before: {proofs[key].why}"
+            if key in found
+            else "this run has chosen so before"
+        )
         proofs[key] = Proof(on and proofs[key].on, why)
     kept = {key: proof.on for key, proof in proofs.items() if question.asked[key] == "auto"}
     return proofs, {"facts": facts, "chosen": kept, "found": found}
 
 
 def judged(result: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
-    """The decision on one kernel from what its trial found; `captured` if the run replays a CUDA graph."""
+    """The decision on one kernel from what its trial found; `captured` if the run replays a CUDA
+    graph."""
     if result is None:
         return Proof(False, "it was not tried")
     if result["refusal"] is not None:
@@ -117,9 +146,13 @@ def judged(result: Mapping[str, Any] | None, timed: bool, captured: bool = False
     if not timed:
         return Proof(True, why)
     times = result[TIMES[captured]]
-    on, off = times["on"], times["off"]
+    on = times["on"]
+    off = times["off"]
     if on is None:
-        return Proof(off is None, f"{why}, memory ran out with it" + (" and without it" if off is None else ""))
+        return Proof(
+            off is None,
+            f"{why}, memory ran out with it" + (" and without it" if off is None else ""),
+        )
     if off is None:
         return Proof(True, f"{why}, {on:.3g} ms a block; memory ran out without it")
     kept = "keeps {on:.3g} of {off:.3g} MB a sample".format(**result["kept_mb"])
@@ -137,7 +170,8 @@ class Use(NamedTuple):
 
 
 def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
-    """The blocks of a model by kind, with the shapes, strides and dtypes of what they get; or why they have none."""
+    """The blocks of a model by kind, with the shapes, strides and dtypes of what they get; or why
+    they have none."""
     inputs: dict[nn.Module, Any] = {}
     hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in blocks_of(model)]
     try:
@@ -149,7 +183,9 @@ def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str
     for block, got in inputs.items():
         if not all(isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in got):
             return "it cannot be tried, for a block takes something else than tensors of floating point by sample"
-        metas = [[list(t.shape), list(t.stride()), str(t.dtype).removeprefix("torch.")] for t in got]
+        metas = [
+            [list(t.shape), list(t.stride()), str(t.dtype).removeprefix("torch.")] for t in got
+        ]
         kind = described(block, metas)
         uses[kind] = Use(block, uses[kind].blocks + 1 if kind in uses else 1, metas, kind)
     return list(uses.values())
@@ -158,7 +194,10 @@ def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str
 def described(block: nn.Module, metas: list[Any]) -> str:
     """What makes two blocks of one kind: their modules, tensors, grids and inputs."""
     modules = [
-        [f"{type(m).__module__}.{type(m).__qualname__}", {k: v for k, v in vars(m).items() if isinstance(v, tuple)}]
+        [
+            f"{type(m).__module__}.{type(m).__qualname__}",
+            {k: v for k, v in vars(m).items() if isinstance(v, tuple)},
+        ]
         for m in block.modules()
     ]
     tensors = [[name, list(t.shape), str(t.dtype)] for name, t in block.state_dict().items()]
@@ -166,12 +205,15 @@ def described(block: nn.Module, metas: list[Any]) -> str:
 
 
 def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
-    """All that a trial's findings depend on: not on `cuda_graph`, for it takes times with one and without."""
+    """All that a trial's findings depend on: not on `cuda_graph`, for it takes times with one and
+    without."""
     from torch.utils import collect_env
 
     cuda = question.device.type == "cuda"
     here = Path(__file__).parent
-    sources = [here / f"{name}.py" for name in ("proof", "trial", "parity")] + sorted(here.glob("kernels/*.py"))
+    sources = [here / f"{name}.py" for name in ("proof", "trial", "parity")] + sorted(
+        here.glob("kernels/*.py")
+    )
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -194,7 +236,8 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
 
 
 def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]) -> dict[str, Any]:
-    """What processes of their own found about `keys`; one that crashes or hangs costs the key that it was at."""
+    """What processes of their own found about `keys`; one that crashes or hangs costs the key that
+    it was at."""
     if question.device.type == "cuda":
         torch.cuda.empty_cache()  # the trial takes its memory from the same device
     found: dict[str, Any] = {}
@@ -204,7 +247,10 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
             for i, use in enumerate(uses):
                 torch.save(use.block, folder / f"block-{i}.pt")
         except Exception as error:
-            return {key: failed(f"its block cannot be sent to another process: {first_line(error)}") for key in keys}
+            return {
+                key: failed(f"its block cannot be sent to another process: {first_line(error)}")
+                for key in keys
+            }
         while missing := unanswered(found, keys, timed):
             job = {
                 "device": str(question.device),
@@ -219,16 +265,21 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
             (folder / "job.json").write_text(json.dumps(job))
             state, end = attended(folder)
             found = state.get("found", found)
-            if unanswered(found, keys, timed) == missing or state.get("key"):  # it got nowhere, or stuck somewhere
+            # it got nowhere, or stuck somewhere
+            if unanswered(found, keys, timed) == missing or state.get("key"):
                 for key in [state["key"]] if state.get("key") else missing:
                     where = state.get("doing", "its start")
-                    found[key] = found.get(key, {}) | failed(f"the process that tried it {end} in {where}")
+                    found[key] = found.get(key, {}) | failed(
+                        f"the process that tried it {end} in {where}"
+                    )
     return found
 
 
 def unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
     """Keys that a trial still has to answer."""
-    tested = {key for key, result in found.items() if result["refusal"] is not None or key not in timed}
+    tested = {
+        key for key, result in found.items() if result["refusal"] is not None or key not in timed
+    }
     return [key for key in keys if key not in tested and "times" not in found.get(key, {})]
 
 
@@ -238,21 +289,30 @@ def failed(why: str) -> dict[str, Any]:
 
 
 def attended(folder: Path) -> tuple[dict[str, Any], str]:
-    """Runs one trial; returns what it wrote last, and how it ended. It is killed after `PATIENCE` without news."""
+    """Runs one trial; returns what it wrote last, and how it ended. It is killed after `PATIENCE`
+    without news."""
     file = folder / "found.json"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "accel.trial", str(folder)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment()
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
         )
     state: dict[str, Any] = {}
-    hung, since, seen = False, time.monotonic(), None
+    hung = False
+    since = time.monotonic()
+    seen = None
     try:
         while process.poll() is None and not hung:
             time.sleep(0.05)
             if file.exists() and (stamp := file.stat().st_mtime_ns) != seen:
-                seen, since, state = stamp, time.monotonic(), read(file)
+                seen = stamp
+                since = time.monotonic()
+                state = read(file)
             hung = time.monotonic() - since > (state.get("patience") or PATIENCE)
     finally:
         process.kill()
@@ -266,7 +326,8 @@ def attended(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
-    """One finding of those of all processes: any refusal, the largest errors and the longest times."""
+    """One finding of those of all processes: any refusal, the largest errors and the longest
+    times."""
     one = {}
     for key, result in founds[0].items():
         results = [found[key] for found in founds]
@@ -277,7 +338,9 @@ def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
         if refused is None and "times" in result:
             for kind in TIMES.values():
                 taken = {name: [r[kind][name] for r in results] for name in ("on", "off")}
-                one[key][kind] = {name: None if None in all_ else max(all_) for name, all_ in taken.items()}
+                one[key][kind] = {
+                    name: None if None in all_ else max(all_) for name, all_ in taken.items()
+                }
     return one
 
 
@@ -292,11 +355,6 @@ def gathered(item: Any) -> list[Any]:
 
 def is_first() -> bool:
     return world_size() == 1 or dist.get_rank() == 0
-
-
-def cache_folder(name: str) -> Path:
-    """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name
 
 
 def cache_file(facts: Mapping[str, Any]) -> Path:
@@ -318,7 +376,8 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def remember(facts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Writes the cache; a folder that cannot be written costs the next run another trial, and a warning."""
+    """Writes the cache; a folder that cannot be written costs the next run another trial, and a
+    warning."""
     file = cache_file(facts)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -326,4 +385,7 @@ def remember(facts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         own.write_text(json.dumps({"facts": facts, "found": found}, indent=1) + "\n")
         own.replace(file)
     except OSError as error:
-        warnings.warn(f"{file} cannot be written ({error.strerror}), so the next run tries again.", stacklevel=2)
+        warnings.warn(
+            f"{file} cannot be written ({error.strerror}), so the next run tries again.",
+            stacklevel=2,
+        )

@@ -1,4 +1,5 @@
-"""Counts what a forward pass keeps for its backward pass, and lets a technique move it elsewhere meanwhile."""
+"""Counts what a forward pass keeps for its backward pass, and lets a technique move it elsewhere
+meanwhile."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ class Kept:
     storages: dict[int, int] = field(default_factory=dict)
     """Address -> bytes, of storages that belong to no parameter and no buffer."""
     left: dict[int, int] = field(default_factory=dict)
-    """The part of `storages` that autograd holds as they are; the others have a copy in host memory."""
+    """The part of `storages` that autograd holds as they are; the others have a copy in host
+    memory."""
     large_left: dict[int, int] = field(default_factory=dict)
-    """The part of `left` in which a tensor has `LEAST_MOVED` bytes or more, and would be worth a move."""
+    """The part of `left` in which a tensor has `LEAST_MOVED` bytes or more, and would be worth a
+    move."""
     cached: set[str] = field(default_factory=set)
     """Operations whose results lie in a cache of selective checkpointing."""
     own: set[int] = field(default_factory=set)
@@ -41,12 +44,18 @@ class Kept:
     def note(self, module: nn.Module, tensor: Tensor, packed: Any) -> None:
         """Counts a tensor that is kept, and `packed` in its place."""
         if not self.own:  # only now: sharded ones have been gathered
-            self.own.update(p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers()))
+            self.own.update(
+                p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())
+            )
         storage = tensor.untyped_storage()
         if storage._cdata in self.own:
             return
         self.storages[storage._cdata] = size = self.given.get(storage._cdata) or storage.nbytes()
-        held = [leaf.untyped_storage()._cdata for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
+        held = [
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves(packed)
+            if isinstance(leaf, Tensor)
+        ]
         if storage._cdata in held:
             self.left[storage._cdata] = size
             if min(tensor.nbytes, size) >= LEAST_MOVED:
@@ -54,7 +63,8 @@ class Kept:
 
 
 class SavedTensors:
-    """The hooks on tensors that a forward pass saves. PyTorch calls the innermost pair only, so all pairs are this one.
+    """The hooks on tensors that a forward pass saves. PyTorch calls the innermost pair only, so all
+    pairs are this one.
 
     A technique may move what is saved, and any number of counters may look on.
     """
@@ -63,18 +73,23 @@ class SavedTensors:
         self.moves: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
         self.counters: list[Callable[[Tensor, Any], None]] = []
         self.caches: list[list[Any]] = []
-        """A list for each counter. Selective checkpointing adds its caches to the last; no hook sees their content."""
+        """A list for each counter. Selective checkpointing adds its caches to the last; no hook
+        sees their content."""
 
     def pack(self, tensor: Tensor) -> Any:
-        # Detached, for an op that keeps its own output would hold itself, and a graph that nobody runs would stay.
+        # Detached, for an op that keeps its own output would hold itself, and a graph that nobody
+        # runs would stay.
         packed = self.moves[-1][0](tensor) if self.moves else tensor.detach()
         for count in self.counters:
             count(tensor, packed)
         return packed
 
     @contextmanager
-    def moved(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-        """Keeps `pack(tensor)` in the place of each tensor saved inside; the backward pass gets `unpack` of that."""
+    def moved(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> Iterator[None]:
+        """Keeps `pack(tensor)` in the place of each tensor saved inside; the backward pass gets
+        `unpack` of that."""
         self.moves.append((pack, unpack))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
@@ -84,7 +99,8 @@ class SavedTensors:
 
     @contextmanager
     def counted(self, count: Callable[[Tensor, Any], None]) -> Iterator[None]:
-        """Calls `count(tensor, packed)` for each tensor saved inside, with what is kept in its place."""
+        """Calls `count(tensor, packed)` for each tensor saved inside, with what is kept in its
+        place."""
         self.counters.append(count)
         unpack = self.moves[-1][1] if self.moves else unchanged
         try:

@@ -11,32 +11,41 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accel.attention_backend import AttentionBackend
-from accel.compilation import Compile
-from accel.cuda_graph import CudaGraph
-from accel.cudnn_benchmark import SAME_BYTES, CudnnBenchmark
-from accel.empty_cache_at_eval import EmptyCacheAtEval
+from accel.composite_optimizer import Make
 from accel.evidence import observe_step
-from accel.fused_adamw import FusedAdamW
-from accel.fused_kernels import FusedAddNorm, FusedConv, FusedKernel, FusedRope, FusedScan, FusedSwiglu
-from accel.gradient_checkpointing import CheckpointBlocks
 from accel.ledger import AUTO, Ledger, LedgerRow
-from accel.members import Make
-from accel.offload_activations import OffloadActivations
-from accel.offload_optimizer import OffloadOptimizer
-from accel.parallel import DataParallel, agreed
-from accel.precision import Precision
 from accel.profiler import observe_ops
 from accel.proof import Question, prove
-from accel.residual_in_fp32 import ResidualInFp32
+from accel.sharding import agreed
 from accel.technique import AnyStep, Model, Technique
-from accel.tf32 import Tf32
-from accel.weights import Weights
+from accel.techniques.attention_backend import AttentionBackend
+from accel.techniques.compilation import Compile
+from accel.techniques.cuda_graph import CudaGraph
+from accel.techniques.cudnn_benchmark import SAME_BYTES, CudnnBenchmark
+from accel.techniques.empty_cache_at_eval import EmptyCacheAtEval
+from accel.techniques.fused_adamw import FusedAdamW
+from accel.techniques.fused_kernels import (
+    FusedAddNorm,
+    FusedConv,
+    FusedKernel,
+    FusedRope,
+    FusedScan,
+    FusedSwiglu,
+)
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
+from accel.techniques.offload_activations import OffloadActivations
+from accel.techniques.offload_optimizer import OffloadOptimizer
+from accel.techniques.parallel import DataParallel
+from accel.techniques.precision import Precision
+from accel.techniques.residual_in_fp32 import ResidualInFp32
+from accel.techniques.tf32 import Tf32
+from accel.techniques.weights import Weights
+from common.errors import UserError
 
-# Process flags, module changes, checkpointing, compile, sharding, optimizer, autocast, evaluation, CUDA graph.
-# Layers are exchanged before all of it (`on_layers`).
-# Checkpointing comes before compile, so that a compiled block contains its own recomputation, and both before sharding,
-# which gathers a block's parameters around all of it; the graph is last and contains all.
+# Process flags, module changes, checkpointing, compile, sharding, optimizer, autocast, evaluation,
+# CUDA graph. Layers are exchanged before all of it (`on_layers`). Checkpointing comes before
+# compile, so that a compiled block contains its own recomputation, and both before sharding, which
+# gathers a block's parameters around all of it; the graph is last and contains all.
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tf32,
     CudnnBenchmark,
@@ -81,11 +90,12 @@ class FailedElsewhereError(RuntimeError):
 class AccelerationStack:
     """Applies the techniques that were asked for and tells which of them are really on.
 
-    `values` maps each technique's key to its requested value. A technique that cannot be had is either switched off
-    and named in the ledger (`on_unavailable="degrade"`) or, with all the others that cannot be had, a ValueError
-    (`"error"`). `same_bytes`: work that goes on after a stop must end with the same bytes, so what is not deterministic
-    stays off, cuDNN's algorithms included. `only` restricts the stack to some keys, for work that has no training step;
-    `also` are rows of the ledger that no runtime key switches.
+    `values` maps each technique's key to its requested value. A technique that cannot be had is
+    either switched off and named in the ledger (`on_unavailable="degrade"`) or, with all the others
+    that cannot be had, a ValueError (`"error"`). `same_bytes`: work that goes on after a stop must
+    end with the same bytes, so what is not deterministic stays off, cuDNN's algorithms included.
+    `only` restricts the stack to some keys, for work that has no training step; `also` are rows of
+    the ledger that no runtime key switches.
     """
 
     def __init__(
@@ -99,27 +109,36 @@ class AccelerationStack:
         also: Collection[Technique] = (),
         same_bytes: bool = False,
     ) -> None:
-        self.requested: dict[str, bool | str] = {technique.key: technique.value for technique in also}
+        self.requested: dict[str, bool | str] = {
+            technique.key: technique.value for technique in also
+        }
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
         """Milliseconds of a step in which the GPU worked, in warm-up."""
         self.kept = 0
-        """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted them."""
+        """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted
+        them."""
         self.techniques: list[Technique] = [*also]
-        self.strict, self.device, self.deterministic = on_unavailable == "error", device, deterministic
+        self.strict = on_unavailable == "error"
+        self.device = device
+        self.deterministic = deterministic
         self.same_bytes = same_bytes
         refused = []
         for kind in TECHNIQUES:
             if only is not None and kind.key not in only:
                 continue
-            technique = kind(values[kind.key], device, **{name: values[name] for name in kind.options})
+            technique = kind(
+                values[kind.key], device, **{name: values[name] for name in kind.options}
+            )
             self.requested[kind.key] = technique.value
             if technique.enabled:
                 if same_bytes and kind.nondeterministic:
                     reason = SAME_BYTES
                 elif reason := technique.unavailable():
                     if technique.value != AUTO:
-                        refused.append(f"runtime.{kind.key}={technique.value} ({reason.rstrip('.')})")
+                        refused.append(
+                            f"runtime.{kind.key}={technique.value} ({reason.rstrip('.')})"
+                        )
                 elif deterministic and kind.nondeterministic:
                     reason = "switched off by deterministic=true"
                 if reason:
@@ -130,7 +149,7 @@ class AccelerationStack:
 
     def refuse(self, refused: list[str]) -> None:
         if refused and self.strict:
-            raise ValueError(
+            raise UserError(
                 f"runtime.on_unavailable=error, and this machine cannot have {', '.join(refused)}. "
                 "Switch them off, or set runtime.on_unavailable=degrade."
             )
@@ -140,9 +159,14 @@ class AccelerationStack:
         return next(technique.value for technique in self.techniques if technique.key == key)
 
     def left(self) -> list[str]:
-        """Words, such as runtime.compile=true, of switches that are off and can be had on this device."""
+        """Words, such as runtime.compile=true, of switches that are off and can be had on this
+        device."""
         switches = [type(t) for t in self.techniques if t.key in SWITCHES and not t.enabled]
-        return [f"runtime.{kind.key}=true" for kind in switches if kind(True, self.device).unavailable() is None]
+        return [
+            f"runtime.{kind.key}=true"
+            for kind in switches
+            if kind(True, self.device).unavailable() is None
+        ]
 
     def technique(self, kind: type[Kind]) -> Kind:
         """The technique of a class."""
@@ -150,33 +174,53 @@ class AccelerationStack:
 
     def options_of(self, key: str, when: str) -> dict[str, bool | str]:
         """The options of a technique if its value is `when`; otherwise they say nothing."""
-        return next(dict(t.option) for t in self.techniques if t.key == key) if self.value(key) == when else {}
+        return (
+            next(dict(t.option) for t in self.techniques if t.key == key)
+            if self.value(key) == when
+            else {}
+        )
 
     def prove_kernels(
-        self, model: nn.Module, forward: Callable[[], object], samples: int, folder: Path | None = None
+        self,
+        model: nn.Module,
+        forward: Callable[[], object],
+        samples: int,
+        folder: Path | None = None,
     ) -> dict[str, Any]:
-        """Decides about fused kernels on this device (accel/proof.py); returns what the run's `folder` has to keep.
+        """Decides about fused kernels on this device (accel/proof.py); returns what the run's
+        `folder` has to keep.
 
-        `forward()` runs the model as it is on two samples; a micro-batch has `samples`. Call this before `on_model`. A
-        kernel that was asked for and fails its parity test is one that cannot be had.
+        `forward()` runs the model as it is on two samples; a micro-batch has `samples`. Call this
+        before `on_model`. A kernel that was asked for and fails its parity test is one that cannot
+        be had.
         """
-        kernels = [t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)]
+        kernels = [
+            t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)
+        ]
         if not kernels:
             return {}
         acting = [t for t in self.techniques if t.key in ACT_ON_A_BLOCK]
-        runtime = {name: value for t in acting for name, value in ({t.key: t.value} | t.option).items()}
-        question = Question({t.key: t.value for t in kernels}, runtime, samples, self.device, self.deterministic)
+        runtime = {
+            name: value for t in acting for name, value in ({t.key: t.value} | t.option).items()
+        }
+        question = Question(
+            {t.key: t.value for t in kernels}, runtime, samples, self.device, self.deterministic
+        )
         with self.autocast(), torch.no_grad():
             proofs, kept = prove(question, model, forward, folder)
         for technique in kernels:
             technique.settle(proofs[technique.key])
-        failed = [key for key, proof in proofs.items() if self.requested[key] is True and not proof.on]
+        failed = [
+            key for key, proof in proofs.items() if self.requested[key] is True and not proof.on
+        ]
         self.refuse([f"runtime.{key}=true ({proofs[key].why})" for key in failed])
         return kept
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context in which a forward pass runs."""
-        return next((t.autocast() for t in self.techniques if isinstance(t, Precision)), nullcontext())
+        return next(
+            (t.autocast() for t in self.techniques if isinstance(t, Precision)), nullcontext()
+        )
 
     def on_process(self) -> None:
         for technique in self.techniques:
@@ -192,7 +236,11 @@ class AccelerationStack:
         return model
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        return {key: value for technique in self.techniques for key, value in technique.optimizer_kwargs().items()}
+        return {
+            key: value
+            for technique in self.techniques
+            for key, value in technique.optimizer_kwargs().items()
+        }
 
     def on_optimizer(self, make: Make) -> Make:
         """The later a technique stands in the tuple, the closer it is to the optimizer itself."""
@@ -224,9 +272,11 @@ class AccelerationStack:
             technique.load_state_dict(states.get(technique.key, {}))
 
     def run_until_it_works(self, run: Callable[[], object]) -> None:
-        """Calls `run` until it works; a technique that recognises a failure as its own doing undoes itself in between.
+        """Calls `run` until it works; a technique that recognises a failure as its own doing undoes
+        itself in between.
 
-        Under `on_unavailable="error"` the failure is raised instead. Of several processes all undo what one has to:
+        Under `on_unavailable="error"` the failure is raised instead. Of several processes all undo
+        what one has to:
         it would run other code than they do.
         """
         while True:
@@ -238,15 +288,19 @@ class AccelerationStack:
             if not agreed(failure is not None, self.device):
                 return
             error = failure if failure is not None else FailedElsewhereError()
-            sentence = next(filter(None, (t.recover(error) for t in reversed(self.techniques))), None)
+            sentence = next(
+                filter(None, (t.recover(error) for t in reversed(self.techniques))), None
+            )
             if sentence is None or self.strict:
                 raise error
             warnings.warn(sentence, stacklevel=3)
 
     def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
-        """Calls `run` (a whole step, or an encoding) until it is warm, observes it once more, and fills the ledger.
+        """Calls `run` (a whole step, or an encoding) until it is warm, observes it once more, and
+        fills the ledger.
 
-        The caller restores whatever `run` changed, in place where a technique may hold on to tensors.
+        The caller restores whatever `run` changed, in place where a technique may hold on to
+        tensors.
         """
         self.run_until_it_works(run)
         hidden = any(technique.hides_blocks() for technique in self.techniques)
@@ -267,5 +321,7 @@ class AccelerationStack:
         missing = [row for row in ledger if row.missing and row.key not in self.reasons]
         if missing and self.strict:
             shown = ", ".join(f"runtime.{row.key} ({row.evidence})" for row in missing)
-            raise ValueError(f"runtime.on_unavailable=error, and one step shows that these are not on: {shown}.")
+            raise UserError(
+                f"runtime.on_unavailable=error, and one step shows that these are not on: {shown}."
+            )
         return ledger

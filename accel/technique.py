@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
-from accel.text import printable
+from common.text import printable
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from accel.composite_optimizer import Make
     from accel.evidence import Evidence
-    from accel.loss_scaler import LossScaler
-    from accel.members import Make
+    from accel.techniques.loss_scaler import LossScaler
 
 
 class Observation(NamedTuple):
@@ -27,13 +27,15 @@ class Observation(NamedTuple):
 
 
 class Step(Protocol):
-    """A step that techniques may wrap; `forward` is the denoiser's forward pass, or the encoder's in precompute."""
+    """A step that techniques may wrap; `forward` is the denoiser's forward pass, or the encoder's
+    in precompute."""
 
     forward: Callable[..., Any]
 
 
 class TrainingStep(Step, Protocol):
-    """A step that trains: `update` is the whole of it, from batches to a named tuple of device scalars."""
+    """A step that trains: `update` is the whole of it, from batches to a named tuple of device
+    scalars."""
 
     update: Callable[..., Any]
     optimizer: torch.optim.Optimizer
@@ -54,20 +56,12 @@ def switches(module: nn.Module, key: str) -> list[nn.Module]:
     return [m for m in module.modules() if hasattr(m, key)]
 
 
-ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message without addresses in memory, or its type where the message is empty."""
-    return ADDRESS.sub("", printable((str(error).strip().splitlines() or [type(error).__name__])[0]))
-
-
 class Technique(ABC):
     """The same training step, cheaper.
 
-    A technique is built for every run, switched on or not: an `off` value is applied just as an `on` value is
-    (TF32 off means off in matmuls *and* in cuDNN), and the ledger has a row for it either way. One that does more
-    than set a process flag acts only where `enabled`.
+    A technique is built for every run, switched on or not: an `off` value is applied just as an
+    `on` value is (TF32 off means off in matmuls *and* in cuDNN), and the ledger has a row for it
+    either way. One that does more than set a process flag acts only where `enabled`.
     """
 
     key: ClassVar[str]
@@ -79,9 +73,11 @@ class Technique(ABC):
     off: ClassVar[bool | str] = False
     """The value of `key` under which it does nothing."""
     examples: ClassVar[tuple[Mapping[str, bool | str], ...]] = ()
-    """Runtime values that switch it on, one mapping for each way that tests and benchmarks try; none: `{key: True}`."""
+    """Runtime values that switch it on, one mapping for each way that tests and benchmarks try;
+    none: `{key: True}`."""
     loss_rtol: ClassVar[float]
-    """How far the loss of one step may move when it is switched on; 0 means bit for bit (in eager mode)."""
+    """How far the loss of one step may move when it is switched on; 0 means bit for bit (in eager
+    mode)."""
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
 
@@ -100,7 +96,8 @@ class Technique(ABC):
         return self.value != self.off
 
     def unavailable(self) -> str | None:
-        """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where `enabled`."""
+        """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where
+        `enabled`."""
         return None
 
     def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
@@ -130,10 +127,12 @@ class Technique(ABC):
         return nullcontext()
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:  # noqa: B027 - most need one step only
-        """Called with the evidence of a warm step; may call `run` again, with and without itself."""
+        """Called with the evidence of a warm step; may call `run` again, with and without
+        itself."""
 
     def on_warm(self) -> bool:
-        """Called when one step has been seen to work; True if the step runs differently from now on."""
+        """Called when one step has been seen to work; True if the step runs differently from now
+        on."""
         return False
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -144,11 +143,13 @@ class Technique(ABC):
         """Continues from `state_dict`, in place."""
 
     def hides_blocks(self) -> bool:
-        """True if no block can be probed in the step as it runs; then an uncompiled step is probed instead."""
+        """True if no block can be probed in the step as it runs; then an uncompiled step is probed
+        instead."""
         return False
 
     def recover(self, error: BaseException) -> str | None:
-        """Undoes itself if `error`, raised in warm-up, is its own doing, and says so; None if it is not."""
+        """Undoes itself if `error`, raised in warm-up, is its own doing, and says so; None if it is
+        not."""
         return None
 
     @abstractmethod

@@ -1,9 +1,12 @@
-"""Tries fused kernels on one block of a model, in a process of its own, which may crash or hang without harm.
+"""Tries fused kernels on one block of a model, in a process of its own, which may crash or hang
+without harm.
 
-    python -m accel.trial <folder>      accel/proof.py writes the folder, starts this, and reads found.json
+    python -m accel.trial <folder>      accel/proof.py writes the folder, starts this, and reads
+    found.json
 
-Contact and parity: the block runs forward and backward on definitions; at each call of one of our operators its kernel
-gets the same tensors. Time: the whole block as the run would run it, with a kernel and without.
+Contact and parity: the block runs forward and backward on definitions; at each call of one of our
+operators its kernel gets the same tensors. Time: the whole block as the run would run it, with a
+kernel and without.
 """
 
 from __future__ import annotations
@@ -26,15 +29,18 @@ from accel.evidence import BlockEvidence, BlockProbe
 from accel.parity import Comparing
 from accel.proof import TIMES
 from accel.stack import AccelerationStack
-from accel.technique import first_line, switches
+from accel.technique import switches
+from common.text import first_line
 
 SAMPLES = 4
 """Of a batch, in the parity test."""
-REPEATS, INPUT_SETS = 20, 3
+REPEATS = 20
+INPUT_SETS = 3
 COMPILING = 900.0
 """Seconds that compiling a block may take."""
 HEAD_START = 30_000_000
-"""Clock cycles that the GPU waits where a replayed graph is timed: all is launched by then, and launching is free."""
+"""Clock cycles that the GPU waits where a replayed graph is timed: all is launched by then, and
+launching is free."""
 Inputs = tuple[Tensor, ...]
 
 
@@ -44,19 +50,26 @@ def switch(block: nn.Module, key: str, on: bool) -> None:
 
 
 def random_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: int) -> Inputs:
-    """Normal values in the recorded shapes, strides and dtypes, with `samples` in the first dimension."""
+    """Normal values in the recorded shapes, strides and dtypes, with `samples` in the first
+    dimension."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for (_, *shape), stride, dtype in metas:
-        tensor = torch.empty_strided((samples, *shape), stride, dtype=getattr(torch, dtype), device=device)
+        tensor = torch.empty_strided(
+            (samples, *shape), stride, dtype=getattr(torch, dtype), device=device
+        )
         inputs.append(tensor.normal_(generator=generator).requires_grad_())
     return tuple(inputs)
 
 
 def forward_and_backward(
-    block: Any, inputs: Inputs, autocast: AbstractContextManager[Any], seeds: list[Tensor] | None = None
+    block: Any,
+    inputs: Inputs,
+    autocast: AbstractContextManager[Any],
+    seeds: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Runs a block both ways from `seeds`, the gradients of its outputs; returns them, drawn if there were none."""
+    """Runs a block both ways from `seeds`, the gradients of its outputs; returns them, drawn if
+    there were none."""
     with autocast:
         outputs = [t for t in block(*inputs) if t.requires_grad]
     if seeds is None:
@@ -75,9 +88,12 @@ class Holder(nn.Module):
 
 
 class Variant:
-    """One block as the run would run it: its autocast, attention, checkpointing and compile; some kernels on."""
+    """One block as the run would run it: its autocast, attention, checkpointing and compile; some
+    kernels on."""
 
-    def __init__(self, block: nn.Module, on: set[str], runtime: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, block: nn.Module, on: set[str], runtime: dict[str, Any], device: torch.device
+    ) -> None:
         block = copy.deepcopy(block)
         for key in on:
             switch(block, key, True)
@@ -121,11 +137,14 @@ class Variant:
 
 
 class Trial:
-    """Tries what the job.json of a folder asks for, on its blocks, and writes each result to found.json."""
+    """Tries what the job.json of a folder asks for, on its blocks, and writes each result to
+    found.json."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.job = folder, json.loads((folder / "job.json").read_text())
-        self.device, self.found = torch.device(self.job["device"]), self.job["found"]
+        self.folder = folder
+        self.job = json.loads((folder / "job.json").read_text())
+        self.device = torch.device(self.job["device"])
+        self.found = self.job["found"]
         self.write("contact")
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
@@ -133,11 +152,15 @@ class Trial:
         self.stack = AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
         self.stack.on_process()
         files = [folder / f"block-{i}.pt" for i in range(len(self.job["blocks"]))]
-        self.blocks = [torch.load(file, weights_only=False, map_location=self.device) for file in files]
+        self.blocks = [
+            torch.load(file, weights_only=False, map_location=self.device) for file in files
+        ]
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
-        """Says what this process found and does next; the parent gives up on `key` if that hangs or crashes."""
-        self.doing, self.key = doing, key
+        """Says what this process found and does next; the parent gives up on `key` if that hangs or
+        crashes."""
+        self.doing = doing
+        self.key = key
         content = {"doing": doing, "key": key, "patience": patience, "found": self.found}
         (self.folder / "found.tmp").write_text(json.dumps(content))
         os.replace(self.folder / "found.tmp", self.folder / "found.json")
@@ -157,50 +180,83 @@ class Trial:
         """The comparison that comes nearest to its bound, or goes beyond it most."""
         comparing = Comparing()
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
-            inputs = random_inputs(use["inputs"], min(SAMPLES, self.job["samples"]), self.device, seed=1)
+            inputs = random_inputs(
+                use["inputs"], min(SAMPLES, self.job["samples"]), self.device, seed=1
+            )
             switch(block, key, True)
             with comparing:
                 forward_and_backward(block, inputs, self.stack.autocast())
             switch(block, key, False)
         if not comparing.comparisons:
-            return {"refusal": "no operator of ours ran in a block", "error": 0.0, "definition_error": 0.0}
+            return {
+                "refusal": "no operator of ours ran in a block",
+                "error": 0.0,
+                "definition_error": 0.0,
+            }
         worst = max(comparing.comparisons, key=lambda c: c.excess)
-        return {"refusal": worst.refusal(), "error": worst.error, "definition_error": worst.definition_error}
+        return {
+            "refusal": worst.refusal(),
+            "error": worst.error,
+            "definition_error": worst.definition_error,
+        }
 
     def timed(self, key: str) -> dict[str, Any]:
-        """Milliseconds, and megabytes kept a sample, of the commonest block that uses `key`, with it and without it."""
-        users = [(use["blocks"], i) for i, use in enumerate(self.job["blocks"]) if switches(self.blocks[i], key)]
+        """Milliseconds, and megabytes kept a sample, of the commonest block that uses `key`, with
+        it and without it."""
+        users = [
+            (use["blocks"], i)
+            for i, use in enumerate(self.job["blocks"])
+            if switches(self.blocks[i], key)
+        ]
         i = max(users)[1]
-        use, samples, runtime = self.job["blocks"][i], self.job["samples"], self.job["runtime"]
-        inputs = [random_inputs(use["inputs"], samples, self.device, seed) for seed in range(INPUT_SETS)]
+        use = self.job["blocks"][i]
+        samples = self.job["samples"]
+        runtime = self.job["runtime"]
+        inputs = [
+            random_inputs(use["inputs"], samples, self.device, seed) for seed in range(INPUT_SETS)
+        ]
         others = {k for k, found in self.found.items() if found["refusal"] is None} - {key}
         kernels = {"on": others | {key}, "off": others}
-        variants = {name: Variant(self.blocks[i], on, runtime, self.device) for name, on in kernels.items()}
+        variants = {
+            name: Variant(self.blocks[i], on, runtime, self.device) for name, on in kernels.items()
+        }
         ready = {name: variant for name, variant in variants.items() if variant.warm_up(inputs)}
         launched = raced(ready, inputs, replayed=False)
         replayed = raced(ready, inputs, replayed=True) if self.device.type == "cuda" else launched
         times = {TIMES[False]: launched, TIMES[True]: replayed}
-        return {**times, "kept_mb": {name: v.kept / (1e6 * samples) for name, v in variants.items()}}
+        return {
+            **times,
+            "kept_mb": {name: v.kept / (1e6 * samples) for name, v in variants.items()},
+        }
 
 
-def raced(variants: dict[str, Variant], inputs: list[Inputs], replayed: bool) -> dict[str, float | None]:
-    """Median milliseconds with the kernel, "on", and without it, "off", taken in turn on rotating inputs; None for one
-    that is not among the `variants`, because its memory ran out."""
+def raced(
+    variants: dict[str, Variant], inputs: list[Inputs], replayed: bool
+) -> dict[str, float | None]:
+    """Median milliseconds with the kernel, "on", and without it, "off", taken in turn on rotating
+    inputs; None for one that is not among the `variants`, because its memory ran out."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(REPEATS):
         for name in sorted(taken, reverse=bool(i % 2)):
             taken[name].append(variants[name].milliseconds(inputs[i % len(inputs)], replayed))
-    return {name: statistics.median(taken[name]) if name in taken else None for name in ("on", "off")}
+    return {
+        name: statistics.median(taken[name]) if name in taken else None for name in ("on", "off")
+    }
 
 
 def main() -> int:
     trial = Trial(Path(sys.argv[1]))
     try:
         trial.run()
-    except Exception as error:  # the next process goes on with the rest: this one's device may be in any state
+    except (
+        Exception
+    ) as error:  # the next process goes on with the rest: this one's device may be in any state
         earlier = trial.found.get(trial.key, {"error": 0.0, "definition_error": 0.0})
         why = f"{trial.doing} failed: {first_line(error)}"
-        trial.found[trial.key] = earlier | {"refusal": why, "passing": not isinstance(error, ValueError)}
+        trial.found[trial.key] = earlier | {
+            "refusal": why,
+            "passing": not isinstance(error, ValueError),
+        }
         trial.write("the rest")
         raise
     return 0

@@ -1,6 +1,7 @@
 """Finds the parameters that are multiplied in fp32, whatever operation computes the product.
 
-The name of an operation does not tell: einsum makes a bmm of a weight, and attention one of two activations.
+The name of an operation does not tell: einsum makes a bmm of a weight, and attention one of two
+activations.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from accel.profiler import PRODUCTS
 class WideWeightProducts(TorchDispatchMode):
     """Inside, notes in `found` the names of matrices of `model` that are multiplied in fp32.
 
-    What an operation makes of weights alone, such as a cast or another shape, is those weights. The parameters of
-    a sharded model are gathered into other storages, and are not recognised.
+    What an operation makes of weights alone, such as a cast or another shape, is those weights. The
+    parameters of a sharded model are gathered into other storages, and are not recognised.
     """
 
     supports_higher_order_operators = True  # FlexAttention is one
@@ -33,7 +34,11 @@ class WideWeightProducts(TorchDispatchMode):
         self.names = {reference_to(p): name for name, p in model.named_parameters() if p.ndim >= 2}
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         given = plain_tensors((args, kwargs))

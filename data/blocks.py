@@ -1,8 +1,10 @@
-"""Reads the blocks of a latent set and verifies each: length, hash, names, dtypes, shapes, labels, finite values.
+"""Reads the blocks of a latent set and verifies each: length, hash, names, dtypes, shapes, labels,
+finite values.
 
-A shard is a tar whose members are blocks: safetensors files of some hundred samples (data/shards.py). `BlockReader`
-reads a block by its offset in the manifest; it parses no tar and unpickles nothing. The manifest's order numbers the
-samples of a split; that number is the id in a `Batch`.
+A shard is a tar whose members are blocks: safetensors files of some hundred samples
+(data/shards.py). `BlockReader` reads a block by its offset in the manifest; it parses no tar and
+unpickles nothing. The manifest's order numbers the samples of a split; that number is the id in a
+`Batch`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from accel.technique import first_line
-from accel.text import printable
+from common.errors import UserError
+from common.text import first_line, printable
 from data.manifest import Block, Manifest, Shard
 from data.source import Source, unreadable
 
@@ -59,10 +61,13 @@ class Skipped(NamedTuple):
 class BlockReader:
     """Reads the blocks of one split by number."""
 
-    def __init__(self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error") -> None:
+    def __init__(
+        self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error"
+    ) -> None:
         if on_corrupt not in ("error", "skip"):
-            raise ValueError(f"data.on_corrupt={on_corrupt} is unknown; choose error or skip.")
-        self.source, self.on_corrupt = source, on_corrupt
+            raise UserError(f"data.on_corrupt={on_corrupt} is unknown; choose error or skip.")
+        self.source = source
+        self.on_corrupt = on_corrupt
         self.damaged: dict[int, str] = {}
         """Number of a block that the reader never tries again -> the fault it found."""
         self.reports: list[Skipped] = []
@@ -87,10 +92,12 @@ class BlockReader:
     def read(self, number: int) -> dict[str, Tensor]:
         """Reads all tensors of a block, and the `ids` of its samples.
 
-        DamagedBlockError if the block differs from the manifest or cannot be read. With `on_corrupt="skip"` the samples
-        of the next good block replace it, repeated or cut to the same number, so that the order keeps its length.
+        DamagedBlockError if the block differs from the manifest or cannot be read. With
+        `on_corrupt="skip"` the samples of the next good block replace it, repeated or cut to the
+        same number, so that the order keeps its length.
         """
-        unreachable, reason = 0, ""
+        unreachable = 0
+        reason = ""
         for other in (*range(number, len(self.places)), *range(number)):
             if other in self.damaged:
                 continue
@@ -115,19 +122,24 @@ class BlockReader:
                 tensors = {name: tensor[rows] for name, tensor in tensors.items()}
             return tensors
         reason = next(iter(self.damaged.values()), reason)
-        raise ValueError(f"{self.source}: not one block can be read ({reason}); run precompute_latents.py again.")
+        raise UserError(
+            f"{self.source}: not one block can be read ({reason}); run precompute_latents.py again."
+        )
 
     def fetched(self, number: int) -> dict[str, Tensor]:
         try:
             return self.checked(number)
         except DamagedBlockError as error:
-            bad_copy = not isinstance(error, UnreachableError) and self.source.forget(self.places[number].shard.file)
+            bad_copy = not isinstance(error, UnreachableError) and self.source.forget(
+                self.places[number].shard.file
+            )
             if bad_copy:  # fetch it again
                 return self.checked(number)
             raise
 
     def take_reports(self) -> list[Skipped]:
-        reports, self.reports = self.reports, []
+        reports = self.reports
+        self.reports = []
         return reports
 
     def checked(self, number: int) -> dict[str, Tensor]:
@@ -141,20 +153,29 @@ class BlockReader:
             kind = DamagedBlockError if isinstance(error, FileNotFoundError) else UnreachableError
             raise kind(f"{unreadable(what, error)}; {REMEDY}.") from error
         if len(content) != block.size:
-            raise DamagedBlockError(f"{what} ends early, {len(content)} of {block.size} bytes are there; {REMEDY}.")
+            raise DamagedBlockError(
+                f"{what} ends early, {len(content)} of {block.size} bytes are there; {REMEDY}."
+            )
         if hashlib.sha256(content).hexdigest() != block.sha256:
-            raise DamagedBlockError(f"{what} is damaged: its sha256 differs from the manifest's; {REMEDY}.")
+            raise DamagedBlockError(
+                f"{what} is damaged: its sha256 differs from the manifest's; {REMEDY}."
+            )
         try:
             tensors = load(content)
         except Exception as error:  # of safetensors, and of torch for a dtype that it does not know
-            raise DamagedBlockError(f"{what} is no safetensors file: {first_line(error)}; {REMEDY}.") from error
+            raise DamagedBlockError(
+                f"{what} is no safetensors file: {first_line(error)}; {REMEDY}."
+            ) from error
         if fault := self.fault(tensors, block.samples):
             raise DamagedBlockError(f"{what} {printable(fault)}; {REMEDY}.")
         return tensors
 
     def fault(self, tensors: dict[str, Tensor], samples: int) -> str | None:
-        """Why a block does not fit the manifest, as the end of a sentence: a right hash may be of wrong tensors."""
-        with_std = bool(self.names_of_std & tensors.keys()) if self.with_std is None else self.with_std
+        """Why a block does not fit the manifest, as the end of a sentence: a right hash may be of
+        wrong tensors."""
+        with_std = (
+            bool(self.names_of_std & tensors.keys()) if self.with_std is None else self.with_std
+        )
         expected = self.names | (self.names_of_std if with_std else set())
         if tensors.keys() != expected:
             return f"holds {', '.join(sorted(tensors))}, and a block of this set {', '.join(sorted(expected))}"
@@ -163,7 +184,8 @@ class BlockReader:
             dtype = torch.int64 if name == "labels" else self.dtype
             if tensor.shape != shape or tensor.dtype != dtype:
                 return f"holds {name} {kind(tensor.shape, tensor.dtype)}, the manifest says {kind(shape, dtype)}"
-            low, high = (extreme.item() for extreme in tensor.aminmax())  # an order of magnitude quicker than isfinite
+            # an order of magnitude quicker than isfinite
+            low, high = (extreme.item() for extreme in tensor.aminmax())
             if name == "labels" and not 0 <= low <= high < max(1, self.classes):
                 return f"holds labels from {low} to {high}, but there are {self.classes} classes"
             if not math.isfinite(low) or not math.isfinite(high):
@@ -179,8 +201,13 @@ def kind(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
-    """Adds to `found`, place -> samples, the blocks that `data.on_corrupt=skip` left out, and prints each new one."""
+    """Adds to `found`, place -> samples, the blocks that `data.on_corrupt=skip` left out, and
+    prints each new one."""
     for place, samples, reason in reports:
         if place not in found:
             found[place] = samples
-            print(f"skipped {samples} samples, others stand in ({sum(found.values())} so far): {reason}", flush=True)
+            print(
+                f"skipped {samples} samples, others stand in ({sum(found.values())} so far): "
+                f"{reason}",
+                flush=True,
+            )

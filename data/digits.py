@@ -1,19 +1,22 @@
 """scikit-learn's handwritten digits: 1,797 real 8×8 images of 10 classes, shipped with the package.
 
-Alpaydin & Kaynak 1998, https://archive.ics.uci.edu/dataset/80. The default data set: no download, no encoder.
+Alpaydin & Kaynak 1998, https://archive.ics.uci.edu/dataset/80. The default data set: no download,
+no encoder.
 """
 
 from __future__ import annotations
 
 import torch
 
+from common.errors import UserError
 from data.loader import InMemoryLatents, LatentSpec, LatentTensors, LoaderArgs
 
 HELD_OUT = 180
 
 
 class DigitLatents(InMemoryLatents):
-    """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797 images.
+    """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797
+    images.
 
     `classes` are the digits to keep, null all; they are normalised as all of them together.
     """
@@ -30,16 +33,24 @@ class DigitLatents(InMemoryLatents):
     ) -> None:
         kept = list(range(10)) if classes is None else sorted(classes)
         if not kept or not set(kept) <= set(range(10)) or len(set(kept)) < len(kept):
-            raise ValueError(f"data.classes={classes} must be digits from 0 to 9, each once, such as [0,1,2,3,4].")
+            raise UserError(
+                f"data.classes={classes} must be digits from 0 to 9, each once, such as "
+                "[0,1,2,3,4]."
+            )
         from sklearn.datasets import load_digits
 
         values, targets = load_digits(return_X_y=True)  # 0 … 16
         pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
         labels = torch.from_numpy(targets).long()
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # the same split for every seed
-        held_out, train = order[:HELD_OUT], order[HELD_OUT:]
-        mean, std = float(pixels[train].mean()), float(pixels[train].std())
-        held_out, train = (part[torch.isin(labels[part], torch.tensor(kept))] for part in (held_out, train))
+        # the same split for every seed
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        held_out = order[:HELD_OUT]
+        train = order[HELD_OUT:]
+        mean = float(pixels[train].mean())
+        std = float(pixels[train].std())
+        held_out, train = (
+            part[torch.isin(labels[part], torch.tensor(kept))] for part in (held_out, train)
+        )
         labels = torch.searchsorted(torch.tensor(kept), labels)
         spec = LatentSpec(
             channels=1,
@@ -51,7 +62,8 @@ class DigitLatents(InMemoryLatents):
             mean=[mean],
             std=[std],
             encoder={"_target_": "models.autoencoders.PixelAutoencoder"},
-            fingerprint="sklearn-digits" + (f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""),
+            fingerprint="sklearn-digits"
+            + (f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""),
         )
         super().__init__(
             spec,

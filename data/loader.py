@@ -1,4 +1,5 @@
-"""The protocol of a loader, a base class, and the simplest loader: it holds every sample on the device.
+"""The protocol of a loader, a base class, and the simplest loader: it holds every sample on the
+device.
 
 Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
 """
@@ -15,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
+from common.errors import UserError
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -33,7 +35,8 @@ class Batch(NamedTuple):
     ids: Int[Tensor, "B"]
     """Index of each sample in its latent set."""
     position: Int[Tensor, "B"]
-    """Samples that the run saw before this one. It seeds the sample's noise, time, mirroring and posterior draw."""
+    """Samples that the run saw before this one. It seeds the sample's noise, time, mirroring and
+    posterior draw."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,13 @@ class LatentSpec:
     fingerprint: str = ""
     """Identifies the data set, so that no run resumes on another one."""
     earlier_fingerprint: str = ""
-    """The one that checkpoints of earlier versions have for the same set; "" where it is the same."""
+    """The one that checkpoints of earlier versions have for the same set; "" where it is the
+    same."""
 
     @property
     def labels(self) -> range:
-        """The labels to draw samples of: all classes, or without classes 0, which is then the null label."""
+        """The labels to draw samples of: all classes, or without classes 0, which is then the null
+        label."""
         return range(max(1, self.num_classes))
 
     @property
@@ -72,12 +77,16 @@ class LatentSpec:
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
     def ordered(self, suffix: str) -> LatentSpec:
-        """The spec of the same set in an order, or with an error, that no other run may resume on."""
+        """The spec of the same set in an order, or with an error, that no other run may resume
+        on."""
         earlier = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{suffix}"
-        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=earlier)
+        return replace(
+            self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=earlier
+        )
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call copies nothing."""
+        """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call
+        copies nothing."""
         mean, std = self.channel_statistics(device)
         return lambda raw: (raw.float() - mean) / std
 
@@ -88,7 +97,10 @@ class LatentSpec:
 
     def channel_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and std as fp32 tensors of shape (C, 1, 1)."""
-        mean, std = (torch.tensor(v, dtype=torch.float32, device=device).view(-1, 1, 1) for v in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(v, dtype=torch.float32, device=device).view(-1, 1, 1)
+            for v in (self.mean, self.std)
+        )
         return mean, std
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,15 +110,17 @@ class LatentSpec:
 class LatentLoader(Protocol):
     """Endless batches: one rank's samples of each global batch.
 
-    The order is a pure function of (seed, samples seen): the n-th training sample is the same one at any batch size,
-    world size and after any resume. Each epoch has every sample once; batches run across the ends of epochs.
+    The order is a pure function of (seed, samples seen): the n-th training sample is the same one
+    at any batch size, world size and after any resume. Each epoch has every sample once; batches
+    run across the ends of epochs.
     """
 
     spec: LatentSpec
     held_out_count: int
     """Samples that `held_out` gives."""
     skipped: dict[str, int]
-    """Blocks that could not be used and that others stand in for -> their samples; empty for most loaders."""
+    """Blocks that could not be used and that others stand in for -> their samples; empty for most
+    loaders."""
     patience: float
     """Seconds to wait for a batch whose readers have stopped giving any."""
 
@@ -115,7 +129,8 @@ class LatentLoader(Protocol):
     def __next__(self) -> Batch: ...
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """The held-out split, once, in a fixed order and without augmentation; the last batch may be smaller."""
+        """The held-out split, once, in a fixed order and without augmentation; the last batch may
+        be smaller."""
         ...
 
     def state_dict(self) -> dict[str, int]:
@@ -137,7 +152,8 @@ class LoaderArgs(NamedTuple):
 
 
 class BaseLoader:
-    """Keeps the state that all loaders have; a subclass adds `batch_at` and `held_out` to make a `LatentLoader`."""
+    """Keeps the state that all loaders have; a subclass adds `batch_at` and `held_out` to make a
+    `LatentLoader`."""
 
     held_out_count: int = 0
     """Of a subclass that does not say: evaluation then shows no time left."""
@@ -159,7 +175,8 @@ class BaseLoader:
         return batch
 
     def batch_at(self, start: int) -> Batch:
-        """The rank's samples: those at `batch_size` positions from `start` on, or at others that all ranks agree on."""
+        """The rank's samples: those at `batch_size` positions from `start` on, or at others that
+        all ranks agree on."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, int]:
@@ -168,7 +185,7 @@ class BaseLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         for name, value in state.items():
             if type(value) is not int or not 0 <= value < 2**53:
-                raise ValueError(f"the state of the loader says {name}={value}, which is no count.")
+                raise UserError(f"the state of the loader says {name}={value}, which is no count.")
         self.samples_seen = state["samples_seen"]
 
 
@@ -181,14 +198,17 @@ def seeded(*key: int) -> torch.Generator:
 
 
 class EpochOrder:
-    """Permutes the whole set in each epoch: position p has the (p mod N)-th id of the permutation of epoch p div N.
+    """Permutes the whole set in each epoch: position p has the (p mod N)-th id of the permutation
+    of epoch p div N.
 
-    A CPU generator draws each permutation from (seed, epoch), so it is the same on every device. The two latest stay on
-    `device`, for batches that run across the end of an epoch.
+    A CPU generator draws each permutation from (seed, epoch), so it is the same on every device.
+    The two latest stay on `device`, for batches that run across the end of an epoch.
     """
 
     def __init__(self, count: int, seed: int, device: torch.device) -> None:
-        self.count, self.seed, self.device = count, seed, device
+        self.count = count
+        self.seed = seed
+        self.device = device
         self.cache: dict[int, Int[Tensor, "N"]] = {}
 
     def permutation(self, epoch: int) -> Int[Tensor, "N"]:
@@ -203,19 +223,21 @@ class EpochOrder:
         while count > 0:
             epoch, offset = divmod(start, self.count)
             found.append(self.permutation(epoch)[offset : offset + count])
-            start, count = start + len(found[-1]), count - len(found[-1])
+            start = start + len(found[-1])
+            count = count - len(found[-1])
         return torch.cat(found)
 
 
 class Int8Latents:
     """Latents in 8 bits with one scale per sample and channel: half the memory of 16 bits.
 
-    `latents[ids]` returns fp32. Rounding moves a value by at most half of 1/127 of the largest one of its
-    channel in its sample.
+    `latents[ids]` returns fp32. Rounding moves a value by at most half of 1/127 of the largest one
+    of its channel in its sample.
     """
 
     def __init__(self, values: Int8[Tensor, "N C H W"], scale: Float[Tensor, "N C 1 1"]) -> None:
-        self.values, self.scale = values, scale
+        self.values = values
+        self.scale = scale
 
     @classmethod
     def of(cls, latents: Float[Tensor, "N C H W"]) -> Int8Latents:
@@ -234,7 +256,8 @@ class Int8Latents:
 
 @dataclass
 class LatentTensors:
-    """One split of a latent set, raw. `mirrored` holds the latents of the flipped images, `std` the posterior's."""
+    """One split of a latent set, raw. `mirrored` holds the latents of the flipped images, `std` the
+    posterior's."""
 
     latents: Float[Tensor, "N C H W"] | Int8Latents
     labels: Int[Tensor, "N"]
@@ -256,11 +279,13 @@ class LatentTensors:
 
 
 def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
-    """Mirrors each sample or not, and draws it from its posterior, where the set has what that needs.
+    """Mirrors each sample or not, and draws it from its posterior, where the set has what that
+    needs.
 
     Both draws are functions of (seed, position): any rank, worker or restart makes the same.
     """
-    raw, std = rows.floating(), rows.std
+    raw = rows.floating()
+    std = rows.std
     if rows.mirrored is not None:
         flip = counter_uniform(seed, Purpose.MIRROR, position).view(-1, 1, 1, 1) < 0.5
         raw = torch.where(flip, rows.mirrored, raw)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -288,7 +313,8 @@ class InMemoryLatents(BaseLoader):
         held_out_ids: Int[Tensor, "N"] | None = None,
     ) -> None:
         super().__init__(spec, args)
-        self.train, self.held_out_split = train.to(args.device), held_out.to(args.device)
+        self.train = train.to(args.device)
+        self.held_out_split = held_out.to(args.device)
         self.held_out_count = len(held_out.labels)
         self.ids = None if ids is None else ids.to(args.device)
         self.held_out_ids = None if held_out_ids is None else held_out_ids.to(args.device)
@@ -299,7 +325,9 @@ class InMemoryLatents(BaseLoader):
         position = torch.arange(start, start + self.batch_size, device=self.device)
         tensors = self.train.rows(rows)
         ids = rows if self.ids is None else self.ids[rows]
-        return Batch(self.normalise(sampled(tensors, self.seed, position)), tensors.labels, ids, position)
+        return Batch(
+            self.normalise(sampled(tensors, self.seed, position)), tensors.labels, ids, position
+        )
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         split = self.held_out_split

@@ -1,7 +1,8 @@
 """The manifest of a latent set, and opening the set with it.
 
-`manifest.json` lies beside the shards, which hold raw latents. It says how precompute_latents.py made them, how to
-normalise them, and what every shard holds, so that nobody has to remember or guess it.
+`manifest.json` lies beside the shards, which hold raw latents. It says how precompute_latents.py
+made them, how to normalise them, and what every shard holds, so that nobody has to remember or
+guess it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from common.errors import UserError
+from common.files import write_atomically
 from data.loader import Above0, Count, Finite, LatentSpec, Size
 from data.source import Source, open_source, unreadable
 
@@ -32,7 +35,8 @@ SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
 
 
 class Block(NamedTuple):
-    """One safetensors member of a shard: offset and size of its bytes, its samples, and the hash of its bytes."""
+    """One safetensors member of a shard: offset and size of its bytes, its samples, and the hash of
+    its bytes."""
 
     offset: Count
     size: Size
@@ -60,9 +64,11 @@ class Manifest:
     height: Size
     width: Size
     class_names: list[str]
-    """Empty for a set without classes: then every label is 0, which is the null label of a model without classes."""
+    """Empty for a set without classes: then every label is 0, which is the null label of a model
+    without classes."""
     kind: Literal["mean_std", "sample"]
-    """"mean_std": the posterior's mean (and its std, if the encoder is variational); "sample": one seeded draw."""
+    """"mean_std": the posterior's mean (and its std, if the encoder is variational); "sample": one
+    seeded draw."""
     dtype: Literal["float16", "bfloat16", "float32"]
     flips: bool
     """True if the set has the latents of the mirrored images too."""
@@ -97,15 +103,32 @@ class Manifest:
     format: Literal[2] = FORMAT
 
     def fingerprint(self) -> str:
-        """Hashes what training sees: the shards, their order, the class names, the statistics and the encoder."""
-        names = ("channels", "height", "width", "class_names", "kind", "dtype", "flips", "mean", "std")
-        facts = {name: getattr(self, name) for name in (*names, "scaling_factor", "shift_factor", "encoder_sha256")}
+        """Hashes what training sees: the shards, their order, the class names, the statistics and
+        the encoder."""
+        names = (
+            "channels",
+            "height",
+            "width",
+            "class_names",
+            "kind",
+            "dtype",
+            "flips",
+            "mean",
+            "std",
+        )
+        facts = {
+            name: getattr(self, name)
+            for name in (*names, "scaling_factor", "shift_factor", "encoder_sha256")
+        }
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
     def earlier_fingerprint(self) -> str:
-        """The fingerprint in checkpoints of earlier versions, which left statistics and splits out."""
-        parts = [shard.sha256 for shard in self.shards] + self.class_names + [str(self.encoder_sha256)]
+        """The fingerprint in checkpoints of earlier versions, which left statistics and splits
+        out."""
+        parts = (
+            [shard.sha256 for shard in self.shards] + self.class_names + [str(self.encoder_sha256)]
+        )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @property
@@ -118,16 +141,30 @@ class Manifest:
         """Sentences about fields that contradict each other; empty for a good manifest."""
         shards = self.shards
         found = wrong_lengths(self)
-        for what, names in (("shard", [shard.file for shard in shards]), ("class", map(repr, self.class_names))):
-            found += [f"the {what} {name} is there {n} times" for name, n in Counter(names).items() if n > 1]
+        for what, names in (
+            ("shard", [shard.file for shard in shards]),
+            ("class", map(repr, self.class_names)),
+        ):
+            found += [
+                f"the {what} {name} is there {n} times"
+                for name, n in Counter(names).items()
+                if n > 1
+            ]
         for shard in shards:
             if not SHARD_NAME.fullmatch(shard.file):
                 found.append(f"the shard {shard.file!r} is outside its folder or no .tar")
             ends = [0, *(block.offset + block.size for block in shard.blocks)]
             if sum(block.samples for block in shard.blocks) != shard.count:
-                found.append(f"the blocks of {shard.file} do not hold its count of {shard.count} samples")
-            if any(b.offset < end for b, end in zip(shard.blocks, ends, strict=False)) or ends[-1] > shard.bytes:
-                found.append(f"the blocks of {shard.file} overlap, or lie beyond its {shard.bytes} bytes")
+                found.append(
+                    f"the blocks of {shard.file} do not hold its count of {shard.count} samples"
+                )
+            if (
+                any(b.offset < end for b, end in zip(shard.blocks, ends, strict=False))
+                or ends[-1] > shard.bytes
+            ):
+                found.append(
+                    f"the blocks of {shard.file} overlap, or lie beyond its {shard.bytes} bytes"
+                )
             if any(block.samples * self.smallest_sample > block.size for block in shard.blocks):
                 found.append(f"a block of {shard.file} is too small for its samples")
         for split, said in (("train", self.count), ("held_out", self.held_out)):
@@ -146,25 +183,27 @@ def schema() -> TypeAdapter[Manifest]:
 
 
 def read_manifest(folder: str | Path | Source) -> Manifest:
-    """Reads and checks `folder/manifest.json`; ValueError names the file and the field that does not fit."""
+    """Reads and checks `folder/manifest.json`; ValueError names the file and the field that does
+    not fit."""
     source = open_source(folder) if isinstance(folder, str | Path) else folder
     file = f"{source}/{NAME}"
     remedy = (
-        f"data.path={source} must name a folder that precompute_latents.py has finished. "
-        f"Run `python precompute_latents.py source=<images> out={source}` (the same command again continues)"
+        f"data.path={source} must name a folder that precompute_latents.py has finished. Run "
+        f"`python precompute_latents.py source=<images> out={source}` (the same command again "
+        "continues)"
     )
     try:
         content = source.read(NAME)
     except OSError as error:
-        raise ValueError(f"{unreadable(file, error)}; {remedy}.") from error
+        raise UserError(f"{unreadable(file, error)}; {remedy}.") from error
     again = "run precompute_latents.py again to rebuild it"
     try:
         manifest = schema().validate_json(content, strict=True)
     except ValidationError as error:
-        raise ValueError(f"{file} {first_fault(error)}; {again}.") from error
+        raise UserError(f"{file} {first_fault(error)}; {again}.") from error
     if faults := manifest.faults():
         more = f" (and {len(faults) - 1} more faults)" if faults[1:] else ""
-        raise ValueError(f"{file}: {faults[0]}{more}; {again}.")
+        raise UserError(f"{file}: {faults[0]}{more}; {again}.")
     return manifest
 
 
@@ -201,39 +240,51 @@ def open_set(
 ) -> tuple[Source, Manifest, LatentSpec]:
     """Opens the set at `path` for `data=<group>`: its source, manifest and spec.
 
-    ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing. `remote`: see
-    `open_source`.
+    ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
+    `remote`: see `open_source`.
     """
     if path is None:
-        raise ValueError(
+        raise UserError(
             f"data={group} needs data.path=<folder of latents>; make one with "
             f"`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
         )
     source = open_source(path, **remote)
     manifest = read_manifest(source)
     made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
-    if encoder is not None and made_with not in (encoder, str(Path(encoder).expanduser().resolve())):
-        raise ValueError(f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of them.")
+    if encoder is not None and made_with not in (
+        encoder,
+        str(Path(encoder).expanduser().resolve()),
+    ):
+        raise UserError(
+            f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of "
+            "them."
+        )
     if latent_scale is not None and latent_scale != manifest.scaling_factor:
-        raise ValueError(
-            f"data.latent_scale={latent_scale}, but the encoder of {source} has {manifest.scaling_factor}; "
-            f"change one of them."
+        raise UserError(
+            f"data.latent_scale={latent_scale}, but the encoder of {source} has "
+            f"{manifest.scaling_factor}; change one of them."
         )
     return source, manifest, spec_of(manifest, source, normalisation)
 
 
 def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
-    """The spec of the training split with the mean and std per channel that `normalisation` chooses, or is."""
-    mean, std, told = manifest.mean, manifest.std, str(normalisation)
+    """The spec of the training split with the mean and std per channel that `normalisation`
+    chooses, or is."""
+    mean = manifest.mean
+    std = manifest.std
+    told = str(normalisation)
     if isinstance(normalisation, list):
         mean, std = statistics_in(normalisation, manifest.channels)
         told = f"given-{hashlib.sha256(repr((mean, std)).encode()).hexdigest()[:16]}"
     elif normalisation not in ("channel", "scale_shift"):
-        raise ValueError(f"data.normalisation={normalisation} is unknown; choose channel or scale_shift.")
+        raise UserError(
+            f"data.normalisation={normalisation} is unknown; choose channel or scale_shift."
+        )
     if normalisation == "scale_shift":
         if manifest.scaling_factor is None:
-            raise ValueError(
-                f"data.normalisation=scale_shift, but the encoder of {source} has no scaling factor; use channel."
+            raise UserError(
+                f"data.normalisation=scale_shift, but the encoder of {source} has no scaling "
+                "factor; use channel."
             )
         mean = [manifest.shift_factor or 0.0] * manifest.channels
         std = [1.0 / manifest.scaling_factor] * manifest.channels
@@ -254,70 +305,11 @@ def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) ->
 
 
 def statistics_in(given: list[list[float]], channels: int) -> tuple[list[float], list[float]]:
-    """Mean and std per channel from `[[means], [stds]]`; ValueError if they are not one a channel, or a std not > 0."""
+    """Mean and std per channel from `[[means], [stds]]`; ValueError if they are not one a channel,
+    or a std not > 0."""
     if [len(part) for part in given] != [channels, channels] or min(given[1]) <= 0.0:
-        raise ValueError(
-            f"data.normalisation={given} must be [[means],[stds]] of {channels} channels, the latter above 0; or "
-            f"channel or scale_shift."
+        raise UserError(
+            f"data.normalisation={given} must be [[means],[stds]] of {channels} channels, the "
+            "latter above 0; or channel or scale_shift."
         )
     return given[0], given[1]
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Writes to a temporary file, flushes it to disk and renames it to `file`."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with temporary.open("w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:  # a full disk
-        error.filename = error.filename or str(file)  # an error of a write names none
-        temporary.unlink(missing_ok=True)
-        raise
-    rename(temporary, file)
-    sync_folder(file.parent)
-
-
-def rename(source: Path, target: Path) -> None:
-    """Renames a file or a folder, in the place of a file or an empty folder that is there; OSError if it did not.
-
-    A server may carry a rename out and answer with an error, as NFS does to a request that it gets twice.
-    """
-    try:
-        source.replace(target)
-    except OSError:
-        if source.exists() or not target.exists():
-            raise
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError if it holds anything else, OSError if it cannot be read."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read as JSON ({error}); restore it or delete it.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object; restore it or delete it.")
-    return found
-
-
-def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, so that they survive a power cut."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # a folder that is for writing only
-            sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` survive a power cut, where its file system can flush folders."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

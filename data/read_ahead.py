@@ -1,4 +1,5 @@
-"""Threads that read ahead, so that training waits neither for the disk nor for a copy to the device."""
+"""Threads that read ahead, so that training waits neither for the disk nor for a copy to the
+device."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ DEPTH = 2
 class Readers:
     """A pool of `count` daemon threads.
 
-    Not a ThreadPoolExecutor: Python waits for its threads at exit, and a read from a server that hangs takes minutes.
+    Not a ThreadPoolExecutor: Python waits for its threads at exit, and a read from a server that
+    hangs takes minutes.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.closed = threading.Event()
         self.threads = [
-            threading.Thread(target=work, args=(self.tasks, self.closed), name=f"{name}-{i}", daemon=True)
+            threading.Thread(
+                target=work, args=(self.tasks, self.closed), name=f"{name}-{i}", daemon=True
+            )
             for i in range(count)
         ]
         for thread in self.threads:
@@ -71,11 +75,14 @@ def held_out_batches(
     normalise: Callable[[Tensor], Tensor],
     skipped: dict[str, int],
 ) -> Iterator[Batch]:
-    """Yields the held-out split once, in order and without augmentation, while a thread reads the next blocks.
+    """Yields the held-out split once, in order and without augmentation, while a thread reads the
+    next blocks.
 
     Adds the blocks that others stand in for to `skipped`.
     """
-    names, count, start = ("latents", "labels", "ids"), len(blocks.places), 0
+    names = ("latents", "labels", "ids")
+    count = len(blocks.places)
+    start = 0
     rest: dict[str, Tensor] = {}
     readers = Readers(1, "held-out")
     try:
@@ -84,7 +91,10 @@ def held_out_batches(
             tensors = ahead.pop(0).result()
             if number + 2 < count:
                 ahead.append(readers.submit(blocks.read, number + 2))
-            rest = {name: torch.cat([rest[name], tensors[name]]) if rest else tensors[name] for name in names}
+            rest = {
+                name: torch.cat([rest[name], tensors[name]]) if rest else tensors[name]
+                for name in names
+            }
             while len(rest["labels"]) >= (1 if number + 1 == count else batch_size):
                 latents, labels, ids = (rest[name][:batch_size].to(device) for name in names)
                 rest = {name: tensor[batch_size:] for name, tensor in rest.items()}
@@ -97,18 +107,24 @@ def held_out_batches(
 
 
 class Feeder:
-    """Runs `batches`, which yields dicts of tensors on the device, in a thread and on a CUDA stream of its own.
+    """Runs `batches`, which yields dicts of tensors on the device, in a thread and on a CUDA stream
+    of its own.
 
-    `get(timeout)` returns the next one, ready for use on the current CUDA stream, and raises what the thread raised,
-    or queue.Empty if that takes longer than `timeout` seconds.
+    `get(timeout)` returns the next one, ready for use on the current CUDA stream, and raises what
+    the thread raised, or queue.Empty if that takes longer than `timeout` seconds.
     """
 
-    def __init__(self, batches: Callable[[], Iterator[dict[str, Tensor]]], device: torch.device) -> None:
+    def __init__(
+        self, batches: Callable[[], Iterator[dict[str, Tensor]]], device: torch.device
+    ) -> None:
         self.device = device
         self.ready: queue.Queue[Any] = queue.Queue(DEPTH)
         self.stopping = threading.Event()
         self.thread = threading.Thread(
-            target=feed, args=(batches, device, self.ready, self.stopping), name="feeder", daemon=True
+            target=feed,
+            args=(batches, device, self.ready, self.stopping),
+            name="feeder",
+            daemon=True,
         )
         self.thread.start()
         self.stop = weakref.finalize(self, stop, self.stopping, self.thread)
@@ -123,7 +139,8 @@ class Feeder:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
             for tensor in tensors.values():
-                tensor.record_stream(current)  # the allocator keeps the memory while the current CUDA stream needs it
+                # the allocator keeps the memory while the current CUDA stream needs it
+                tensor.record_stream(current)
         return tensors
 
 
@@ -133,7 +150,8 @@ def feed(
     ready: queue.Queue[Any],
     stopping: threading.Event,
 ) -> None:
-    """The thread's work. It holds no reference to the feeder, so that a forgotten feeder is collected and stops."""
+    """The thread's work. It holds no reference to the feeder, so that a forgotten feeder is
+    collected and stops."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     try:
         with torch.cuda.stream(stream):  # does nothing on a CPU
@@ -163,6 +181,7 @@ def stop(stopping: threading.Event, thread: threading.Thread) -> None:
 
 
 def wait_for(thread: threading.Thread) -> None:
-    """Waits ten seconds at most; not at all in `thread` itself, where Python may collect the owner that it served."""
+    """Waits ten seconds at most; not at all in `thread` itself, where Python may collect the owner
+    that it served."""
     if thread is not threading.current_thread():
         thread.join(timeout=10.0)

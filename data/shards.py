@@ -1,7 +1,9 @@
-"""Writes shards: WebDataset tars whose members are blocks of samples, each block one safetensors file.
+"""Writes shards: WebDataset tars whose members are blocks of samples, each block one safetensors
+file.
 
-A block holds `latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`, `mirrored`, `mirrored_std`.
-Reading a member per sample instead of blocks takes 26 times as long. `mtime=0` makes equal content equal bytes.
+A block holds `latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`,
+`mirrored`, `mirrored_std`. Reading a member per sample instead of blocks takes 26 times as long.
+`mtime=0` makes equal content equal bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from data.manifest import Block, Shard, rename, sync_folder
+from common.files import file_sha256, rename, sync_folder
+from data.manifest import Block, Shard
 
 SUFFIX = "safetensors"
 
@@ -32,10 +35,14 @@ class ShardWriter:
         os.environ.setdefault("WDS_SECURE", "1")  # before the import: no pickles, no pipes
         from webdataset.writer import TarWriter
 
-        self.file, self.split, self.block_size = file, split, block_size
+        self.file = file
+        self.split = split
+        self.block_size = block_size
         self.temporary = file.with_name(f"{file.name}.tmp")
         self.stream = self.temporary.open("wb")
-        self.tar = TarWriter(self.stream, encoder=False, mtime=0, user="fastlatent", group="fastlatent")
+        self.tar = TarWriter(
+            self.stream, encoder=False, mtime=0, user="fastlatent", group="fastlatent"
+        )
         self.pending: list[dict[str, Tensor]] = []
         self.written: list[tuple[int, str]] = []
         """Samples and hash of each block."""
@@ -47,7 +54,9 @@ class ShardWriter:
             self.write_block(self.block_size)
 
     def write_block(self, size: int) -> None:
-        joined = {name: torch.cat([added[name] for added in self.pending]) for name in self.pending[0]}
+        joined = {
+            name: torch.cat([added[name] for added in self.pending]) for name in self.pending[0]
+        }
         block = {name: tensor[:size].contiguous() for name, tensor in joined.items()}
         rest = {name: tensor[size:] for name, tensor in joined.items()}
         payload = save(block)
@@ -77,13 +86,17 @@ class ShardWriter:
         self.stream.close()
         digest = file_sha256(self.temporary)
         with tarfile.open(self.temporary) as tar:
-            blocks = [Block(m.offset_data, m.size, *of) for m, of in zip(tar, self.written, strict=True)]
+            blocks = [
+                Block(m.offset_data, m.size, *of) for m, of in zip(tar, self.written, strict=True)
+            ]
         size = self.temporary.stat().st_size
         rename(self.temporary, self.file)
         sync_folder(self.file.parent)
-        return Shard(self.file.name, self.split, sum(count for count, _ in self.written), size, digest, blocks)  # pyright: ignore[reportArgumentType]
-
-
-def file_sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return Shard(
+            self.file.name,
+            self.split,
+            sum(count for count, _ in self.written),
+            size,
+            digest,
+            blocks,
+        )  # pyright: ignore[reportArgumentType]

@@ -1,8 +1,10 @@
-"""Reads the files of a latent set by offset, from a folder, a web server, or any store that fsspec opens.
+"""Reads the files of a latent set by offset, from a folder, a web server, or any store that fsspec
+opens.
 
-A remote source tries again after 0.2, 0.4, 0.8 … seconds, or when the server says, if a read may succeed later (a
-timeout, a broken connection, status 408, 429 or 5xx). In the end it raises an OSError whose text says why. No text
-shows the user, the password or the query of a URL: they may be secrets.
+A remote source tries again after 0.2, 0.4, 0.8 … seconds, or when the server says, if a read may
+succeed later (a timeout, a broken connection, status 408, 429 or 5xx). In the end it raises an
+OSError whose text says why. No text shows the user, the password or the query of a URL: they may be
+secrets.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from accel.technique import first_line
+from common.errors import UserError
+from common.text import first_line
 
 LONGEST_TIMEOUT = 86_400.0
 LONGEST_PAUSE = 30.0
@@ -30,7 +33,8 @@ FIRST_PAUSE = 0.2
 
 
 class Source(Protocol):
-    """The files of one latent set. A source opens nothing before the first read, so worker processes can inherit it."""
+    """The files of one latent set. A source opens nothing before the first read, so worker
+    processes can inherit it."""
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         """`size` bytes at `offset` of file `name`, or all of it; fewer if the file ends there.
@@ -40,18 +44,23 @@ class Source(Protocol):
         ...
 
     def forget(self, name: str) -> bool:
-        """Drops the local copy of `name`; True if the source can fetch it again. Most sources keep no copies."""
+        """Drops the local copy of `name`; True if the source can fetch it again. Most sources keep
+        no copies."""
         return False
 
 
-def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.0, retries: int = 5) -> Source:
-    """Opens the source at `path`, a folder or a URL; ValueError for a URL that runs commands or chains others.
+def open_source(
+    path: str | Path, cache: str | None = None, timeout: float = 30.0, retries: int = 5
+) -> Source:
+    """Opens the source at `path`, a folder or a URL; ValueError for a URL that runs commands or
+    chains others.
 
-    `timeout` is in seconds, for each connection and each pause of the server. With `cache`, the source fetches whole
-    shards into that folder and reads them there. The query of an http(s) URL goes behind the name of each file.
+    `timeout` is in seconds, for each connection and each pause of the server. With `cache`, the
+    source fetches whole shards into that folder and reads them there. The query of an http(s) URL
+    goes behind the name of each file.
     """
     if not 0.0 < timeout <= LONGEST_TIMEOUT or retries < 0:
-        raise ValueError(
+        raise UserError(
             f"data.timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds, and "
             f"data.retries={retries} at least 0."
         )
@@ -59,14 +68,23 @@ def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.
     scheme = text.partition("://")[0] if "://" in text else ""
     web = scheme in ("http", "https")
     if text.startswith("pipe:") or ("::" in text and not web):
-        raise ValueError(f"data.path={shown(text)}: pipes and chained URLs are not opened; give a folder or one URL.")
+        raise UserError(
+            f"data.path={shown(text)}: pipes and chained URLs are not opened; give a folder or "
+            "one URL."
+        )
     if not scheme:
         return LocalSource(Path(text).expanduser())
     if web and "#" in text:
-        raise ValueError(f"data.path={shown(text)} has a fragment behind a #; leave it out (a # in a name is %23).")
+        raise UserError(
+            f"data.path={shown(text)} has a fragment behind a #; leave it out (a # in a name is "
+            "%23)."
+        )
     folder, _, query = text.partition("?")
     if query and not web:
-        raise ValueError(f"data.path={shown(text)} has a query behind a ?; only http and https have one, leave it out.")
+        raise UserError(
+            f"data.path={shown(text)} has a query behind a ?; only http and https have one, leave "
+            "it out."
+        )
     kind = HttpSource if web else FsspecSource
     source = kind(text, timeout, retries)
     return source if cache is None else CachedSource(source, Path(cache).expanduser(), folder)
@@ -74,7 +92,11 @@ def open_source(path: str | Path, cache: str | None = None, timeout: float = 30.
 
 def shown(url: str) -> str:
     """The URL without user, password, query and fragment; a path of a folder as it is."""
-    return re.sub(r"(?<=://)[^/]*@", "", url).partition("?")[0].partition("#")[0] if "://" in url else url
+    return (
+        re.sub(r"(?<=://)[^/]*@", "", url).partition("?")[0].partition("#")[0]
+        if "://" in url
+        else url
+    )
 
 
 class LocalSource(Source):
@@ -97,21 +119,25 @@ class RemoteSource(Source):
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
         folder, mark, query = url.partition("?")
-        self.url, self.query = folder.rstrip("/"), mark + query
-        self.timeout, self.retries = timeout, retries
+        self.url = folder.rstrip("/")
+        self.query = mark + query
+        self.timeout = timeout
+        self.retries = retries
 
     def __str__(self) -> str:
         return shown(self.url)
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        failure, asked = "", 0.0
+        failure = ""
+        asked = 0.0
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(min(LONGEST_PAUSE, max(asked, FIRST_PAUSE * 2 ** (attempt - 1))))
             try:
                 return self.read_once(name, offset, size)
             except TransientError as error:
-                failure, asked = str(error), error.pause
+                failure = str(error)
+                asked = error.pause
         if asked > LONGEST_PAUSE:
             failure += f" and asks for a pause of {asked:.0f} s, of which a reader waits {LONGEST_PAUSE:.0f}"
         raise OSError(f"{failure} ({self.retries + 1} attempts)")
@@ -129,7 +155,8 @@ class RemoteSource(Source):
 
 
 class TransientError(OSError):
-    """An error after which another attempt may succeed, in `pause` seconds if the server said so."""
+    """An error after which another attempt may succeed, in `pause` seconds if the server said
+    so."""
 
     def __init__(self, text: str, pause: float = 0.0) -> None:
         super().__init__(text)
@@ -154,7 +181,8 @@ class HttpSource(RemoteSource):
         if self.client is None or self.owner != os.getpid():
             if self.query or "@" in self.url:
                 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each URL
-            self.client, self.owner = httpx.Client(timeout=self.timeout, follow_redirects=True), os.getpid()
+            self.client = httpx.Client(timeout=self.timeout, follow_redirects=True)
+            self.owner = os.getpid()
             weakref.finalize(self, self.client.close)
         return self.client
 
@@ -164,7 +192,9 @@ class HttpSource(RemoteSource):
         part = {} if size is None else {"Range": f"bytes={offset}-{offset + size - 1}"}
         headers = {"Accept-Encoding": "identity"} | part
         try:
-            with self.connection().stream("GET", f"{self.url}/{name}{self.query}", headers=headers) as reply:
+            with self.connection().stream(
+                "GET", f"{self.url}/{name}{self.query}", headers=headers
+            ) as reply:
                 self.check(reply, size is not None)
                 return reply.read() if size is None else part_of(reply, offset, size)
         except OSError:
@@ -172,14 +202,19 @@ class HttpSource(RemoteSource):
         except httpx.TransportError as error:
             kind = OSError if isinstance(error, httpx.UnsupportedProtocol) else TransientError
             raise kind(self.told(error)) from error
-        except Exception as error:  # a bad URL, redirect, encoding or proxy: each has an error of its own
+        except (
+            Exception
+        ) as error:  # a bad URL, redirect, encoding or proxy: each has an error of its own
             raise OSError(self.told(error)) from error
 
     def check(self, reply: Any, in_part: bool) -> None:
         """Raises for a reply that is not the file, or the part of it that was asked for."""
-        status, headers = reply.status_code, reply.headers
+        status = reply.status_code
+        headers = reply.headers
         if status in (408, 429) or status >= 500:
-            raise TransientError(f"the server answers {status}", pause_in(headers.get("Retry-After", "")))
+            raise TransientError(
+                f"the server answers {status}", pause_in(headers.get("Retry-After", ""))
+            )
         if status in (404, 410):
             raise FileNotFoundError(f"the server answers {status}")
         if status == 416:
@@ -187,16 +222,25 @@ class HttpSource(RemoteSource):
         if status not in (200, 206):
             raise OSError(f"the server answers {status}")
         if headers.get("Content-Type", "").lower().startswith("text/html"):
-            raise OSError("the server answers with a web page instead of the file, such as one to log in")
+            raise OSError(
+                "the server answers with a web page instead of the file, such as one to log in"
+            )
         if status == 200 and in_part:
             raise OSError("the server does not send parts of files; set data.cache=<folder>")
-        if in_part and (encoding := headers.get("Content-Encoding", "identity").lower()) != "identity":
-            raise OSError(f"the server sends parts of files compressed ({encoding}); set data.cache=<folder>")
+        if (
+            in_part
+            and (encoding := headers.get("Content-Encoding", "identity").lower()) != "identity"
+        ):
+            raise OSError(
+                f"the server sends parts of files compressed ({encoding}); set data.cache=<folder>"
+            )
 
 
 def part_of(reply: Any, offset: int, size: int) -> bytes:
-    """The body of a 206 reply; OSError if it is another part than asked, before more than that is in memory."""
-    pieces, length = [], 0
+    """The body of a 206 reply; OSError if it is another part than asked, before more than that is
+    in memory."""
+    pieces = []
+    length = 0
     for piece in reply.iter_bytes():
         length += len(piece)
         if length > size:
@@ -205,15 +249,24 @@ def part_of(reply: Any, offset: int, size: int) -> bytes:
     told = reply.headers.get("Content-Range")
     found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", told or "")
     ends = found is not None and found[3] == str(offset + length)
-    if told is not None and (not found or int(found[1]) != offset or int(found[2]) + 1 != offset + length):
-        raise OSError(f"the server sends {length} bytes as {told!r}, and {size} bytes from {offset} were asked for")
+    if told is not None and (
+        not found or int(found[1]) != offset or int(found[2]) + 1 != offset + length
+    ):
+        raise OSError(
+            f"the server sends {length} bytes as {told!r}, and {size} bytes from {offset} were "
+            "asked for"
+        )
     if found and length < size and not ends:
-        raise OSError(f"the server sends {length} of the {size} bytes that were asked for, and the file goes on")
+        raise OSError(
+            f"the server sends {length} of the {size} bytes that were asked for, and the file "
+            "goes on"
+        )
     return b"".join(pieces)
 
 
 def pause_in(retry_after: str) -> float:
-    """Seconds of a Retry-After header: a number or a date (RFC 9110, section 10.2.3); 0 if it is neither."""
+    """Seconds of a Retry-After header: a number or a date (RFC 9110, section 10.2.3); 0 if it is
+    neither."""
     if retry_after.isdecimal():
         return float(retry_after)
     try:
@@ -224,7 +277,8 @@ def pause_in(retry_after: str) -> float:
 
 
 class FsspecSource(RemoteSource):
-    """s3://, gs://, hf:// and whatever else fsspec has an implementation for; the store sets its own timeouts."""
+    """s3://, gs://, hf:// and whatever else fsspec has an implementation for; the store sets its
+    own timeouts."""
 
     def filesystem(self) -> Any:
         """The store and the folder in it."""
@@ -249,14 +303,17 @@ class FsspecSource(RemoteSource):
 
 
 class CachedSource(Source):
-    """Keeps copies of whole shards in `folder`/<hash of the URL>; reads other files from `source` each time.
+    """Keeps copies of whole shards in `folder`/<hash of the URL>; reads other files from `source`
+    each time.
 
     The hash is of the URL without its query, so a renewed token finds the copies.
-    Threads and processes may share a cache: each fetches to a temporary name of its own and renames.
+    Threads and processes may share a cache: each fetches to a temporary name of its own and
+    renames.
     """
 
     def __init__(self, source: RemoteSource, folder: Path, url: str) -> None:
-        self.source, self.folder = source, folder / hashlib.sha256(url.encode()).hexdigest()[:16]
+        self.source = source
+        self.folder = folder / hashlib.sha256(url.encode()).hexdigest()[:16]
         self.fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self.seen: dict[str, int] = {}
         """Inode of each copy at the last read."""
@@ -290,20 +347,24 @@ class CachedSource(Source):
         temporary = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f"{name}.", delete=False) as stream:
+            with tempfile.NamedTemporaryFile(
+                dir=self.folder, prefix=f"{name}.", delete=False
+            ) as stream:
                 temporary = Path(stream.name)
                 stream.write(content)
             temporary.replace(self.folder / name)
         except OSError as error:
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
-            raise ValueError(
-                f"data.cache: {self.folder} cannot take {name}, {len(content) / 2**20:.0f} MiB ({error.strerror}); "
-                f"free some space, choose another folder, or leave data.cache out."
+            raise UserError(
+                f"data.cache: {self.folder} cannot take {name}, {len(content) / 2**20:.0f} MiB "
+                f"({error.strerror}); free some space, choose another folder, or leave data.cache "
+                "out."
             ) from error
 
     def forget(self, name: str) -> bool:
-        """Drops only the copy that this process read; another process may have fetched a better one since."""
+        """Drops only the copy that this process read; another process may have fetched a better one
+        since."""
         file = self.folder / name
         with contextlib.suppress(FileNotFoundError):
             if file.stat().st_ino == self.seen.get(name):

@@ -1,13 +1,17 @@
 """The order of a streamed latent set, and the readers that follow it. Four nouns describe both:
 
-- *block*: a safetensors member of a shard, read whole. Each epoch permutes the shards, and the blocks of each shard.
-- *stream*: one of S equal ranges of the epoch's samples in that order. The readers read all S side by side.
+- *block*: a safetensors member of a shard, read whole. Each epoch permutes the shards, and the
+  blocks of each shard.
+- *stream*: one of S equal ranges of the epoch's samples in that order. The readers read all S side
+  by side.
 - *window*: up to W consecutive samples of a stream, shuffled together.
-- *batch*: the next sample of every stream in turn. Position p of the epoch has sample p div S of stream p mod S.
+- *batch*: the next sample of every stream in turn. Position p of the epoch has sample p div S of
+  stream p mod S.
 
-All this is a pure function of (seed, epoch, position), so a run continues from the number of samples that it has seen,
-at any batch size and world size. Outside `StreamOrder` a stream does not end: stream s has the positions s, s + S, …
-of all epochs. Ranks and worker processes read whole streams where the numbers divide.
+All this is a pure function of (seed, epoch, position), so a run continues from the number of
+samples that it has seen, at any batch size and world size. Outside `StreamOrder` a stream does not
+end: stream s has the positions s, s + S, … of all epochs. Ranks and worker processes read whole
+streams where the numbers divide.
 """
 
 from __future__ import annotations
@@ -44,11 +48,17 @@ class Window(NamedTuple):
 
 
 class StreamOrder:
-    """Maps positions to windows and windows to blocks. `blocks_of_shard` and `counts` (samples) describe the set."""
+    """Maps positions to windows and windows to blocks. `blocks_of_shard` and `counts` (samples)
+    describe the set."""
 
-    def __init__(self, blocks_of_shard: list[int], counts: list[int], seed: int, streams: int, window: int) -> None:
-        self.blocks_of_shard, self.counts = blocks_of_shard, counts
-        self.seed, self.streams, self.window = seed, streams, window
+    def __init__(
+        self, blocks_of_shard: list[int], counts: list[int], seed: int, streams: int, window: int
+    ) -> None:
+        self.blocks_of_shard = blocks_of_shard
+        self.counts = counts
+        self.seed = seed
+        self.streams = streams
+        self.window = window
         self.count = sum(counts)
         self.cache: dict[int, tuple[array[int], array[int]]] = {}
 
@@ -64,14 +74,16 @@ class StreamOrder:
                 order.extend((inside + firsts[shard]).tolist())
             starts = accumulate((self.counts[block] for block in order[:-1]), initial=0)
             known = order, array("q", starts)
-            self.cache = {e: found for e, found in self.cache.items() if e >= epoch - 1} | {epoch: known}
+            self.cache = {e: found for e, found in self.cache.items() if e >= epoch - 1} | {
+                epoch: known
+            }
         return known
 
     def locate(self, position: int) -> tuple[Window, int]:
         """The window of a position, counted over all epochs, and the offset in it.
 
-        The first window of a stream is shorter, by another amount in each stream. So windows do not end together, and
-        reading is spread evenly over the batches.
+        The first window of a stream is shorter, by another amount in each stream. So windows do not
+        end together, and reading is spread evenly over the batches.
         """
         epoch, p = divmod(position, self.count)
         offset, stream = divmod(p, self.streams)
@@ -86,16 +98,21 @@ class StreamOrder:
     def blocks_of(self, window: Window) -> Iterator[tuple[int, int, int]]:
         """(block, first row, rows) of the samples of a window, before they are shuffled."""
         order, starts = self.blocks(window.epoch)
-        start, end = window.start, window.start + window.size
+        start = window.start
+        end = window.start + window.size
         at = bisect_right(starts, start) - 1
         while start < end:
-            block, row = order[at], start - starts[at]
+            block = order[at]
+            row = start - starts[at]
             rows = min(end - start, self.counts[block] - row)
             yield block, row, rows
-            start, at = start + rows, at + 1
+            start = start + rows
+            at = at + 1
 
     def permutation(self, window: Window) -> Tensor:
-        return torch.randperm(window.size, generator=seeded(self.seed, window.epoch, window.stream, window.number))
+        return torch.randperm(
+            window.size, generator=seeded(self.seed, window.epoch, window.stream, window.number)
+        )
 
 
 class RankPositions(NamedTuple):
@@ -111,7 +128,8 @@ class RankPositions(NamedTuple):
         return self.world_size * self.batch_size
 
     def own_streams(self) -> range | None:
-        """The rank's streams where each global batch has as many samples of each stream; else None."""
+        """The rank's streams where each global batch has as many samples of each stream; else
+        None."""
         if self.global_batch % self.streams == 0 and self.streams % self.world_size == 0:
             each = self.streams // self.world_size
             return range(self.rank * each, (self.rank + 1) * each)
@@ -124,26 +142,37 @@ class RankPositions(NamedTuple):
         """
         own = self.own_streams()
         start, size = (
-            (start + self.rank * self.batch_size, self.batch_size) if own is None else (start, self.global_batch)
+            (start + self.rank * self.batch_size, self.batch_size)
+            if own is None
+            else (start, self.global_batch)
         )
         first = start + (stream - start) % self.streams
-        return range(first, start + size, self.streams) if own is None or stream in own else range(0)
+        return (
+            range(first, start + size, self.streams) if own is None or stream in own else range(0)
+        )
 
 
 def to_bytes(tensors: dict[str, Tensor]) -> UInt8[Tensor, "n bytes"]:
-    """Joins all tensors of some samples, a row a sample: one slice, one copy and one file descriptor, not many."""
+    """Joins all tensors of some samples, a row a sample: one slice, one copy and one file
+    descriptor, not many."""
     names = sorted(tensors)  # a safetensors file has no order
     flat = [tensors[name].contiguous().flatten().view(torch.uint8) for name in names]
     return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
 
 
-def from_bytes(rows: UInt8[Tensor, "n bytes"], like: dict[str, Tensor], order: Int[Tensor, "n"]) -> dict[str, Tensor]:
-    """Inverts `to_bytes`, on any device, with the rows in another order; dtypes and shapes are those of `like`."""
+def from_bytes(
+    rows: UInt8[Tensor, "n bytes"], like: dict[str, Tensor], order: Int[Tensor, "n"]
+) -> dict[str, Tensor]:
+    """Inverts `to_bytes`, on any device, with the rows in another order; dtypes and shapes are
+    those of `like`."""
     names = sorted(like)
     sizes = [like[name][0].numel() * like[name].element_size() for name in names]
     values = rows.index_select(0, order).split(sizes, dim=1)
     return {
-        name: bytes_.contiguous().flatten().view(like[name].dtype).view(len(rows), *like[name].shape[1:])
+        name: bytes_.contiguous()
+        .flatten()
+        .view(like[name].dtype)
+        .view(len(rows), *like[name].shape[1:])
         for name, bytes_ in zip(names, values, strict=True)
     }
 
@@ -152,11 +181,15 @@ class StreamReader:
     """Reads one stream in order. While batches use up a window, `readers` read the next one."""
 
     def __init__(self, order: StreamOrder, blocks: BlockReader, readers: Readers) -> None:
-        self.order, self.blocks, self.readers = order, blocks, readers
+        self.order = order
+        self.blocks = blocks
+        self.readers = readers
         self.windows: dict[Window, Future[Tensor]] = {}
         self.last_block: tuple[int, Tensor] | None = None
-        self.unused, self.position = torch.empty(0), -1
-        """The rows of the current window that no batch has had yet, and the position of the first."""
+        self.unused = torch.empty(0)
+        self.position = -1
+        """The rows of the current window that no batch has had yet, and the position of the
+        first."""
 
     def begin(self, positions: range) -> None:
         """Starts to read the window at the first of `positions`, and does not wait for it."""
@@ -170,19 +203,23 @@ class StreamReader:
 
     def take(self, positions: range) -> list[Tensor]:
         """The rows of the samples at `positions`, a tensor for each window."""
-        taken, at, left = [], positions.start, len(positions)
+        taken = []
+        at = positions.start
+        left = len(positions)
         while left:
             if at != self.position or not len(self.unused):
                 self.unused = self.rows_from(at)
             rows = self.unused[:left]
             taken.append(rows)
             self.unused = self.unused[left:]
-            at, left = at + len(rows) * self.order.streams, left - len(rows)
+            at = at + len(rows) * self.order.streams
+            left = left - len(rows)
             self.position = at
         return taken
 
     def rows_from(self, position: int) -> Tensor:
-        """Waits for the window of a position, starts to read the one after it, and returns the rows from there on."""
+        """Waits for the window of a position, starts to read the one after it, and returns the rows
+        from there on."""
         window, offset = self.order.locate(position)
         rows = self.submit(window).result()[offset:]
         after, _ = self.order.locate(position + len(rows) * self.order.streams)
@@ -191,13 +228,18 @@ class StreamReader:
         return rows
 
     def read(self, window: Window) -> Tensor:
-        """The rows of a window, shuffled. The reader keeps the last block, because the next window begins in it."""
+        """The rows of a window, shuffled. The reader keeps the last block, because the next window
+        begins in it."""
         place = self.order.permutation(window).argsort()
         shuffled: Tensor | None = None
         done = 0
         for block, row, rows in self.order.blocks_of(window):
             kept = self.last_block
-            content = kept[1] if kept is not None and kept[0] == block else to_bytes(self.blocks.read(block))
+            content = (
+                kept[1]
+                if kept is not None and kept[0] == block
+                else to_bytes(self.blocks.read(block))
+            )
             self.last_block = block, content
             if shuffled is None:
                 shuffled = content.new_empty((window.size, content.shape[1]))
@@ -208,7 +250,8 @@ class StreamReader:
 
 
 class WorkerBatch(NamedTuple):
-    """A worker's n samples of a batch: their positions (8 n bytes), then their rows; or the reason of its failure."""
+    """A worker's n samples of a batch: their positions (8 n bytes), then their rows; or the reason
+    of its failure."""
 
     buffer: UInt8[Tensor, "bytes"]
     samples: int
@@ -223,13 +266,20 @@ class WorkerBatch(NamedTuple):
 
 
 class StreamDataset(IterableDataset):
-    """Yields a worker's samples of each batch, without end: of the rank's streams worker w of W reads every W-th.
+    """Yields a worker's samples of each batch, without end: of the rank's streams worker w of W
+    reads every W-th.
 
-    It yields a failure too, because an exception would arrive in the parent process as a page of traceback.
+    It yields a failure too, because an exception would arrive in the parent process as a page of
+    traceback.
     """
 
-    def __init__(self, order: StreamOrder, blocks: BlockReader, of_rank: RankPositions, start: int) -> None:
-        self.order, self.blocks, self.of_rank, self.start = order, blocks, of_rank, start
+    def __init__(
+        self, order: StreamOrder, blocks: BlockReader, of_rank: RankPositions, start: int
+    ) -> None:
+        self.order = order
+        self.blocks = blocks
+        self.of_rank = of_rank
+        self.start = start
 
     def __iter__(self) -> Iterator[WorkerBatch]:
         info = get_worker_info()

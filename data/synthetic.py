@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from common.errors import UserError
 from data.loader import InMemoryLatents, LatentSpec, LatentTensors, LoaderArgs
 
 
 class SyntheticLatents(InMemoryLatents):
-    """`count` standard normal latents (bf16) and a tenth more to hold out; labels 0, 1, …, num_classes - 1, 0, …"""
+    """`count` standard normal latents (bf16) and a tenth more to hold out; labels 0, 1, …,
+    num_classes - 1, 0, …"""
 
     def __init__(
         self,
@@ -25,14 +27,23 @@ class SyntheticLatents(InMemoryLatents):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        sizes = {"channels": channels, "height": height, "width": width, "num_classes": num_classes, "count": count}
+        sizes = {
+            "channels": channels,
+            "height": height,
+            "width": width,
+            "num_classes": num_classes,
+            "count": count,
+        }
         for key, value in sizes.items():
             if value < 1:
-                raise ValueError(f"data.{key}={value} must be at least 1.")
+                raise UserError(f"data.{key}={value} must be at least 1.")
         total = count + max(1, count // 10)
         position = torch.arange(total, device=device)
         shape = (channels, height, width)
-        draws = [counter_normal(seed, Purpose.SYNTHETIC, some, shape).bfloat16() for some in position.split(256)]
+        draws = [
+            counter_normal(seed, Purpose.SYNTHETIC, some, shape).bfloat16()
+            for some in position.split(256)
+        ]
         latents = torch.cat(draws)
         labels = position % num_classes
         spec = LatentSpec(

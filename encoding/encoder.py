@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
-from data.manifest import write_atomically
+from common.errors import UserError
+from common.files import write_atomically
+from common.progress import Progress
 from data.shards import ShardWriter
 from encoding.images import Decoded, DecodedImages, ImageEntry, collate, decoding_loader
 from encoding.job import Numbered, Plan, digest_of, finished
@@ -26,8 +28,7 @@ from encoding.statistics import ChannelSums
 from models.autoencoders import Autoencoder
 from models.images import psnr
 from training.config.precompute import PrecomputeConfig
-from training.process.progress import Progress
-from training.process.ranks import SINGLE, Ranks
+from training.distributed.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16
 
@@ -54,30 +55,39 @@ def decoding(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
 
 
 def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
-    """The first decodable images in [-1, 1], enough for a batch and for PSNR; ValueError if there is none."""
+    """The first decodable images in [-1, 1], enough for a batch and for PSNR; ValueError if there
+    is none."""
     decodable = (item for item in decoding(images.entries, cfg) if isinstance(item, Tensor))
     pixels = list(islice(decodable, max(cfg.batch_size, PSNR_IMAGES)))
     if not pixels:
-        raise ValueError(f"source={cfg.source}: none of the {len(images.entries)} images can be decoded.")
+        raise UserError(
+            f"source={cfg.source}: none of the {len(images.entries)} images can be decoded."
+        )
     return to_input(torch.stack(pixels), device)
 
 
-def measure_psnr(step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig) -> float:
-    """PSNR in dB of the reconstructed `images`; ValueError below `min_psnr`: a wrong scale, range or file shows here.
+def measure_psnr(
+    step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig
+) -> float:
+    """PSNR in dB of the reconstructed `images`; ValueError below `min_psnr`: a wrong scale, range
+    or file shows here.
 
     ValueError too if the encoder does not divide the resolution.
     """
-    decoded = torch.cat([autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)])
+    decoded = torch.cat(
+        [autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)]
+    )
     if decoded.shape != images.shape:
-        raise ValueError(
-            f"resolution={images.shape[-1]}: this encoder gives images of {decoded.shape[-1]} pixels back; "
-            f"choose a multiple of its downsampling."
+        raise UserError(
+            f"resolution={images.shape[-1]}: this encoder gives images of {decoded.shape[-1]} "
+            "pixels back; choose a multiple of its downsampling."
         )
     quality = psnr(decoded, images)
     if not quality >= cfg.min_psnr:
-        raise ValueError(
+        raise UserError(
             f"the encoder reconstructs the first {len(images)} images at {quality:.1f} dB, below "
-            f"min_psnr={cfg.min_psnr}; check encoder.path, or lower min_psnr if that is what this encoder does."
+            f"min_psnr={cfg.min_psnr}; check encoder.path, or lower min_psnr if that is what this "
+            "encoder does."
         )
     return quality
 
@@ -86,15 +96,25 @@ class ShardEncoder:
     """Encodes the unfinished shards of a plan; of n ranks each takes every n-th shard."""
 
     def __init__(
-        self, step: EncodeStep, cfg: PrecomputeConfig, out: Path, device: torch.device, ranks: Ranks = SINGLE
+        self,
+        step: EncodeStep,
+        cfg: PrecomputeConfig,
+        out: Path,
+        device: torch.device,
+        ranks: Ranks = SINGLE,
     ) -> None:
-        self.step, self.cfg, self.out, self.device, self.ranks = step, cfg, out, device, ranks
+        self.step = step
+        self.cfg = cfg
+        self.out = out
+        self.device = device
+        self.ranks = ranks
         self.dtype = getattr(torch, cfg.dtype.value)
         self.seconds: dict[str, float] = {"decode": 0.0, "encode": 0.0, "write": 0.0}
         """Time of each step; decoding counts only while the encoder waits for it."""
 
     def run(self, plan: Plan) -> None:
-        """Writes each shard of this rank, and its sidecar. Worker processes decode ahead of the encoder."""
+        """Writes each shard of this rank, and its sidecar. Worker processes decode ahead of the
+        encoder."""
         own = plan.shards[self.ranks.rank :: self.ranks.world_size]
         if any((self.out / f"{name}.json").is_file() for name, _, _ in own):
             print("checking the hashes of what is finished", flush=True)
@@ -112,9 +132,10 @@ class ShardEncoder:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-                raise ValueError(
-                    f"out={self.out}: no space is left for {name} ({error.strerror}); what is finished is kept. "
-                    f"Free some and run the same command again; dry_run=true says how much it takes."
+                raise UserError(
+                    f"out={self.out}: no space is left for {name} ({error.strerror}); what is "
+                    "finished is kept. Free some and run the same command again; dry_run=true "
+                    "says how much it takes."
                 ) from error
         progress.close()
 
@@ -126,15 +147,16 @@ class ShardEncoder:
         batches: Iterator[tuple[list[Numbered], Decoded]],
         progress: Progress,
     ) -> None:
-        sums, skipped = ChannelSums(), []
+        sums = ChannelSums()
+        skipped = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
             while remaining:
                 with self.timed("decode"):
                     batch, decoded = next(batches)
                 if decoded.unread:
-                    raise ValueError(
-                        f"source={self.cfg.source}: {decoded.unread}; what is finished is kept. See that it can be "
-                        f"read and run the same command again."
+                    raise UserError(
+                        f"source={self.cfg.source}: {decoded.unread}; what is finished is kept. "
+                        "See that it can be read and run the same command again."
                     )
                 remaining -= len(batch)
                 progress.advance(len(batch))
@@ -148,7 +170,11 @@ class ShardEncoder:
             for line in skipped:
                 progress.say(f"skipped {line}")
             with self.timed("write"):
-                sidecar = {"shard": asdict(writer.close()), "skipped": skipped, "sums": sums.as_dict()}
+                sidecar = {
+                    "shard": asdict(writer.close()),
+                    "skipped": skipped,
+                    "sums": sums.as_dict(),
+                }
                 sidecar |= {"sha256": digest_of(sidecar)}
                 write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
 
@@ -158,7 +184,9 @@ class ShardEncoder:
         yield
         self.seconds[part] += time.perf_counter() - began
 
-    def decoded(self, todo: list[tuple[str, str, list[Numbered]]]) -> Iterator[tuple[list[Numbered], Decoded]]:
+    def decoded(
+        self, todo: list[tuple[str, str, list[Numbered]]]
+    ) -> Iterator[tuple[list[Numbered], Decoded]]:
         """Yields batches (numbered images, decoded ones), none across a shard's end."""
         images = [numbered for _, _, of_shard in todo for numbered in of_shard]
         shards = torch.arange(len(images)).split([len(of_shard) for _, _, of_shard in todo])
@@ -170,23 +198,29 @@ class ShardEncoder:
 
     def encode(self, batch: list[Numbered], decoded: Decoded) -> dict[str, Tensor]:
         """Encodes the decoded images of a batch to the tensors that a block holds."""
-        images, kept = to_input(decoded.pixels, self.device), [batch[i] for i in decoded.places]
+        images = to_input(decoded.pixels, self.device)
+        kept = [batch[i] for i in decoded.places]
         tensors = self.latents(images, kept, "latents", "std")
         if self.cfg.flips:
             tensors |= self.latents(images.flip(3), kept, "mirrored", "mirrored_std")
         return tensors | {"labels": torch.tensor([entry.label for _, entry in kept])}
 
-    def latents(self, images: Tensor, kept: list[Numbered], name: str, std_name: str) -> dict[str, Tensor]:
+    def latents(
+        self, images: Tensor, kept: list[Numbered], name: str, std_name: str
+    ) -> dict[str, Tensor]:
         mean, std = self.step(images)
         if self.cfg.kind.value == "sample" and std is not None:
             position = torch.tensor([number for number, _ in kept], device=mean.device)
-            mean, std = mean + std * counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]), None
+            mean = mean + std * counter_normal(
+                self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]
+            )
+            std = None
         tensors = {name: mean} if std is None else {name: mean, std_name: std}
         tensors = {key: tensor.to(self.dtype).cpu() for key, tensor in tensors.items()}
         for tensor in tensors.values():
             bad = ~tensor.isfinite().flatten(1).all(1)
             if bad.any():
-                raise ValueError(
+                raise UserError(
                     f"{kept[int(bad.nonzero()[0])][1].key}: its latents are not finite in "
                     f"dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32, and another out."
                 )
@@ -196,11 +230,15 @@ class ShardEncoder:
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
     """Estimates images, bytes and minutes of the job from its first batches, as a text."""
     cfg = encoder.cfg
-    first = [numbered for _, _, of_shard in plan.shards for numbered in of_shard][: batches * cfg.batch_size]
+    first = [numbered for _, _, of_shard in plan.shards for numbered in of_shard][
+        : batches * cfg.batch_size
+    ]
     began = time.perf_counter()
     items = [item for item in decoding([entry for _, entry in first], cfg)]
     reading = (time.perf_counter() - began) / len(items)
-    began, count, size = time.perf_counter(), 0, 0
+    began = time.perf_counter()
+    count = 0
+    size = 0
     for start in range(0, len(items), cfg.batch_size):
         decoded = collate(items[start : start + cfg.batch_size])
         if decoded.places:
@@ -212,14 +250,18 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
     processes = max(1, cfg.num_workers)
     minutes = plan.images / encoder.ranks.world_size * max(encoding, reading / processes) / 60
     slower = "decoding" if reading / processes > encoding else "encoding"
-    folder = next(parent for parent in (encoder.out, *encoder.out.absolute().parents) if parent.exists())
-    takes, free = plan.images * size / count / 2**30, shutil.disk_usage(folder).free / 2**30
+    folder = next(
+        parent for parent in (encoder.out, *encoder.out.absolute().parents) if parent.exists()
+    )
+    takes = plan.images * size / count / 2**30
+    free = shutil.disk_usage(folder).free / 2**30
     return "\n".join(
         (
-            f"dry run, nothing is written: {plan.images} of {len(images.entries)} images, {plan.held_out} of them held "
-            f"out, in {len(plan.shards)} shards",
+            f"dry run, nothing is written: {plan.images} of {len(images.entries)} images, "
+            f"{plan.held_out} of them held out, in {len(plan.shards)} shards",
             f"  about {takes:.2f} GiB in {encoder.out}; {free:.1f} GiB are free there",
-            f"  about {minutes:.1f} minutes: decoding {1e3 * reading:.1f} ms an image in each of {processes} "
-            f"processes, encoding {1e3 * encoding:.1f} ms ({slower} is slower; from {count} images)",
+            f"  about {minutes:.1f} minutes: decoding {1e3 * reading:.1f} ms an image in each of "
+            f"{processes} processes, encoding {1e3 * encoding:.1f} ms ({slower} is slower; from "
+            f"{count} images)",
         )
     )

@@ -1,7 +1,9 @@
-"""Reads latents that other tools wrote: tensors in files, files per sample, WebDataset tars with samples as members.
+"""Reads latents that other tools wrote: tensors in files, files per sample, WebDataset tars with
+samples as members.
 
-It unpickles nothing: `.npy` without objects, `.pt` with `weights_only=True`, safetensors, and `.cls` or `.json` labels.
-Labels and latents that do not pair one to one are refused here; encoding/foreign_samples.py checks the samples.
+It unpickles nothing: `.npy` without objects, `.pt` with `weights_only=True`, safetensors, and
+`.cls` or `.json` labels. Labels and latents that do not pair one to one are refused here;
+encoding/foreign_samples.py checks the samples.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.technique import first_line
+from common.errors import UserError
+from common.text import first_line
 from encoding.foreign_samples import CHUNK, Asked, Foreign, Sample
 from encoding.images import sample_key
 from encoding.tars import Members
@@ -30,22 +33,33 @@ MIRRORED = ("mirrored", "latents_flip", "flip")
 
 
 def open_foreign(source: str, asked: Asked) -> Foreign:
-    """Recognises the format of `source`; ValueError if it is none of the known ones, or lacks samples or labels."""
+    """Recognises the format of `source`; ValueError if it is none of the known ones, or lacks
+    samples or labels."""
     path = Path(source).expanduser()
     if not path.exists():
-        raise ValueError(f"source={source} does not exist; give a file or a folder of latents.")
+        raise UserError(f"source={source} does not exist; give a file or a folder of latents.")
     if path.is_dir() and (path / "manifest.json").is_file():
-        raise ValueError(f"source={source} is a latent set of ours already; use it: data.path={source}.")
+        raise UserError(
+            f"source={source} is a latent set of ours already; use it: data.path={source}."
+        )
 
     def ending(suffix: str) -> list[Path]:
-        return sorted(path.glob(f"*{suffix}")) if path.is_dir() else [path] if path.suffix == suffix else []
+        return (
+            sorted(path.glob(f"*{suffix}"))
+            if path.is_dir()
+            else [path]
+            if path.suffix == suffix
+            else []
+        )
 
     tensors = [path] if path.is_file() and path.suffix in (".npy", ".pt", ".pth") else []
     features = [*path.glob("*_features"), *path.glob("*_labels")]
     pair = path / "latents.npy", path / "labels.npy"
     if all(file.is_file() for file in pair):
         tensors = [pair[0]]
-        asked = asked._replace(labels=asked.labels or (None if asked.classes == 0 else str(pair[1])))
+        asked = asked._replace(
+            labels=asked.labels or (None if asked.classes == 0 else str(pair[1]))
+        )
     loose = asked.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
     known = {
         of_tensors: tensors,
@@ -56,32 +70,36 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
     }
     found = [(read, files) for read, files in known.items() if files]
     if len(found) != 1:
-        raise ValueError(
-            f"source={source} holds {'several formats' if found else 'no known format'}; give one: a .npy, .pt or "
-            f".safetensors file, a folder with latents.npy and labels.npy, one of safetensors, WebDataset tars with a "
-            f"sample a key, a folder with dataset.json, or one with *_features and *_labels."
+        raise UserError(
+            f"source={source} holds {'several formats' if found else 'no known format'}; give "
+            "one: a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, "
+            "one of safetensors, WebDataset tars with a sample a key, a folder with "
+            "dataset.json, or one with *_features and *_labels."
         )
     if asked.labels is not None and (asked.classes == 0 or not tensors):
-        raise ValueError(
-            f"labels={asked.labels} goes with a .npy or .pt file and not with classes=none; leave labels out, and set "
-            f"labels_key=<name> where the source names its own."
+        raise UserError(
+            f"labels={asked.labels} goes with a .npy or .pt file and not with classes=none; leave "
+            "labels out, and set labels_key=<name> where the source names its own."
         )
     read, files = found[0]
     foreign = read(files, asked)
     if not foreign.count:
-        raise ValueError(f"source={source} holds no samples: {foreign.what}.")
+        raise UserError(f"source={source} holds no samples: {foreign.what}.")
     return foreign
 
 
 @contextmanager
 def reading(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
-    """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one ValueError."""
+    """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one
+    ValueError."""
     try:
         if isinstance(what, Path) and not what.is_file():
             raise FileNotFoundError("it is no file, or a link to none")
         yield
     except Exception as error:
-        raise ValueError(f"{what} cannot be read ({first_line(error).partition('. ')[0]}); {remedy}.") from error
+        raise UserError(
+            f"{what} cannot be read ({first_line(error).partition('. ')[0]}); {remedy}."
+        ) from error
 
 
 PLAIN = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
@@ -94,13 +112,19 @@ def array(file: Path) -> np.ndarray:
 
 
 def rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
-    """Yields the samples of arrays of one length, or of slices of safetensors, reading `CHUNK` of them at a time."""
+    """Yields the samples of arrays of one length, or of slices of safetensors, reading `CHUNK` of
+    them at a time."""
     for start in range(0, length(file, columns), CHUNK):
         with reading(file):
             parts = {name: column[start : start + CHUNK] for name, column in columns.items()}
         for i in range(len(parts["latents"])):
             one = {name: part[i] for name, part in parts.items()}
-            yield Sample(f"sample {start + i} of {file}", one["latents"], one.get("labels"), one.get("mirrored"))
+            yield Sample(
+                f"sample {start + i} of {file}",
+                one["latents"],
+                one.get("labels"),
+                one.get("mirrored"),
+            )
 
 
 def length(file: Path, columns: dict[str, Any]) -> int:
@@ -109,20 +133,25 @@ def length(file: Path, columns: dict[str, Any]) -> int:
     counts = {name: shape[0] if shape else "a single" for name, shape in shapes.items()}
     if len(set(counts.values())) > 1 or "a single" in counts.values():
         held = " and ".join(f"{count} {name}" for name, count in counts.items())
-        raise ValueError(f"{file} has {held}; give as many of each.")
+        raise UserError(f"{file} has {held}; give as many of each.")
     return int(shapes["latents"][0])
 
 
 def named(held: Iterable[Any], asked: Asked, file: Path) -> dict[str, str]:
     """Maps latents, labels and mirrored to the names by which `file` holds them."""
-    names = {"latents": asked.latents_key} | ({} if asked.classes == 0 else {"labels": asked.labels_key})
+    names = {"latents": asked.latents_key} | (
+        {} if asked.classes == 0 else {"labels": asked.labels_key}
+    )
     held = list(held)
     if asked.latents_key not in held:
-        raise ValueError(f"{file} holds {', '.join(map(str, held))}; say which are the latents: latents_key=<name>.")
+        raise UserError(
+            f"{file} holds {', '.join(map(str, held))}; say which are the latents: "
+            "latents_key=<name>."
+        )
     if asked.classes != 0 and asked.labels_key not in held:
-        raise ValueError(
-            f"{file} has no {asked.labels_key}; set labels_key=<name>, for .npy and .pt also labels=<file>, or import "
-            f"without labels: classes=none."
+        raise UserError(
+            f"{file} has no {asked.labels_key}; set labels_key=<name>, for .npy and .pt also "
+            "labels=<file>, or import without labels: classes=none."
         )
     mirrored = [name for name in MIRRORED if name in held]
     return names | ({"mirrored": mirrored[0]} if mirrored else {})
@@ -136,22 +165,34 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
         if file.suffix == ".npy":
             return {key: array(file)}
         with reading(file, PLAIN):
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            found = torch.load(
+                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+            )
         return found if isinstance(found, dict) else {key: found}
 
     content = table(path, asked.latents_key)
     if asked.labels is not None:
         other = Path(asked.labels).expanduser()
-        content |= {k: v for k, v in table(other, asked.labels_key).items() if k == asked.labels_key}
+        content |= {
+            k: v for k, v in table(other, asked.labels_key).items() if k == asked.labels_key
+        }
     columns = {name: content[key] for name, key in named(content, asked, path).items()}
     for name, column in columns.items():
-        if isinstance(column, Tensor) and column.layout == torch.strided and column.device.type == "cpu":
+        if (
+            isinstance(column, Tensor)
+            and column.layout == torch.strided
+            and column.device.type == "cpu"
+        ):
             if 0 in column.stride():  # a file of bytes could hold 10^12 samples
-                raise ValueError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
+                raise UserError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()
         elif not isinstance(column, np.ndarray):
-            raise ValueError(f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one.")
-    return Foreign(f"tensors of {path}", length(path, columns), asked.classes, lambda: rows(path, columns))
+            raise UserError(
+                f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one."
+            )
+    return Foreign(
+        f"tensors of {path}", length(path, columns), asked.classes, lambda: rows(path, columns)
+    )
 
 
 def of_safetensors(files: list[Path], asked: Asked) -> Foreign:
@@ -161,27 +202,41 @@ def of_safetensors(files: list[Path], asked: Asked) -> Foreign:
     def columns(file: Path) -> dict[str, Any]:
         with reading(file):
             tensors = safe_open(file, "pt")
-        return {name: tensors.get_slice(key) for name, key in named(tensors.keys(), asked, file).items()}
+        return {
+            name: tensors.get_slice(key) for name, key in named(tensors.keys(), asked, file).items()
+        }
 
     count = sum(length(file, columns(file)) for file in files)
     what = f"{len(files)} safetensors files"
-    return Foreign(what, count, asked.classes, lambda: (row for file in files for row in rows(file, columns(file))))
+    return Foreign(
+        what,
+        count,
+        asked.classes,
+        lambda: (row for file in files for row in rows(file, columns(file))),
+    )
 
 
 def of_feature_folders(folders: list[Path], asked: Asked) -> Foreign:
-    """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W), `<name>_labels/<i>.npy`."""
+    """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W),
+    `<name>_labels/<i>.npy`."""
     pairs = []
-    for stem in sorted({str(folder).removesuffix("_features").removesuffix("_labels") for folder in folders}):
+    for stem in sorted(
+        {str(folder).removesuffix("_features").removesuffix("_labels") for folder in folders}
+    ):
         features, labels = (
-            {file.name for file in Path(f"{stem}_{kind}").glob("*.npy")} for kind in ("features", "labels")
+            {file.name for file in Path(f"{stem}_{kind}").glob("*.npy")}
+            for kind in ("features", "labels")
         )
         if asked.classes != 0 and (alone := sorted(features ^ labels)):
             kind = "labels" if alone[0] in features else "features"
-            raise ValueError(
-                f"{len(alone)} files of {stem}_features and {stem}_labels have no partner: {alone[0]} lacks "
-                f"{stem}_{kind}/{alone[0]}; restore it, or take both away."
+            raise UserError(
+                f"{len(alone)} files of {stem}_features and {stem}_labels have no partner: "
+                f"{alone[0]} lacks {stem}_{kind}/{alone[0]}; restore it, or take both away."
             )
-        pairs += [(Path(f"{stem}_features", name), Path(f"{stem}_labels", name)) for name in sorted(features)]
+        pairs += [
+            (Path(f"{stem}_features", name), Path(f"{stem}_labels", name))
+            for name in sorted(features)
+        ]
 
     def samples() -> Iterator[Sample]:
         for file, label in pairs:
@@ -191,42 +246,54 @@ def of_feature_folders(folders: list[Path], asked: Asked) -> Foreign:
 
 
 def of_listed_files(folders: list[Path], asked: Asked) -> Foreign:
-    """Reads EDM2's and REPA's files: .npy files and `dataset.json` with {"labels": [[file, label], …]}."""
+    """Reads EDM2's and REPA's files: .npy files and `dataset.json` with {"labels": [[file, label],
+    …]}."""
     (folder,) = folders
-    found, labels = sorted(folder.rglob("*.npy")), {}
+    found = sorted(folder.rglob("*.npy"))
+    labels = {}
     if asked.classes != 0:
         labels = listed(folder)
         if alone := [file for file in found if file not in labels]:
-            raise ValueError(
-                f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} …; add them."
+            raise UserError(
+                f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} "
+                "…; add them."
             )
         found = list(labels)
     what = f"{len(found)} .npy files in {folder}"
-    return Foreign(what, len(found), asked.classes, lambda: (Sample(str(f), array(f), labels.get(f)) for f in found))
+    return Foreign(
+        what,
+        len(found),
+        asked.classes,
+        lambda: (Sample(str(f), array(f), labels.get(f)) for f in found),
+    )
 
 
 def listed(folder: Path) -> dict[Path, Any]:
     """The files that `folder`/dataset.json names, and their labels."""
-    file, labels = folder / "dataset.json", {}
+    file = folder / "dataset.json"
+    labels = {}
     with reading(file):
         content = json.loads(file.read_bytes())
     pairs = content.get("labels") if isinstance(content, dict) else None
     if not isinstance(pairs, list) or not pairs:
-        raise ValueError(f'{file} has no "labels": [[file, label], …]; add them, or import without: classes=none.')
+        raise UserError(
+            f'{file} has no "labels": [[file, label], …]; add them, or import without: classes=none.'
+        )
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise ValueError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
+            raise UserError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
         latents = folder / pair[0]
         if not latents.is_relative_to(folder) or ".." in latents.relative_to(folder).parts:
-            raise ValueError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
+            raise UserError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
         if latents in labels:
-            raise ValueError(f"{file} names {pair[0]} twice; each file has one label.")
+            raise UserError(f"{file} names {pair[0]} twice; each file has one label.")
         labels[latents] = pair[1]
     return labels
 
 
 def of_tars(tars: list[Path], asked: Asked) -> Foreign:
-    """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or `<key>.json`."""
+    """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or
+    `<key>.json`."""
 
     def samples() -> Iterator[Sample]:
         for file in tars:
@@ -234,7 +301,11 @@ def of_tars(tars: list[Path], asked: Asked) -> Foreign:
             with file.open("rb") as stream:
                 for where, latents, label in pairs:
                     content = content_of(stream, latents, where)
-                    found = None if label is None else label_in(content_of(stream, label, where), label.name, where)
+                    found = (
+                        None
+                        if label is None
+                        else label_in(content_of(stream, label, where), label.name, where)
+                    )
                     yield Sample(where, latents_in(content, latents.name, asked, where), found)
 
     count = sum(len(paired(file, asked)) for file in tars)
@@ -242,39 +313,47 @@ def of_tars(tars: list[Path], asked: Asked) -> Foreign:
 
 
 def paired(file: Path, asked: Asked) -> list[tuple[str, tarfile.TarInfo, tarfile.TarInfo | None]]:
-    """The place of each sample, and its members of latents and label; ValueError for one without either."""
+    """The place of each sample, and its members of latents and label; ValueError for one without
+    either."""
     try:
         with file.open("rb") as stream:
             tar = Members(file, stream)
-            members = [m for m in tar if not m.isdir() and not m.name.rpartition("/")[2].startswith(".")]
+            members = [
+                m for m in tar if not m.isdir() and not m.name.rpartition("/")[2].startswith(".")
+            ]
     except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}); copy or write it again.") from error
+        raise UserError(
+            f"{file} cannot be read ({error.strerror}); copy or write it again."
+        ) from error
     if tar.cut:
-        raise ValueError(f"{tar.cut}; copy or write it again.")
+        raise UserError(f"{tar.cut}; copy or write it again.")
     grouped: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in members:
         key, extension = sample_key(member.name)
         parts = grouped.setdefault(key, {})
         if extension in parts or not member.isreg() or member.issparse():
             fault = "is there twice" if extension in parts else "is a link, a device or sparse"
-            raise ValueError(f"{file}: {member.name} {fault}; write each member once, as a plain file.")
+            raise UserError(
+                f"{file}: {member.name} {fault}; write each member once, as a plain file."
+            )
         parts[extension] = member
     found = []
     for key, parts in grouped.items():
-        where, held = f"{file}: {key}", ", ".join(sorted(parts))
+        where = f"{file}: {key}"
+        held = ", ".join(sorted(parts))
         arrays = [name for name in parts if name.rpartition(".")[2] in ("npy", "safetensors")]
         if len(arrays) > 1:
             arrays = [name for name in arrays if name.rpartition(".")[0] == asked.latents_key]
         if len(arrays) != 1:
-            raise ValueError(
-                f"{where} has {held}, of which not one alone can be the latents; give each sample one .npy or "
-                f".safetensors, or set latents_key=<name> for <key>.<name>.npy."
+            raise UserError(
+                f"{where} has {held}, of which not one alone can be the latents; give each sample "
+                "one .npy or .safetensors, or set latents_key=<name> for <key>.<name>.npy."
             )
         label = None if asked.classes == 0 else parts.get("cls") or parts.get("json")
         if label is None and asked.classes != 0:
-            raise ValueError(
-                f"{where} has {held}, and no class index in a .cls or a .json member; add one, or import without "
-                f"labels: classes=none."
+            raise UserError(
+                f"{where} has {held}, and no class index in a .cls or a .json member; add one, or "
+                "import without labels: classes=none."
             )
         found.append((where, parts[arrays[0]], label))
     return found
@@ -294,7 +373,7 @@ def latents_in(content: bytes, name: str, asked: Asked, where: str) -> Any:
             return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
         tensors = load(content)
     if asked.latents_key not in tensors:
-        raise ValueError(f"{where} holds {', '.join(tensors)}; set latents_key=<name>.")
+        raise UserError(f"{where} holds {', '.join(tensors)}; set latents_key=<name>.")
     return tensors[asked.latents_key]
 
 
@@ -305,7 +384,11 @@ def label_in(content: bytes, member: str, where: str) -> Any:
         if not member.endswith(".json"):
             return int(text) if text.isdecimal() else text
         found = json.loads(text)
-    names = [name for name in ("label", "cls", "class") if isinstance(found, dict) and name in found]
+    names = [
+        name for name in ("label", "cls", "class") if isinstance(found, dict) and name in found
+    ]
     if not names:
-        raise ValueError(f"{where}: {member} has no label, cls or class; add one, or set classes=none.")
+        raise UserError(
+            f"{where}: {member} has no label, cls or class; add one, or set classes=none."
+        )
     return found[names[0]]

@@ -19,8 +19,9 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from accel.technique import first_line
-from data.shared_memory import refuse_small_shared_memory
+from common.errors import UserError
+from common.shared_memory import refuse_small_shared_memory
+from common.text import first_line
 from training.config.precompute import PrecomputeConfig
 
 if TYPE_CHECKING:
@@ -37,9 +38,17 @@ FORMATS = {
     "JPEG2000": (".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc"),
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
 }
-"""Pillow's name of each format that is read, and its extensions. Of several frames or pages the first is read."""
+"""Pillow's name of each format that is read, and its extensions. Of several frames or pages the
+first is read."""
 EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in extensions)
-OPTIONAL = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000", "JPEG": "jpg", "PNG": "zlib"}
+OPTIONAL = {
+    "WEBP": "webp",
+    "TIFF": "libtiff",
+    "AVIF": "avif",
+    "JPEG2000": "jpg_2000",
+    "JPEG": "jpg",
+    "PNG": "zlib",
+}
 """The codecs that a Pillow may have been built without."""
 RESIZE = "box-halving, bicubic, center crop"
 AHEAD = 2
@@ -54,7 +63,8 @@ class UnusableError(ValueError):
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """One image: a whole file, `size` bytes at `offset` of a tar, or row `offset` of a folder of `datasets`."""
+    """One image: a whole file, `size` bytes at `offset` of a tar, or row `offset` of a folder of
+    `datasets`."""
 
     key: str
     label: int
@@ -64,7 +74,8 @@ class ImageEntry:
 
 
 def sample_key(name: str) -> tuple[str, str]:
-    """Splits the name of a tar's member as WebDataset does: the sample's key ends at the first dot of the file name."""
+    """Splits the name of a tar's member as WebDataset does: the sample's key ends at the first dot
+    of the file name."""
     folder, _, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
     return f"{folder}/{stem}".lstrip("/"), extension
@@ -81,26 +92,33 @@ def lacks_codec(extension: str) -> str | None:
 
 @functools.cache
 def opened_dataset(path: str) -> tuple[Any, str, list[str]]:
-    """Opens a folder of `datasets`, its images left encoded; returns also the names of its image and label columns.
+    """Opens a folder of `datasets`, its images left encoded; returns also the names of its image
+    and label columns.
 
     ValueError unless it can be opened and has one column of images.
     """
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        raise ValueError(f"source={path} needs the package datasets: pip install 'fastlatent[datasets]'.") from error
+        raise UserError(
+            f"source={path} needs the package datasets: pip install 'fastlatent[datasets]'."
+        ) from error
     try:
         dataset = datasets.load_from_disk(path).with_format(None)
     except Exception as error:  # datasets, arrow and json raise many kinds for damaged files
-        raise ValueError(
+        raise UserError(
             f"source={path} is a broken folder of datasets ({first_line(error)}); save it again."
         ) from error
     images = [name for name, kind in dataset.features.items() if isinstance(kind, datasets.Image)]
-    labels = [name for name, kind in dataset.features.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = [
+        name for name, kind in dataset.features.items() if isinstance(kind, datasets.ClassLabel)
+    ]
     labels = labels or [name for name in ("label", "labels", "cls") if name in dataset.features]
     if len(images) != 1:
         columns = ", ".join(dataset.features)
-        raise ValueError(f"source={path} has {len(images)} columns of images among {columns}; keep exactly one.")
+        raise UserError(
+            f"source={path} has {len(images)} columns of images among {columns}; keep exactly one."
+        )
     return dataset.cast_column(images[0], datasets.Image(decode=False)), images[0], labels
 
 
@@ -118,7 +136,8 @@ def read_image(entry: ImageEntry) -> bytes:
 
 
 def read_again(entry: ImageEntry) -> bytes:
-    """Reads the encoded image, with pauses between attempts, for the network may come back. OSError in the end."""
+    """Reads the encoded image, with pauses between attempts, for the network may come back. OSError
+    in the end."""
     for pause in (0.1, 0.4, 1.6):
         try:
             return read_image(entry)
@@ -135,12 +154,12 @@ def decode_image(
     background: str = PrecomputeConfig.background,
     max_megapixels: float = PrecomputeConfig.max_megapixels,
 ) -> UInt8[Tensor, "3 S S"]:
-    """Decodes, turns upright by EXIF, lays transparent pixels on `background`, resizes the shorter side to `side` and
-    crops the centre.
+    """Decodes, turns upright by EXIF, lays transparent pixels on `background`, resizes the shorter
+    side to `side` and crops the centre.
 
     Halving by box filter while the image is twice too large, then bicubic: the crop of ADM
-    (Dhariwal & Nichol 2021), which DiT and its successors made their latents with. UnusableError, before anything is
-    decoded, for an image of more than `max_megapixels`.
+    (Dhariwal & Nichol 2021), which DiT and its successors made their latents with. UnusableError,
+    before anything is decoded, for an image of more than `max_megapixels`.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -148,7 +167,9 @@ def decode_image(
     Image.MAX_IMAGE_PIXELS = None  # max_megapixels is the limit, and it can be higher than Pillow's
     with Image.open(io.BytesIO(content), formats=list(FORMATS)) as image:
         if image.width * image.height > 1e6 * max_megapixels:
-            raise UnusableError(f"{image.width}×{image.height} pixels are above max_megapixels={max_megapixels:g}")
+            raise UnusableError(
+                f"{image.width}×{image.height} pixels are above max_megapixels={max_megapixels:g}"
+            )
         mend_colour_key(image)
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
@@ -158,13 +179,16 @@ def decode_image(
     scale = side / min(image.size)
     size = (max(side, round(image.width * scale)), max(side, round(image.height * scale)))
     pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
-    top, left = (size[1] - side) // 2, (size[0] - side) // 2
+    top = (size[1] - side) // 2
+    left = (size[0] - side) // 2
     return torch.from_numpy(pixels[top : top + side, left : left + side].copy()).permute(2, 0, 1)
 
 
 def mend_colour_key(image: ImageFile.ImageFile) -> None:
-    """Scales the transparent colour of a PNG to 8 bits, as Pillow scales the pixels and forgets to scale the colour."""
-    key, raw = image.info.get("transparency"), image.tile[0].args if image.format == "PNG" and image.tile else None
+    """Scales the transparent colour of a PNG to 8 bits, as Pillow scales the pixels and forgets to
+    scale the colour."""
+    key = image.info.get("transparency")
+    raw = image.tile[0].args if image.format == "PNG" and image.tile else None
     if key is not None and raw == "RGB;16B":
         image.info["transparency"] = tuple(value >> 8 for value in key)
     elif key is not None and raw in ("L;2", "L;4"):
@@ -180,11 +204,19 @@ def in_rgb(image: Image.Image, background: str) -> Image.Image:
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        values = np.asarray(image)  # of 16 bits; Pillow would clip them at 255: nearly all of it white
-        grey, key = Image.fromarray((values >> 8).astype(np.uint8)), image.info.get("transparency")
-        image = grey if key is None else Image.merge("LA", (grey, Image.fromarray(values != key).convert("L")))
+        # of 16 bits; Pillow would clip them at 255: nearly all of it white
+        values = np.asarray(image)
+        grey = Image.fromarray((values >> 8).astype(np.uint8))
+        key = image.info.get("transparency")
+        image = (
+            grey
+            if key is None
+            else Image.merge("LA", (grey, Image.fromarray(values != key).convert("L")))
+        )
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        raise UnusableError(f"grey of mode {image.mode} has no known range; save it with 8 or 16 bits")
+        raise UnusableError(
+            f"grey of mode {image.mode} has no known range; save it with 8 or 16 bits"
+        )
     if image.has_transparency_data:
         canvas = Image.new("RGB", image.size, background)
         image = image if image.mode == "RGBA" else image.convert("RGBA")
@@ -194,7 +226,8 @@ def in_rgb(image: Image.Image, background: str) -> Image.Image:
 
 
 def reason(error: Exception) -> str:
-    """Why an image cannot be decoded, in one line without anything that differs from run to run or between machines."""
+    """Why an image cannot be decoded, in one line without anything that differs from run to run or
+    between machines."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnusableError):
@@ -207,8 +240,8 @@ def reason(error: Exception) -> str:
 class DecodedImages(Dataset):
     """Decodes images to 8-bit tensors.
 
-    An item is text, name and reason, if Pillow cannot decode the image, and an OSError that says both if no attempt
-    read it, or if memory does not suffice.
+    An item is text, name and reason, if Pillow cannot decode the image, and an OSError that says
+    both if no attempt read it, or if memory does not suffice.
     """
 
     def __init__(
@@ -218,8 +251,11 @@ class DecodedImages(Dataset):
         background: str = PrecomputeConfig.background,
         max_megapixels: float = PrecomputeConfig.max_megapixels,
     ) -> None:
-        self.entries, self.side = entries, side
-        self.decode = functools.partial(decode_image, side=side, background=background, max_megapixels=max_megapixels)
+        self.entries = entries
+        self.side = side
+        self.decode = functools.partial(
+            decode_image, side=side, background=background, max_megapixels=max_megapixels
+        )
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -235,13 +271,18 @@ class DecodedImages(Dataset):
         try:
             return self.decode(content)
         except MemoryError:
-            return OSError(f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels")
-        except Exception as error:  # Pillow raises many kinds for damaged files; the caller lists them
+            return OSError(
+                f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"
+            )
+        except (
+            Exception
+        ) as error:  # Pillow raises many kinds for damaged files; the caller lists them
             return f"{entry.key}: {reason(error)}"
 
 
 class Decoded(NamedTuple):
-    """A worker's batch. It has one tensor for all images, because each tensor costs a file descriptor."""
+    """A worker's batch. It has one tensor for all images, because each tensor costs a file
+    descriptor."""
 
     pixels: Tensor
     """8 bits, (n, 3, S, S)."""
@@ -262,10 +303,17 @@ def collate(items: list[Tensor | str | OSError]) -> Decoded:
     return Decoded(pixels, list(images), reasons, unread)
 
 
-def decoding_loader(images: DecodedImages, batches: list[list[int]], workers: int) -> DataLoader[Decoded]:
-    """The `batches` of images, which `workers` processes decode ahead; ValueError if shared memory is too small."""
+def decoding_loader(
+    images: DecodedImages, batches: list[list[int]], workers: int
+) -> DataLoader[Decoded]:
+    """The `batches` of images, which `workers` processes decode ahead; ValueError if shared memory
+    is too small."""
     if workers:
         a_batch = max(map(len, batches), default=0) * 3 * images.side**2
-        refuse_small_shared_memory("processes that decode images", AHEAD * workers, a_batch, "use num_workers=0")
+        refuse_small_shared_memory(
+            "processes that decode images", AHEAD * workers, a_batch, "use num_workers=0"
+        )
     patience = PATIENCE if workers else 0.0
-    return DataLoader(images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=patience)
+    return DataLoader(
+        images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=patience
+    )

@@ -1,7 +1,9 @@
-"""The plan, the folder and the manifest of an encoding job, so that the same command continues a stopped one.
+"""The plan, the folder and the manifest of an encoding job, so that the same command continues a
+stopped one.
 
-The content of a shard is a function of (image list, job, shard number). Each finished shard has a sidecar
-`<shard>.json` with its description and sums; the job does not encode a shard with a valid sidecar again.
+The content of a shard is a function of (image list, job, shard number). Each finished shard has a
+sidecar `<shard>.json` with its description and sums; the job does not encode a shard with a valid
+sidecar again.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from typing import Any
 
 import torch
 
-from data.manifest import NAME, Manifest, Shard, make_folder, read_object, write_atomically
-from data.shards import file_sha256
+from common import lock
+from common.errors import UserError
+from common.files import file_sha256, make_folder, read_object, write_atomically
+from data.manifest import NAME, Manifest, Shard
 from encoding.images import RESIZE, ImageEntry
 from encoding.listing import ImageList
 from encoding.statistics import channel_statistics
 from models.autoencoders import Autoencoder
 from training.config.precompute import PrecomputeConfig
 from training.environment import describe_environment
-from training.process import lock
 
 JOB = "job.json"
 Numbered = tuple[int, ImageEntry]
@@ -44,16 +47,27 @@ class Plan:
 
 
 def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
-    """Cuts the shuffled list into shards of `shard_size`; ValueError if no image is left to train on."""
-    order = torch.randperm(len(images.entries), generator=torch.Generator().manual_seed(cfg.seed)).tolist()[: cfg.limit]
+    """Cuts the shuffled list into shards of `shard_size`; ValueError if no image is left to train
+    on."""
+    order = torch.randperm(
+        len(images.entries), generator=torch.Generator().manual_seed(cfg.seed)
+    ).tolist()[: cfg.limit]
     numbered = [(index, images.entries[i]) for index, i in enumerate(order)]
     held_out = round(cfg.held_out * len(numbered))
     shards = []
     for split, part in (("held_out", numbered[:held_out]), ("train", numbered[held_out:])):
         for start in range(0, len(part), cfg.shard_size):
-            shards.append((f"{split}-{start // cfg.shard_size:05d}.tar", split, part[start : start + cfg.shard_size]))
+            shards.append(
+                (
+                    f"{split}-{start // cfg.shard_size:05d}.tar",
+                    split,
+                    part[start : start + cfg.shard_size],
+                )
+            )
     if held_out == len(numbered):
-        raise ValueError(f"held_out={cfg.held_out} of {len(numbered)} images leaves none to train on; lower it.")
+        raise UserError(
+            f"held_out={cfg.held_out} of {len(numbered)} images leaves none to train on; lower it."
+        )
     return Plan(shards, held_out)
 
 
@@ -74,21 +88,26 @@ def job_description(
 
 
 def claim(out: Path, job: dict[str, Any]) -> None:
-    """Writes `job` to the folder `out`; ValueError if the folder belongs to another job, or to none that is known."""
+    """Writes `job` to the folder `out`; ValueError if the folder belongs to another job, or to none
+    that is known."""
     file = out / JOB
     if file.is_file():
         try:
             earlier = read_object(file)
         except ValueError as error:
-            raise ValueError(
-                f"{file} is broken, so nothing says which job this folder belongs to; choose another folder or delete "
-                f"this one."
+            raise UserError(
+                f"{file} is broken, so nothing says which job this folder belongs to; choose "
+                "another folder or delete this one."
             ) from error
-        if (out / NAME).is_file():  # finished, perhaps by an earlier version, whose jobs had fewer keys
+        # finished, perhaps by an earlier version, whose jobs had fewer keys
+        if (out / NAME).is_file():
             job = {key: value for key, value in job.items() if key in earlier}
-        if changed := [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]:
-            raise ValueError(
-                f"out={out} holds latents of another job ({'; '.join(changed)}); choose another folder or delete it."
+        if changed := [
+            f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v
+        ]:
+            raise UserError(
+                f"out={out} holds latents of another job ({'; '.join(changed)}); choose another "
+                "folder or delete it."
             )
         return
     write_atomically(file, json.dumps(job, indent=1) + "\n")
@@ -100,26 +119,35 @@ def locked(out: Path) -> lock.Held:
     ValueError if another process holds it, or if it has files that are not ours.
     """
     if out.exists() and not out.is_dir():
-        raise ValueError(f"out={out} is a file; choose a folder.")
+        raise UserError(f"out={out} is a file; choose a folder.")
     try:
         make_folder(out)
         found = {file.name for file in out.iterdir()}
     except OSError as error:
-        raise ValueError(f"out={out} cannot be made or read ({error.strerror}); choose another folder.") from error
+        raise UserError(
+            f"out={out} cannot be made or read ({error.strerror}); choose another folder."
+        ) from error
     if JOB not in found and found - {lock.NAME, f"{JOB}.tmp"}:  # a killed `claim` leaves those two
-        raise ValueError(f"out={out} is not empty and holds no latents of ours; choose another folder.")
-    return lock.held(out, f"out={out}: another process is encoding into it; wait for it, or stop it first.")
+        raise UserError(
+            f"out={out} is not empty and holds no latents of ours; choose another folder."
+        )
+    return lock.held(
+        out, f"out={out}: another process is encoding into it; wait for it, or stop it first."
+    )
 
 
 def finished(out: Path, name: str) -> dict[str, Any] | None:
     """The sidecar of a shard, if both are complete and undamaged; else None."""
-    sidecar, file = out / f"{name}.json", out / name
+    sidecar = out / f"{name}.json"
+    file = out / name
     if not (sidecar.is_file() and file.is_file()):
         return None
     try:
         described = read_object(sidecar)
         told = described.pop("sha256", None)  # earlier versions wrote none
-        whole = told in (None, digest_of(described)) and described["shard"]["sha256"] == file_sha256(file)
+        whole = told in (None, digest_of(described)) and described["shard"][
+            "sha256"
+        ] == file_sha256(file)
     except (ValueError, TypeError, KeyError):
         return None
     return described if whole else None
@@ -131,9 +159,13 @@ def digest_of(sidecar: dict[str, Any]) -> str:
 
 
 def facts(
-    autoencoder: Autoencoder, encoder: dict[str, Any], shards: list[Shard], sums: list[dict[str, Any]]
+    autoencoder: Autoencoder,
+    encoder: dict[str, Any],
+    shards: list[Shard],
+    sums: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The fields of a manifest that follow from the autoencoder, its config node, the shards and the training sums."""
+    """The fields of a manifest that follow from the autoencoder, its config node, the shards and
+    the training sums."""
     encoder = dict(encoder)
     folder = os.path.expanduser(encoder.get("path") or "")
     if os.path.isdir(folder):
@@ -167,14 +199,19 @@ def write_manifest(
     psnr_db: float,
     precision: str,
 ) -> Manifest:
-    """Merges the sidecars of all shards into `manifest.json`; `shape` (C, H, W), PSNR and precision were measured."""
+    """Merges the sidecars of all shards into `manifest.json`; `shape` (C, H, W), PSNR and precision
+    were measured."""
     out = Path(str(cfg.out)).expanduser()
     sidecars = [read_object(out / f"{name}.json") for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
     if not any(of_shard["count"] for of_shard in sums):
-        first = next(line for s in sidecars for line in s["skipped"] if s["shard"]["split"] == "train")
-        raise ValueError(f"source={cfg.source}: no training image can be decoded, such as {first}; mend some.")
+        first = next(
+            line for s in sidecars for line in s["skipped"] if s["shard"]["split"] == "train"
+        )
+        raise UserError(
+            f"source={cfg.source}: no training image can be decoded, such as {first}; mend some."
+        )
     manifest = Manifest(
         **facts(autoencoder, cfg.encoder, shards, sums),
         height=shape[1],

@@ -1,4 +1,5 @@
-"""The list of a source's images, and what its plan states: classes, files that are not used, what looks odd."""
+"""The list of a source's images, and what its plan states: classes, files that are not used, what
+looks odd."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from accel.text import printable
+from common.text import printable
 from encoding.images import EXTENSIONS, ImageEntry, lacks_codec
 
-FEW, MANY = 20, 100
+FEW = 20
+MANY = 100
 """So many kinds of unused files, and classes, are named one by one."""
 
 
@@ -27,9 +29,12 @@ class Unused:
         self.kinds[kind] = (number + 1, min(name, example))
 
     def __str__(self) -> str:
-        """Such as "2 .txt (e.g. cat/a.txt); 1 hidden (e.g. .cache)"; the largest number comes first."""
+        """Such as "2 .txt (e.g. cat/a.txt); 1 hidden (e.g. .cache)"; the largest number comes
+        first."""
         ordered = sorted(self.kinds.items(), key=lambda item: (-item[1][0], item[0]))
-        shown = [f"{number} {kind} (e.g. {readable(name)})" for kind, (number, name) in ordered[:FEW]]
+        shown = [
+            f"{number} {kind} (e.g. {readable(name)})" for kind, (number, name) in ordered[:FEW]
+        ]
         if rest := ordered[FEW:]:
             shown.append(f"{sum(number for _, (number, _) in rest)} of {len(rest)} more kinds")
         return "; ".join(shown)
@@ -52,11 +57,14 @@ class ImageList:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def stated(self, source: str, planned: int) -> str:
-        """The part of a job's plan that tells what the source was taken for; `planned` images are to be encoded."""
+        """The part of a job's plan that tells what the source was taken for; `planned` images are
+        to be encoded."""
         counts = Counter(entry.label for entry in self.entries)
         numbers = [(counts[label], name) for label, name in enumerate(self.class_names)]
         images = f"{len(self.entries)} image{'s' * (len(self.entries) != 1)}"
-        classes = f"of {len(numbers)} class{'es' * (len(numbers) != 1)}" if numbers else "without classes"
+        classes = (
+            f"of {len(numbers)} class{'es' * (len(numbers) != 1)}" if numbers else "without classes"
+        )
         lines = [f"{images} {classes} in {source}, {planned} to encode"]
         if len(numbers) > MANY:
             (fewest, rare), (most, common) = min(numbers), max(numbers)
@@ -89,9 +97,14 @@ def kind_of(name: str) -> str:
     if suffixes[-1] not in EXTENSIONS:
         return "".join(suffixes[-2:]) if suffixes[-2:-1] == [".tar"] else suffixes[-1]
     codec = lacks_codec(suffixes[-1])
-    return f"{suffixes[-1]} (this Pillow has no {codec})" if codec else "images with two dots in their names"
+    return (
+        f"{suffixes[-1]} (this Pillow has no {codec})"
+        if codec
+        else "images with two dots in their names"
+    )
 
 
 def readable(name: str) -> str:
-    r"""The name of a file as one line that can be printed, hashed and stored: bytes that are not UTF-8 become \xff."""
+    r"""The name of a file as one line that can be printed, hashed and stored: bytes that are not
+    UTF-8 become \xff."""
     return printable(name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))

@@ -1,17 +1,20 @@
 """Published weights of SiT and LightningDiT as weights of our denoiser.
 
-Both are transformers on latents with the condition in the norms (adaLN-Zero), trained on x = t·z + (1-t)·ε with the
-velocity z - ε. Ours has t = 1 for noise and the velocity ε - z, so v(x, t) = -theirs(x, 1-t). What differs is folded
-into the weights where that is exact in real numbers:
+Both are transformers on latents with the condition in the norms (adaLN-Zero), trained on x = t·z +
+(1-t)·ε with the velocity z - ε. Ours has t = 1 for noise and the velocity ε - z, so v(x, t) =
+-theirs(x, 1-t). What differs is folded into the weights where that is exact in real numbers:
 
 - the sign of the velocity into the head;
-- the reversal of time into the first layer of the time MLP: cos(ω(1-t)) and sin(ω(1-t)) are the rotation by ω of
+- the reversal of time into the first layer of the time MLP: cos(ω(1-t)) and sin(ω(1-t)) are the
+  rotation by ω of
   cos(ωt) and -sin(ωt);
 - the weight w of an RMSNorm into its modulation: w·(1 + s) = 1 + (w·s + w - 1);
-- the modulations of all layers into one product, where ours stand as scale, shift, gate and theirs as shift, scale,
+- the modulations of all layers into one product, where ours stand as scale, shift, gate and theirs
+  as shift, scale,
   gate; the rows of the head, theirs by (row, column, channel), ours by (channel, row, column).
 
-Rows of the head for a learned sigma are dropped. A SwiGLU whose width is no multiple of 32 is filled up with zeros.
+Rows of the head for a learned sigma are dropped. A SwiGLU whose width is no multiple of 32 is
+filled up with zeros.
 Sources: https://github.com/willisma/SiT (Ma et al. 2024, https://arxiv.org/abs/2401.08740),
 https://github.com/hustvl/LightningDiT (Yao et al. 2025, https://arxiv.org/abs/2501.01423).
 Letters: D width, C channels, P patch size, L tokens, K classes.
@@ -30,9 +33,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from encoding.foreign import PLAIN, reading
 from models.mixers.attention import axial_rotations
-from training.pretrained import read_tensors
+from training.weights.pretrained import read_tensors
 
 FREQUENCIES = 128
 ROPE_BASE = 10_000.0
@@ -40,14 +44,19 @@ MULTIPLE = 32
 """Of the width of an MLP."""
 DIT = re.compile(r"(?<![A-Za-z])DiT[-_]", re.IGNORECASE)
 EPSILON = (
-    "DiT predicts the noise on another schedule, which is no velocity, and this sampler has no use for it; "
-    "SiT and LightningDiT are read"
+    "DiT predicts the noise on another schedule, which is no velocity, and this sampler has no "
+    "use for it; SiT and LightningDiT are read"
 )
 
 
 def kind_of(tensors: Mapping[str, Tensor]) -> str:
     """Which model a checkpoint holds, "sit" or "lightningdit", as the names of its tensors tell."""
-    own = ("feat_rope.freqs_cos", "blocks.0.mlp.w12.weight", "blocks.0.norm1.weight", "blocks.0.attn.q_norm.weight")
+    own = (
+        "feat_rope.freqs_cos",
+        "blocks.0.mlp.w12.weight",
+        "blocks.0.norm1.weight",
+        "blocks.0.attn.q_norm.weight",
+    )
     names = {name.removeprefix("module.") for name in tensors}
     return "lightningdit" if names & set(own) else "sit"
 
@@ -65,33 +74,51 @@ class Published(NamedTuple):
 
 
 def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: .safetensors, or .pt, where an `argparse.Namespace` may lie beside plain tensors.
+    """The tensors of a checkpoint: .safetensors, or .pt, where an `argparse.Namespace` may lie
+    beside plain tensors.
 
-    Of a training checkpoint those of `weights`, "ema" or "model". ValueError for anything else in it, and for a DiT.
+    Of a training checkpoint those of `weights`, "ema" or "model". ValueError for anything else in
+    it, and for a DiT.
     """
     if file.suffix == ".safetensors":
         return read_tensors(file)
     with reading(file, PLAIN), torch.serialization.safe_globals([argparse.Namespace]):
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        found = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, not tensors by name; give a checkpoint.")
+        raise UserError(
+            f"{file} holds a {type(found).__name__}, not tensors by name; give a checkpoint."
+        )
     name = getattr(found.get("args"), "model", "")
     if isinstance(name, str) and DIT.search(name):
-        raise ValueError(f"{file} is a checkpoint of {name[:40]}: {EPSILON}.")
+        raise UserError(f"{file} is a checkpoint of {name[:40]}: {EPSILON}.")
     if "ema" in found or "model" in found:
         if not isinstance(found.get(weights), dict):
-            raise ValueError(f"{file} has no {weights}; use weights={'model' if weights == 'ema' else 'ema'}.")
+            raise UserError(
+                f"{file} has no {weights}; use weights={'model' if weights == 'ema' else 'ema'}."
+            )
         found = found[weights]
-    if strange := [key for key, value in found.items() if not (isinstance(key, str) and is_plain(value))]:
-        raise ValueError(f"{file}: {str(strange[0])[:80]} is no tensor of numbers; give a checkpoint of a model.")
+    if strange := [
+        key for key, value in found.items() if not (isinstance(key, str) and is_plain(value))
+    ]:
+        raise UserError(
+            f"{file}: {str(strange[0])[:80]} is no tensor of numbers; give a checkpoint of a model."
+        )
     if sum(value.nbytes for value in found.values()) > file.stat().st_size:
-        raise ValueError(f"{file}: its tensors share memory, and would be larger than the file; give another copy.")
+        raise UserError(
+            f"{file}: its tensors share memory, and would be larger than the file; give another "
+            "copy."
+        )
     return found
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a dense tensor of floating-point numbers on the host, each with a place of its own."""
-    dense = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    """Whether it is a dense tensor of floating-point numbers on the host, each with a place of its
+    own."""
+    dense = (
+        isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    )
     return dense and value.is_floating_point() and value.is_contiguous()
 
 
@@ -99,51 +126,81 @@ class Keys:
     """Tensors by their published names, each to be taken once and of the shape that is expected."""
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.file, self.left = file, {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        self.file = file
+        self.left = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.left
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
         if name not in self.left:
-            raise ValueError(f"{self.file} has no {name}, which SiT and LightningDiT have; is it one of them?")
+            raise UserError(
+                f"{self.file} has no {name}, which SiT and LightningDiT have; is it one of them?"
+            )
         if self.left[name].ndim != dims:
-            raise ValueError(f"{self.file}: {name} has shape {tuple(self.left[name].shape)}, not {dims} dimensions.")
+            raise UserError(
+                f"{self.file}: {name} has shape {tuple(self.left[name].shape)}, not {dims} "
+                "dimensions."
+            )
         return tuple(self.left[name].shape)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """In fp32."""
         if (found := self.shape(name, len(shape))) != shape:
-            raise ValueError(f"{self.file}: {name} has shape {found}, and the rest of the model asks for {shape}.")
+            raise UserError(
+                f"{self.file}: {name} has shape {found}, and the rest of the model asks for "
+                f"{shape}."
+            )
         return self.left.pop(name).float()
 
     def pair(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
         """Weight and bias of a linear layer."""
-        return {"weight": self.take(f"{name}.weight", rows, columns), "bias": self.take(f"{name}.bias", rows)}
+        return {
+            "weight": self.take(f"{name}.weight", rows, columns),
+            "bias": self.take(f"{name}.bias", rows),
+        }
 
     def refuse_rest(self) -> None:
         if self.left:
-            more = f", and {len(self.left) - 1} more" if self.left.keys() - {next(iter(self.left))} else ""
-            raise ValueError(f"{self.file} has {next(iter(self.left))}{more}, which this version does not know.")
+            more = (
+                f", and {len(self.left) - 1} more"
+                if self.left.keys() - {next(iter(self.left))}
+                else ""
+            )
+            raise UserError(
+                f"{self.file} has {next(iter(self.left))}{more}, which this version does not know."
+            )
 
 
 def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = None) -> Published:
     """A published model in our terms, from its tensors by their published names.
 
-    `head_dim` where neither the tensors nor the published sizes tell it. ValueError for a tensor that is missing, left
-    over, or of another shape than the others ask for.
+    `head_dim` where neither the tensors nor the published sizes tell it. ValueError for a tensor
+    that is missing, left over, or of another shape than the others ask for.
     """
     keys = Keys(file, tensors)
     dim, channels, patch, _ = keys.shape("x_embedder.proj.weight", 4)
     tokens = keys.shape("pos_embed", 3)[1]
     rows = math.isqrt(tokens)
     if rows * rows != tokens:
-        raise ValueError(f"{file}: pos_embed has {tokens} tokens, which are no square.")
+        raise UserError(f"{file}: pos_embed has {tokens} tokens, which are no square.")
     classes = keys.shape("y_embedder.embedding_table.weight", 2)[0] - 1
-    depth = 1 + max((int(found[1]) for name in keys.left if (found := re.match(r"blocks\.(\d+)\.", name))), default=-1)
-    node: dict[str, Any] = {"_target_": "models.denoiser.Denoiser", "dim": dim, "depth": depth, "patch_size": patch}
+    depth = 1 + max(
+        (int(found[1]) for name in keys.left if (found := re.match(r"blocks\.(\d+)\.", name))),
+        default=-1,
+    )
+    node: dict[str, Any] = {
+        "_target_": "models.denoiser.Denoiser",
+        "dim": dim,
+        "depth": depth,
+        "patch_size": patch,
+    }
     node |= {"head_dim": head_dim or width_of_head(keys, dim), "time_scale": 1.0}
-    attention: dict[str, Any] = {"_target_": "models.mixers.attention.Attention", "_partial_": True, "bias": True}
+    attention: dict[str, Any] = {
+        "_target_": "models.mixers.attention.Attention",
+        "_partial_": True,
+        "bias": True,
+    }
     node["mixer"] = attention | {
         "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
         "rope_base": rope_of(keys, rows, node["head_dim"]),
@@ -155,9 +212,14 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
         "patch_embed.weight": patches,
         "patch_embed.bias": keys.take("x_embedder.proj.bias", dim),
         "pos_embed": keys.take("pos_embed", 1, tokens, dim),
-        "label_embed.table.weight": keys.take("y_embedder.embedding_table.weight", classes + 1, dim),
+        "label_embed.table.weight": keys.take(
+            "y_embedder.embedding_table.weight", classes + 1, dim
+        ),
     }
-    time = {"fc1": keys.pair("t_embedder.mlp.0", dim, 2 * FREQUENCIES), "fc2": keys.pair("t_embedder.mlp.2", dim, dim)}
+    time = {
+        "fc1": keys.pair("t_embedder.mlp.0", dim, 2 * FREQUENCIES),
+        "fc2": keys.pair("t_embedder.mlp.2", dim, dim),
+    }
     time["fc1"]["weight"] = reversed_time(time["fc1"]["weight"])
     ours |= named("time_embed", time)
     modulation = []
@@ -166,7 +228,10 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
         ours |= named(f"blocks.{i}.layers", layers)
         modulation += modulations(keys, f"blocks.{i}", ("norm1", "norm2"), dim)
     modulation += modulations(keys, "final_layer", ("norm_final",), dim)
-    ours |= {f"modulation.{part}": torch.cat([own[part] for own in modulation]) for part in ("weight", "bias")}
+    ours |= {
+        f"modulation.{part}": torch.cat([own[part] for own in modulation])
+        for part in ("weight", "bias")
+    }
     ours |= named("head", head_of(keys, dim, channels, patch))
     keys.refuse_rest()
     return Published(node, ours, channels, rows * patch, classes)
@@ -176,12 +241,17 @@ def named(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a tree by dotted names."""
     found: dict[str, Tensor] = {}
     for name, value in tree.items():
-        found |= {f"{prefix}.{name}": value} if isinstance(value, Tensor) else named(f"{prefix}.{name}", value)
+        found |= (
+            {f"{prefix}.{name}": value}
+            if isinstance(value, Tensor)
+            else named(f"{prefix}.{name}", value)
+        )
     return found
 
 
 def width_of_head(keys: Keys, dim: int) -> int:
-    """As the norm of queries or the rotations tell it, or as the published sizes have it: 16 heads of 72, or 64."""
+    """As the norm of queries or the rotations tell it, or as the published sizes have it: 16 heads
+    of 72, or 64."""
     for name in ("blocks.0.attn.q_norm.weight", "feat_rope.freqs_cos"):
         if name in keys:
             return keys.left[name].shape[-1]
@@ -189,55 +259,80 @@ def width_of_head(keys: Keys, dim: int) -> int:
 
 
 def rope_of(keys: Keys, rows: int, head_dim: int) -> float | None:
-    """The base of the rotary embedding, None without; ValueError if its rotations are others than ours."""
+    """The base of the rotary embedding, None without; ValueError if its rotations are others than
+    ours."""
     if "feat_rope.freqs_cos" not in keys:
         return None
     tokens, width = keys.shape("feat_rope.freqs_cos", 2)
     if width != head_dim or width % 4:
-        raise ValueError(f"{keys.file}: feat_rope has width {width}, the heads {head_dim}: one multiple of 4 is read.")
-    theirs = torch.stack([keys.take(f"feat_rope.freqs_{part}", tokens, width) for part in ("cos", "sin")])
+        raise UserError(
+            f"{keys.file}: feat_rope has width {width}, the heads {head_dim}: one multiple of 4 "
+            "is read."
+        )
+    theirs = torch.stack(
+        [keys.take(f"feat_rope.freqs_{part}", tokens, width) for part in ("cos", "sin")]
+    )
     if tokens != rows * rows or not torch.allclose(
         theirs, axial_rotations((rows, rows), width, ROPE_BASE), rtol=0.0, atol=1e-4
     ):
-        raise ValueError(f"{keys.file}: feat_rope turns otherwise than LightningDiT's, which this version reads.")
+        raise UserError(
+            f"{keys.file}: feat_rope turns otherwise than LightningDiT's, which this version reads."
+        )
     return ROPE_BASE
 
 
 def reversed_time(weight: Tensor) -> Tensor:
-    """The weights (D, 2F) of cosines and sines of ωt, from those of cosines and sines of ω(1-t), in fp64."""
+    """The weights (D, 2F) of cosines and sines of ωt, from those of cosines and sines of ω(1-t), in
+    fp64."""
     count = weight.shape[1] // 2
     omega = torch.exp(-math.log(10_000.0) * torch.arange(count, dtype=torch.float64) / count)
     cosines, sines = weight.double().chunk(2, dim=1)
-    turned = (cosines * omega.cos() + sines * omega.sin(), cosines * omega.sin() - sines * omega.cos())
+    turned = (
+        cosines * omega.cos() + sines * omega.sin(),
+        cosines * omega.sin() - sines * omega.cos(),
+    )
     return torch.cat(turned, dim=1).float()
 
 
 def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
-    """The attention and MLP of a block, the MLP's width over that of the model, and its configuration."""
+    """The attention and MLP of a block, the MLP's width over that of the model, and its
+    configuration."""
     attention: dict[str, Any] = {"qkv": keys.pair(f"{name}.attn.qkv", 3 * dim, dim)}
     attention["out_proj"] = keys.pair(f"{name}.attn.proj", dim, dim)
     if f"{name}.attn.q_norm.bias" in keys:
-        raise ValueError(f"{keys.file}: {name} norms its queries by LayerNorm; this version knows RMSNorm there.")
+        raise UserError(
+            f"{keys.file}: {name} norms its queries by LayerNorm; this version knows RMSNorm there."
+        )
     for part in "qk":
         if f"{name}.attn.{part}_norm.weight" in keys:
             width = keys.left[f"{name}.attn.{part}_norm.weight"].shape[-1]
             attention[f"{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", width)
     if f"{name}.mlp.w12.weight" in keys:
         hidden = keys.shape(f"{name}.mlp.w12.weight", 2)[0] // 2
-        first, second = keys.pair(f"{name}.mlp.w12", 2 * hidden, dim), keys.pair(f"{name}.mlp.w3", dim, hidden)
+        first = keys.pair(f"{name}.mlp.w12", 2 * hidden, dim)
+        second = keys.pair(f"{name}.mlp.w3", dim, hidden)
         missing = -hidden % MULTIPLE
         if missing:
             halves = {part: tensor.chunk(2) for part, tensor in first.items()}
-            first = {part: torch.cat([filled(half, 0, missing) for half in halves[part]]) for part in first}
+            first = {
+                part: torch.cat([filled(half, 0, missing) for half in halves[part]])
+                for part in first
+            }
             second["weight"] = filled(second["weight"], 1, missing)
-        mlp, node = {"w13": first, "w2": second}, {"_target_": "models.block.SwiGLU", "_partial_": True, "bias": True}
+        mlp = {"w13": first, "w2": second}
+        node = {"_target_": "models.block.SwiGLU", "_partial_": True, "bias": True}
         hidden += missing
     else:
         hidden = keys.shape(f"{name}.mlp.fc1.weight", 2)[0]
-        mlp = {"fc1": keys.pair(f"{name}.mlp.fc1", hidden, dim), "fc2": keys.pair(f"{name}.mlp.fc2", dim, hidden)}
+        mlp = {
+            "fc1": keys.pair(f"{name}.mlp.fc1", hidden, dim),
+            "fc2": keys.pair(f"{name}.mlp.fc2", dim, hidden),
+        }
         node = {"_target_": "models.block.GeluMLP", "_partial_": True}
         if hidden % MULTIPLE:
-            raise ValueError(f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of {MULTIPLE}.")
+            raise UserError(
+                f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of {MULTIPLE}."
+            )
     return {"0": attention, "1": mlp}, hidden / dim, node
 
 
@@ -248,13 +343,20 @@ def filled(tensor: Tensor, axis: int, count: int) -> Tensor:
 
 
 def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[dict[str, Tensor]]:
-    """Scale, shift and gate of each norm as products of the condition; the last norm of the model has no gate."""
+    """Scale, shift and gate of each norm as products of the condition; the last norm of the model
+    has no gate."""
     each = 2 if name == "final_layer" else 3
     rows = keys.shape(f"{name}.adaLN_modulation.1.weight", 2)[0]
     if rows != each * len(norms) * dim:
-        raise ValueError(f"{keys.file}: {name} has {rows // dim} modulations; this version knows those with shifts.")
+        raise UserError(
+            f"{keys.file}: {name} has {rows // dim} modulations; this version knows those with "
+            "shifts."
+        )
     whole = keys.pair(f"{name}.adaLN_modulation.1", rows, dim)
-    parts = [dict(zip(whole, pair, strict=True)) for pair in zip(*(t.split(dim) for t in whole.values()), strict=True)]
+    parts = [
+        dict(zip(whole, pair, strict=True))
+        for pair in zip(*(t.split(dim) for t in whole.values()), strict=True)
+    ]
     found = []
     for i, norm in enumerate(norms):
         shift, scale, *gate = parts[each * i : each * (i + 1)]
@@ -266,15 +368,19 @@ def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list
 
 
 def head_of(keys: Keys, dim: int, channels: int, patch: int) -> dict[str, Tensor]:
-    """The head with its sign turned, without the rows for a learned sigma, by channel, row and column."""
+    """The head with its sign turned, without the rows for a learned sigma, by channel, row and
+    column."""
     rows = keys.shape("final_layer.linear.weight", 2)[0]
     if rows not in (patch**2 * channels, 2 * patch**2 * channels):
-        raise ValueError(
-            f"{keys.file}: final_layer.linear has {rows} rows, and {channels} channels in patches of {patch} need "
-            f"{patch**2 * channels}, or twice as many with a learned sigma."
+        raise UserError(
+            f"{keys.file}: final_layer.linear has {rows} rows, and {channels} channels in patches "
+            f"of {patch} need {patch**2 * channels}, or twice as many with a learned sigma."
         )
     head = keys.pair("final_layer.linear", rows, dim)
-    shaped = {part: tensor.unflatten(0, (patch, patch, -1))[:, :, :channels] for part, tensor in head.items()}
+    shaped = {
+        part: tensor.unflatten(0, (patch, patch, -1))[:, :, :channels]
+        for part, tensor in head.items()
+    }
     return {part: -tensor.movedim(2, 0).flatten(0, 2) for part, tensor in shaped.items()}
 
 
@@ -283,7 +389,11 @@ def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
     with reading(file, PLAIN):
         found = torch.load(file, map_location="cpu", weights_only=True)
     values = [found.get(name) for name in ("mean", "std")] if isinstance(found, dict) else []
-    columns = [value.flatten().tolist() for value in values if isinstance(value, Tensor) and value.numel() == channels]
+    columns = [
+        value.flatten().tolist()
+        for value in values
+        if isinstance(value, Tensor) and value.numel() == channels
+    ]
     if len(columns) != 2:
-        raise ValueError(f"{file} must hold the tensors mean and std of {channels} channels each.")
+        raise UserError(f"{file} must hold the tensors mean and std of {channels} channels each.")
     return columns[0], columns[1]

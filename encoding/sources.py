@@ -1,4 +1,5 @@
-"""Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder of `datasets`.
+"""Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder
+of `datasets`.
 
 Whatever lies there and is not used is counted, and what looks like a mistake is refused or noted.
 """
@@ -14,12 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from common.errors import UserError
 from encoding.images import EXTENSIONS, ImageEntry, opened_dataset
 from encoding.listing import ImageList, Unused, few_of, is_image, kind_of, readable
 from encoding.tars import limit_of, list_tars, numbered
 
 Classes = int | Literal["given", "none"]
-SPLIT = re.compile(r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?", re.I)
+SPLIT = re.compile(
+    r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?",
+    re.I,
+)
 """Names of folders that hold a part of a set, not a class."""
 LIKE_SPLIT = re.compile(r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I)
 """Names that may be such ones."""
@@ -30,20 +35,24 @@ WHAT_THEY_ARE = {
 }
 
 
-def list_images(source: str | Path, classes: Classes = "given", allow_cut: bool = False) -> ImageList:
-    """Lists the images of a folder with a subfolder per class, of WebDataset tars (a folder of them or one), both by
-    name, or of a folder that Hugging Face `datasets` saved.
+def list_images(
+    source: str | Path, classes: Classes = "given", allow_cut: bool = False
+) -> ImageList:
+    """Lists the images of a folder with a subfolder per class, of WebDataset tars (a folder of them
+    or one), both by name, or of a folder that Hugging Face `datasets` saved.
 
-    classes="none": of a flat folder, of tars without .cls, of `datasets` without labels too; all labels are 0. A number
-    says how many classes there are where the source does not name them: in a part of a set some may lack images.
-    ValueError if there is no such source, no image in it, one without a label, or if it is not clear what is meant;
-    for a tar that is cut or damaged, unless `allow_cut`.
+    classes="none": of a flat folder, of tars without .cls, of `datasets` without labels too; all
+    labels are 0. A number says how many classes there are where the source does not name them: in a
+    part of a set some may lack images. ValueError if there is no such source, no image in it, one
+    without a label, or if it is not clear what is meant; for a tar that is cut or damaged, unless
+    `allow_cut`.
     """
     path = Path(source).expanduser()
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".tar"):
         compressed = path.is_file() and ".tar" in path.suffixes
-        raise ValueError(
-            f"source={source} is a compressed tar, and images are read from their place in the file; decompress it."
+        raise UserError(
+            f"source={source} is a compressed tar, and images are read from their place in the "
+            "file; decompress it."
             if compressed
             else f"source={source} is no folder and no tar; "
             f"give a folder with one subfolder a class, WebDataset tars, or a folder of datasets."
@@ -56,21 +65,22 @@ def list_images(source: str | Path, classes: Classes = "given", allow_cut: bool 
         else:
             images = list_folder(path, classes, allow_cut)
     except OSError as error:
-        raise ValueError(
-            f"source={source}: {readable(str(error.filename or path))} cannot be read ({error.strerror}); "
-            f"make it readable, or move it away."
+        raise UserError(
+            f"source={source}: {readable(str(error.filename or path))} cannot be read "
+            f"({error.strerror}); make it readable, or move it away."
         ) from error
     if not images.entries:
         there = f" What is there: {images.unused}." if images.unused.kinds else ""
-        raise ValueError(
-            f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no .tar files with "
-            f"images.{there}"
+        raise UserError(
+            f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no "
+            f".tar files with images.{there}"
         )
     return images
 
 
 def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
-    """Name below `root` and size of every plain file that is not hidden; follows symlinks, except in circles."""
+    """Name below `root` and size of every plain file that is not hidden; follows symlinks, except
+    in circles."""
     found = root.stat()
     todo = [("", frozenset({(found.st_dev, found.st_ino)}))]
     while todo:
@@ -102,26 +112,33 @@ def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
 
 
 def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
-    """Lists a folder of tars, or one with a subfolder per class; without classes: images anywhere below it."""
-    unused, labelled = Unused(), classes != "none"
+    """Lists a folder of tars, or one with a subfolder per class; without classes: images anywhere
+    below it."""
+    unused = Unused()
+    labelled = classes != "none"
     tars, found = sorted_out(path, unused)
     if tars and found:
-        raise ValueError(
+        raise UserError(
             f"source={path} holds both {readable(tars[0].name)} and images such as "
-            f"{readable(next(iter(found.values()))[0][0])}; take the tar, source={readable(str(tars[0]))}, or move it "
-            f"away."
+            f"{readable(next(iter(found.values()))[0][0])}; take the tar, "
+            f"source={readable(str(tars[0]))}, or move it away."
         )
     if tars:
         return list_tars(tars, classes, allow_cut, unused)
     if not labelled:
         files = [file for folder in found.values() for file in folder]
         splits = [name for name in names_of(found) if SPLIT.fullmatch(name)]
-        return of_files(path, {"": files}, [f"images of {few_of(splits)} are all used"] if splits else [], unused)
+        return of_files(
+            path,
+            {"": files},
+            [f"images of {few_of(splits)} are all used"] if splits else [],
+            unused,
+        )
     in_root = found.pop("", [])
     if in_root and not found:
-        raise ValueError(
-            f"source={path} holds {len(in_root)} images and no class folders; put each class into a subfolder, or "
-            f"take classes=none to train without classes."
+        raise UserError(
+            f"source={path} holds {len(in_root)} images and no class folders; put each class into "
+            "a subfolder, or take classes=none to train without classes."
         )
     for name, _ in in_root:
         unused.add("images in the root beside class folders", name)
@@ -129,13 +146,17 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
         if folder.name not in found and folder.is_dir() and not folder.name.startswith("."):
             unused.add("top folders without images", folder.name)
     if classes not in ("given", len(found)):
-        raise ValueError(f"source={path} has {len(found)} class folders; leave classes={classes} out.")
+        raise UserError(
+            f"source={path} has {len(found)} class folders; leave classes={classes} out."
+        )
     return of_files(path, found, notes_on(path, found), unused)
 
 
 def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, list[tuple[str, int]]]]:
-    """The tars right in a folder, and the images below it by top folder ("" for those right in it)."""
-    tars, found = [], {}
+    """The tars right in a folder, and the images below it by top folder ("" for those right in
+    it)."""
+    tars = []
+    found = {}
     for name, size in files_of(path, unused):
         top, slash, _ = name.partition("/")
         extension = PurePosixPath(name).suffix.lower()
@@ -150,7 +171,9 @@ def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, list[t
     return sorted(tars), found
 
 
-def of_files(path: Path, found: dict[str, list[tuple[str, int]]], notes: list[str], unused: Unused) -> ImageList:
+def of_files(
+    path: Path, found: dict[str, list[tuple[str, int]]], notes: list[str], unused: Unused
+) -> ImageList:
     """The list of files in class folders; the folder "" is no class."""
     entries = [
         ImageEntry(readable(name), label, str(path / name), 0, size)
@@ -165,51 +188,80 @@ def names_of(found: dict[str, list[tuple[str, int]]]) -> list[str]:
 
 
 def notes_on(path: Path, found: dict[str, list[tuple[str, int]]]) -> list[str]:
-    """What the class folders could be instead; ValueError if most of them have the names of splits."""
+    """What the class folders could be instead; ValueError if most of them have the names of
+    splits."""
     names = names_of(found)
     splits = [name for name in names if SPLIT.fullmatch(name)]
     first = min(splits, key=lambda name: (not name.lower().startswith("train"), name), default="")
     if 2 * len(splits) > len(names):
-        raise ValueError(
-            f"source={path} holds {few_of(splits)}, which are parts of a set and no classes; name one: "
-            f"source={path / first}."
+        raise UserError(
+            f"source={path} holds {few_of(splits)}, which are parts of a set and no classes; name "
+            f"one: source={path / first}."
         )
     odd = [name for name in names if SPLIT.fullmatch(name) or LIKE_SPLIT.fullmatch(name)]
     notes = [f"{few_of(odd)} among the class folders: parts of a set, or classes?"] if odd else []
-    inside = {tuple(name.split("/")[:2]) for files in found.values() for name, _ in files if name.count("/") > 1}
-    merged = {folder: number for folder, number in Counter(top for top, _ in inside).items() if number > 1}
+    inside = {
+        tuple(name.split("/")[:2])
+        for files in found.values()
+        for name, _ in files
+        if name.count("/") > 1
+    }
+    merged = {
+        folder: number for folder, number in Counter(top for top, _ in inside).items() if number > 1
+    }
     if merged:
         classes = sorted(merged)
         notes.append(
-            f"{sum(merged.values())} subfolders are merged into {len(merged)} class{'es' * (len(merged) > 1)} "
-            f"({few_of([readable(name) for name in classes])}); if the subfolders are the classes, take one folder, "
+            f"{sum(merged.values())} subfolders are merged into {len(merged)} "
+            f"class{'es' * (len(merged) > 1)} ({few_of([readable(name) for name in classes])}); "
+            "if the subfolders are the classes, take one folder, "
             f"source={path / readable(classes[0])}, or move them up one level"
         )
     return notes
 
 
 def list_rows(path: Path, classes: Classes) -> ImageList:
-    """Lists the rows of a folder made by `Dataset.save_to_disk`, with a column of images and one of class labels."""
-    splits = sorted(folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file())
+    """Lists the rows of a folder made by `Dataset.save_to_disk`, with a column of images and one of
+    class labels."""
+    splits = sorted(
+        folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file()
+    )
     if splits:
-        raise ValueError(f"source={path} holds the splits {', '.join(splits)}; name one: source={path / splits[0]}.")
+        raise UserError(
+            f"source={path} holds the splits {', '.join(splits)}; name one: "
+            f"source={path / splits[0]}."
+        )
     dataset, images, columns = opened_dataset(str(path))
-    content = dataset._fingerprint  # of the data, so that another set of the same length is another job
+    # of the data, so that another set of the same length is another job
+    content = dataset._fingerprint
     if classes == "none":
-        return ImageList([ImageEntry(f"{content}:{images}:{i}", 0, str(path), i, 0) for i in range(len(dataset))], [])
+        return ImageList(
+            [
+                ImageEntry(f"{content}:{images}:{i}", 0, str(path), i, 0)
+                for i in range(len(dataset))
+            ],
+            [],
+        )
     if len(columns) != 1:
-        raise ValueError(
-            f"source={path} has {len(columns)} columns of class labels among {', '.join(dataset.features)}; keep "
-            f"exactly one, or take classes=none to train without classes."
+        raise UserError(
+            f"source={path} has {len(columns)} columns of class labels among "
+            f"{', '.join(dataset.features)}; keep exactly one, or take classes=none to train "
+            "without classes."
         )
     column = dataset[columns[0]]
     names = getattr(dataset.features[columns[0]], "names", None)
     limit = len(names) if names else limit_of(classes, len(column))
     if names and classes not in ("given", limit):
-        raise ValueError(f"source={path} names {limit} classes; leave classes={classes} out.")
+        raise UserError(f"source={path} names {limit} classes; leave classes={classes} out.")
     for i, label in enumerate(column):
         if not isinstance(label, int) or not 0 <= label < limit:
             more = "" if names else ", or say how many classes there are: classes=<n>"
-            raise ValueError(f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend it{more}.")
-    entries = [ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0) for i, label in enumerate(column)]
+            raise UserError(
+                f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend "
+                f"it{more}."
+            )
+    entries = [
+        ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0)
+        for i, label in enumerate(column)
+    ]
     return ImageList(entries, names or numbered(classes, column))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class ChannelSums:
-    """Sums values and squares per channel in fp64, as training sees them (the posterior's variance included)."""
+    """Sums values and squares per channel in fp64, as training sees them (the posterior's variance
+    included)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -28,12 +29,15 @@ class ChannelSums:
                     self.squares = self.squares + tensors[std_name].double().square().sum((0, 2, 3))
 
     def as_dict(self) -> dict[str, Any]:
-        total, squares = (v.tolist() if isinstance(v, Tensor) else [] for v in (self.total, self.squares))
+        total, squares = (
+            v.tolist() if isinstance(v, Tensor) else [] for v in (self.total, self.squares)
+        )
         return {"count": self.count, "total": total, "squares": squares}
 
 
 def channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Mean and std per channel over all that was added to several `ChannelSums`, each given as its dict."""
+    """Mean and std per channel over all that was added to several `ChannelSums`, each given as its
+    dict."""
     sums = [s for s in sums if s["count"]]
     count = sum(s["count"] for s in sums)
     mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count

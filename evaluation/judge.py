@@ -1,4 +1,5 @@
-"""Judges samples: the feature spaces and the reference, opened once, for `scripts.evaluate` and for runs."""
+"""Judges samples: the feature spaces and the reference, opened once, for `scripts.evaluate` and for
+runs."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from common.errors import UserError
 from data.loader import LatentSpec
 from evaluation.features import build_features
 from evaluation.reference import decoded, folder_source, reconstructions, reference_sides
 from evaluation.sides import NEIGHBOURS, ROWS, Side
 from evaluation.space import Features
 from models.autoencoders import Autoencoder, PixelAutoencoder
-from training.process.ranks import Ranks
+from training.distributed.ranks import Ranks
 
 QUANTISATION = "uint8, rounded to the nearest value"
 
@@ -35,7 +37,8 @@ class JudgeConfig:
 
 
 class Judge:
-    """The feature spaces, and the reference's side in each. Built by all processes; the first has the sides."""
+    """The feature spaces, and the reference's side in each. Built by all processes; the first has
+    the sides."""
 
     def __init__(
         self,
@@ -47,7 +50,8 @@ class Judge:
         ranks: Ranks,
     ) -> None:
         channels = 3 if not isinstance(autoencoder, PixelAutoencoder) or spec.channels == 3 else 1
-        self.autoencoder, self.device = autoencoder, device
+        self.autoencoder = autoencoder
+        self.device = device
         blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=device)
         image = decoded(autoencoder, spec.denormalise(blank))
         built = build_features(cfg.features, autoencoder, channels, cfg.files)
@@ -59,7 +63,10 @@ class Judge:
         elif data is not None:
             self.source = reconstructions(data, spec, autoencoder, device, cfg.reference_count)
         else:
-            raise ValueError("reference is not set, and weights= names no training data; give reference=<folder>.")
+            raise UserError(
+                "reference is not set, and weights= names no training data; give "
+                "reference=<folder>."
+            )
         self.reference = reference_sides(self.source, self.spaces, device, ranks)
 
     def of(self, images: UInt8[Tensor, "B H W 3"]) -> dict[str, Tensor]:
@@ -67,7 +74,8 @@ class Judge:
         return {name: space(images.to(self.device)).cpu() for name, space in self.spaces.items()}
 
     def of_latents(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
-        """The features of samples, from raw latents: decoded and quantised as the reference's are."""
+        """The features of samples, from raw latents: decoded and quantised as the reference's
+        are."""
         return self.of(decoded(self.autoencoder, latents))
 
     def sides(self) -> dict[str, Side]:

@@ -1,1 +1,2 @@
-"""Denoisers and what surrounds them: blocks, mixers, conditioning, samplers, autoencoders. No Hydra here."""
+"""Denoisers and what surrounds them: blocks, mixers, conditioning, samplers, autoencoders. No Hydra
+here."""

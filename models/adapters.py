@@ -1,4 +1,5 @@
-"""Adapters: small trained parts on a frozen model, and how they are merged into it or taken off again.
+"""Adapters: small trained parts on a frozen model, and how they are merged into it or taken off
+again.
 
 An adapted layer holds the layer that it stands for as `base_layer`, whose weights it never changes.
 Letters: B samples, I inputs and O outputs of a layer, R rank, K classes, D width, H hidden width.
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from common.errors import UserError
 from models.conditioning import LabelEmbedding
 
 
@@ -27,21 +29,24 @@ class Adapted(nn.Module, ABC):
 
     @abstractmethod
     def merged(self) -> nn.Module:
-        """The layer alone with weights that compute the same, in fp32; it is `base_layer`, changed in place."""
+        """The layer alone with weights that compute the same, in fp32; it is `base_layer`, changed
+        in place."""
 
 
 class LoraLinear(Adapted):
     """A linear layer with a trained product of low rank beside it: `W x + b + alpha/rank · B A x`.
 
-    Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts as PEFT starts it, B (O, R) at zero, so the layer
-    starts as it was. Both are fp32 parameters, whatever `base_layer` is stored in.
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts as PEFT starts it, B (O, R) at
+    zero, so the layer starts as it was. Both are fp32 parameters, whatever `base_layer` is stored
+    in.
     """
 
     base_layer: nn.Linear
 
     def __init__(self, base_layer: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
-        self.base_layer, self.scale = base_layer, alpha / rank
+        self.base_layer = base_layer
+        self.scale = alpha / rank
         device = base_layer.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base_layer.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base_layer.out_features, rank, device=device))
@@ -79,7 +84,8 @@ class PromptedLabels(Adapted):
         self.mlp = None
         if hidden:
             sizes: dict[str, Any] = {"device": table.device}
-            down, up = nn.Linear(table.shape[1], hidden, **sizes), nn.Linear(hidden, table.shape[1], **sizes)
+            down = nn.Linear(table.shape[1], hidden, **sizes)
+            up = nn.Linear(hidden, table.shape[1], **sizes)
             self.mlp = nn.Sequential(down, nn.GELU(), up)
             if not table.is_meta:
                 nn.init.normal_(self.prompt)
@@ -112,17 +118,24 @@ class Adapter(ABC):
 
 
 class Lora(Adapter):
-    """LoRA on the linear layers whose names match one of `targets`: patterns such as `blocks.*.qkv`."""
+    """LoRA on the linear layers whose names match one of `targets`: patterns such as
+    `blocks.*.qkv`."""
 
-    def __init__(self, rank: int = 8, alpha: float = 16.0, targets: list[str] = ["blocks.*"]) -> None:  # noqa: B006 - never changed
+    def __init__(
+        self, rank: int = 8, alpha: float = 16.0, targets: list[str] = ["blocks.*"]
+    ) -> None:  # noqa: B006 - never changed
         if rank < 1:
-            raise ValueError(f"adapter.rank={rank} must be at least 1.")
+            raise UserError(f"adapter.rank={rank} must be at least 1.")
         if alpha <= 0.0:
-            raise ValueError(f"adapter.alpha={alpha} must be above 0.")
-        self.rank, self.alpha, self.targets = rank, alpha, targets
+            raise UserError(f"adapter.alpha={alpha} must be above 0.")
+        self.rank = rank
+        self.alpha = alpha
+        self.targets = targets
 
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
-        if not isinstance(layer, nn.Linear) or not any(fnmatchcase(name, pattern) for pattern in self.targets):
+        if not isinstance(layer, nn.Linear) or not any(
+            fnmatchcase(name, pattern) for pattern in self.targets
+        ):
             return None
         return LoraLinear(layer, self.rank, self.alpha)
 
@@ -131,11 +144,12 @@ class Lora(Adapter):
 
 
 class Prompt(Adapter):
-    """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of that width."""
+    """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of
+    that width."""
 
     def __init__(self, hidden: int = 0) -> None:
         if hidden < 0:
-            raise ValueError(f"adapter.hidden={hidden} must be at least 0 (no MLP).")
+            raise UserError(f"adapter.hidden={hidden} must be at least 0 (no MLP).")
         self.hidden = hidden
 
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
@@ -153,9 +167,11 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
     model.requires_grad_(False)
     for table in [m.table for m in model.modules() if isinstance(m, LabelEmbedding)]:
         table.weight.requires_grad_(train_labels)
-    found = {name: adapted for name, m in model.named_modules() if (adapted := adapter.adapted(name, m))}
+    found = {
+        name: adapted for name, m in model.named_modules() if (adapted := adapter.adapted(name, m))
+    }
     if not found:
-        raise ValueError(adapter.misses())
+        raise UserError(adapter.misses())
     for name, adapted in found.items():
         exchange(model, name, adapted)
 
@@ -166,14 +182,16 @@ def layers_of(model: nn.Module) -> dict[str, Adapted]:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, and that a checkpoint keeps: all, or those that an adapter brought."""
+    """The parameters that training changes, and that a checkpoint keeps: all, or those that an
+    adapter brought."""
     adapted = bool(layers_of(model))
     return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
 
 def passes(model: nn.Module) -> float:
-    """What a training step costs, in forward passes: three; with frozen weights, one and the share of the blocks, taken
-    as alike, that the gradients come through, which is from the first one on that trains."""
+    """What a training step costs, in forward passes: three; with frozen weights, one and the share
+    of the blocks, taken as alike, that the gradients come through, which is from the first one on
+    that trains."""
     if not layers_of(model):
         return 3.0
     blocks = [re.match(r"blocks\.(\d+)\.", name) for name in trained(model)]
@@ -182,13 +200,15 @@ def passes(model: nn.Module) -> float:
 
 
 def merge(model: nn.Module) -> None:
-    """Adds the adapter to the weights, for good: the model computes the same to rounding, as fast as without it."""
+    """Adds the adapter to the weights, for good: the model computes the same to rounding, as fast
+    as without it."""
     for name, layer in layers_of(model).items():
         exchange(model, name, layer.merged())
 
 
 def unload(model: nn.Module) -> None:
-    """Takes the adapter off: the layers are those from before, bit for bit. A label table that was trained stays."""
+    """Takes the adapter off: the layers are those from before, bit for bit. A label table that was
+    trained stays."""
     for name, layer in layers_of(model).items():
         exchange(model, name, layer.base_layer)
 

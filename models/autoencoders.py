@@ -1,6 +1,8 @@
-"""Frozen autoencoders behind one interface: images in [-1, 1] to raw latents (mean and std) and back.
+"""Frozen autoencoders behind one interface: images in [-1, 1] to raw latents (mean and std) and
+back.
 
-"Raw" means as the encoder gives them: scaling, shifting and normalising are data of the latent set's manifest.
+"Raw" means as the encoder gives them: scaling, shifting and normalising are data of the latent
+set's manifest.
 Letters: B samples, C latent channels, h w latent size, H W image size.
 """
 
@@ -16,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.libraries import quiet
+from common.errors import UserError
+from common.libraries import quiet
 
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -45,9 +48,11 @@ class Autoencoder(nn.Module, ABC):
 
 
 class PixelAutoencoder(Autoencoder):
-    """The identity: pixels are the latents. For data small enough to be modelled directly, and for synthetic data.
+    """The identity: pixels are the latents. For data small enough to be modelled directly, and for
+    synthetic data.
 
-    Decoding keeps one or three channels as they are and shows the first of any other number as grey.
+    Decoding keeps one or three channels as they are and shows the first of any other number as
+    grey.
     """
 
     kind = "PixelAutoencoder"
@@ -63,30 +68,41 @@ class PixelAutoencoder(Autoencoder):
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny or AutoencoderDC.
+    """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny
+    or AutoencoderDC.
 
-    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. Only safetensors are read, no code is,
-    and the weights must fit exactly: a tensor that is missing, left over or of another shape is a ValueError.
+    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. Only safetensors are
+    read, no code is, and the weights must fit exactly: a tensor that is missing, left over or of
+    another shape is a ValueError.
     """
 
-    def __init__(self, path: str, subfolder: str | None = None, revision: str | None = None) -> None:
+    def __init__(
+        self, path: str, subfolder: str | None = None, revision: str | None = None
+    ) -> None:
         super().__init__()
         repository = local_folder(path, subfolder, revision)
         folder = repository / subfolder if subfolder else repository
-        self.revision = None if is_folder(path) else repository.name  # the hub's cache names commits
+        # the hub's cache names commits
+        self.revision = None if is_folder(path) else repository.name
         weights = folder / WEIGHTS
         config_file = folder / "config.json"
         for file in (config_file, weights):
             if not os.path.isfile(file):
-                raise ValueError(f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder has it.")
+                raise UserError(
+                    f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder "
+                    "has it."
+                )
         try:
             config = json.loads(config_file.read_text())
         except ValueError as error:
-            raise ValueError(f"{config_file} is not valid JSON ({error}); download it again.") from error
+            raise UserError(
+                f"{config_file} is not valid JSON ({error}); download it again."
+            ) from error
         self.kind = config.get("_class_name")
         if self.kind not in CLASSES:
-            raise ValueError(
-                f"encoder.path={path}: class {self.kind} is not supported; use one of {', '.join(CLASSES)}."
+            raise UserError(
+                f"encoder.path={path}: class {self.kind} is not supported; use one of "
+                f"{', '.join(CLASSES)}."
             )
         self.vae = load_strictly(self.kind, folder, config).float().eval().requires_grad_(False)
         self.scaling_factor = config.get("scaling_factor")
@@ -118,13 +134,15 @@ def is_folder(path: str) -> bool:
 
 
 def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path:
-    """The folder itself, or the cache folder of a hub commit with its config and safetensors (nothing else)."""
+    """The folder itself, or the cache folder of a hub commit with its config and safetensors
+    (nothing else)."""
     folder = Path(os.path.expanduser(path))
     if not is_folder(path):
         if path.count("/") != 1 or path.startswith((".", "/", "~")) or os.path.exists(path):
-            raise ValueError(
-                f"encoder.path={path} is neither an existing folder nor a hub id such as 'owner/name'; "
-                f"if it was moved, correct the path in the latents' manifest.json, or sample with encoder=<path>."
+            raise UserError(
+                f"encoder.path={path} is neither an existing folder nor a hub id such as "
+                "'owner/name'; if it was moved, correct the path in the latents' manifest.json, "
+                "or sample with encoder=<path>."
             )
         from huggingface_hub import snapshot_download
 
@@ -133,7 +151,7 @@ def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path
         try:
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
         except Exception as error:
-            raise ValueError(
+            raise UserError(
                 f"encoder.path={path} is no local folder and could not be downloaded from the hub "
                 f"({type(error).__name__}); check the id, the network, or give a local folder."
             ) from error
@@ -141,7 +159,8 @@ def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
-    """Builds the diffusers class and loads its weights; ValueError if a single tensor does not fit."""
+    """Builds the diffusers class and loads its weights; ValueError if a single tensor does not
+    fit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -152,34 +171,51 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     try:
         tensors = load_file(folder / WEIGHTS)
     except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is damaged ({error}); download it again.") from error
-    pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key}) if kind == "AutoencoderTiny" else []
+        raise UserError(f"{folder / WEIGHTS} is damaged ({error}); download it again.") from error
+    pools = (
+        sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
+        if kind == "AutoencoderTiny"
+        else []
+    )
     if config.get("mid_block_global_branch") and not pools:
-        raise ValueError(f"{folder / WEIGHTS} lacks the global branches that its config.json promises.")
+        raise UserError(
+            f"{folder / WEIGHTS} lacks the global branches that its config.json promises."
+        )
     try:
         if pools:
-            known = {k: v for k, v in config.items() if k not in ("block_out_channels", "mid_block_global_branch")}
+            known = {
+                k: v
+                for k, v in config.items()
+                if k not in ("block_out_channels", "mid_block_global_branch")
+            }
             model = cls.from_config(known)
             for name in pools:
-                add_global_branch(model.get_submodule(name), *tensors[f"{name}.pool.0.weight"].shape[:2])
+                add_global_branch(
+                    model.get_submodule(name), *tensors[f"{name}.pool.0.weight"].shape[:2]
+                )
             model.load_state_dict(tensors, strict=True)
             return model
         # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
         arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-        arguments["low_cpu_mem_usage"] = False  # True needs accelerate, and is for models much larger than these
+        # True needs accelerate, and is for models much larger than these
+        arguments["low_cpu_mem_usage"] = False
         model, info = cls.from_pretrained(folder, **arguments)
     except RuntimeError as error:  # a shape
-        raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: {error}") from error
-    problems = [f"{k}: {info[k]}" for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]]
+        raise UserError(f"{folder / WEIGHTS} does not fit {kind}: {error}") from error
+    problems = [
+        f"{k}: {info[k]}" for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]
+    ]
     if problems:
-        raise ValueError(f"{folder / WEIGHTS} does not fit {kind}: {'; '.join(problems)}")
+        raise UserError(f"{folder / WEIGHTS} does not fit {kind}: {'; '.join(problems)}")
     return model
 
 
 def add_global_branch(block: nn.Module, hidden: int, channels: int) -> None:
-    """The branch of TAEF2's middle blocks that diffusers' AutoencoderTiny lacks: `block(x + pool(x))`.
+    """The branch of TAEF2's middle blocks that diffusers' AutoencoderTiny lacks: `block(x +
+    pool(x))`.
 
-    As published in https://github.com/madebyollin/taesd: 1×1 convolution, GroupNorm of 4 groups, ReLU, 1×1 convolution.
+    As published in https://github.com/madebyollin/taesd: 1×1 convolution, GroupNorm of 4 groups,
+    ReLU, 1×1 convolution.
     """
     pool = nn.Sequential(
         nn.Conv2d(channels, hidden, 1, bias=False),

@@ -20,7 +20,8 @@ Norm = Literal["rms", "layer"]
 
 
 class SwiGLU(nn.Module):
-    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one product.
+    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one
+    product.
 
     `bias`: each product has one, as in LightningDiT's weights.
     """
@@ -37,7 +38,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         joined = self.w13(h)
-        return self.w2(fused_swiglu(joined) if self.fused_swiglu else silu_product(*joined.chunk(2, dim=-1)))
+        return self.w2(
+            fused_swiglu(joined) if self.fused_swiglu else silu_product(*joined.chunk(2, dim=-1))
+        )
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
@@ -45,7 +48,8 @@ class SwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """`fc2(gelu(fc1 x))` with biases and GELU by tanh (Hendrycks & Gimpel 2016), as in SiT's weights."""
+    """`fc2(gelu(fc1 x))` with biases and GELU by tanh (Hendrycks & Gimpel 2016), as in SiT's
+    weights."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -65,9 +69,12 @@ class GeluMLP(nn.Module):
 
 
 def register_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> None:
-    """Makes room for where each token stands in `order`; a buffer, for an integer would recompile every block."""
+    """Makes room for where each token stands in `order`; a buffer, for an integer would recompile
+    every block."""
     module.register_buffer(
-        name, None if order is None else torch.empty(len(order), dtype=torch.int32), persistent=False
+        name,
+        None if order is None else torch.empty(len(order), dtype=torch.int32),
+        persistent=False,
     )
 
 
@@ -77,20 +84,26 @@ def fill_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> N
 
 
 class Block(nn.Module):
-    """`(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract that every block keeps.
+    """`(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract that every block
+    keeps.
 
-    The stream is `residual + gate·branch`. A block adds the *previous* branch inside the pass that also normalises, and
-    returns its own last branch with its gate, unadded. It never returns a normalised residual: with gate 0 a block
-    leaves the stream as it was.
+    The stream is `residual + gate·branch`. A block adds the *previous* branch inside the pass that
+    also normalises, and returns its own last branch with its gate, unadded. It never returns a
+    normalised residual: with gate 0 a block leaves the stream as it was.
 
-    A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th. The norm before it puts them so,
-    and the sum after it puts its branch back, both on the way. `arriving` is the order of the branch that comes in.
+    A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th. The norm
+    before it puts them so, and the sum after it puts its branch back, both on the way. `arriving`
+    is the order of the branch that comes in.
 
     `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """
 
     def __init__(
-        self, layers: list[nn.Module], eps: float = 1e-6, arriving: Int[Tensor, "L"] | None = None, norm: Norm = "rms"
+        self,
+        layers: list[nn.Module],
+        eps: float = 1e-6,
+        arriving: Int[Tensor, "L"] | None = None,
+        norm: Norm = "rms",
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -112,13 +125,23 @@ class Block(nn.Module):
         vectors = cond.unbind(1)
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = vectors[3 * i : 3 * i + 3]
-            rows = {"branch_rows": getattr(self, f"rows_{i}"), "h_rows": getattr(self, f"rows_{i + 1}")}
+            rows = {
+                "branch_rows": getattr(self, f"rows_{i}"),
+                "h_rows": getattr(self, f"rows_{i + 1}"),
+            }
             h, residual = self.normalise(branch, gate, residual, scale, shift, **rows)
-            branch, gate = layer(h), next_gate
+            branch = layer(h)
+            gate = next_gate
         return branch, gate, residual
 
     def normalise(
-        self, branch: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, **rows: Any
+        self,
+        branch: Tensor,
+        gate: Tensor,
+        residual: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        **rows: Any,
     ) -> tuple[Tensor, Tensor]:
         """`add_norm` in the way of this block."""
         normalise = fused_add_norm if self.fused_add_norm else add_norm

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from common.errors import UserError
 from models.block import Block, Norm, SwiGLU, fill_rows, register_rows
 from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positions
 
@@ -20,17 +21,19 @@ from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positi
 class Denoiser(nn.Module):
     """A velocity model `v(x, t, y)` for latents of any size, with any mixer.
 
-    channels, height, width, num_classes describe the data; `dim`, `depth`, `head_dim`, `patch_size`, `drop_path` the
-    model. `mixer(dim=, head_dim=, grid=)` builds one token mixer, with `layer=` where it takes that. `mlp_ratio` 0
-    gives blocks of the mixer alone (the Mamba recipe), otherwise `mlp(dim, hidden)` of that hidden width follows the
-    mixer (the transformer recipe). `mlp`, `norm` and `time_scale` (what t is multiplied by before its sinusoids) are
-    for weights that were trained elsewhere: scripts/import_weights.py.
+    channels, height, width, num_classes describe the data; `dim`, `depth`, `head_dim`,
+    `patch_size`, `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer,
+    with `layer=` where it takes that. `mlp_ratio` 0 gives blocks of the mixer alone (the Mamba
+    recipe), otherwise `mlp(dim, hidden)` of that hidden width follows the mixer (the transformer
+    recipe). `mlp`, `norm` and `time_scale` (what t is multiplied by before its sinusoids) are for
+    weights that were trained elsewhere: scripts/import_weights.py.
 
-    What training needs of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract of
-    models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none), `init_weights()`,
-    `flops_per_sample()` and `no_weight_decay()`.
+    What training needs of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the
+    contract of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none),
+    `init_weights()`, `flops_per_sample()` and `no_weight_decay()`.
 
-    Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is the null label.
+    Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is
+    the null label.
     """
 
     rows: Tensor | None
@@ -58,20 +61,25 @@ class Denoiser(nn.Module):
         sizes = {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size}
         for key, value in sizes.items():
             if value < 1:
-                raise ValueError(f"model.{key}={value} must be at least 1.")
+                raise UserError(f"model.{key}={value} must be at least 1.")
         if height % patch_size or width % patch_size:
-            raise ValueError(
+            raise UserError(
                 f"model.patch_size={patch_size} does not divide the latent size {height}×{width}; "
                 f"choose a common divisor of both."
             )
         if mlp_ratio < 0.0:
-            raise ValueError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
+            raise UserError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
         if not 0.0 <= drop_path < 1.0:
-            raise ValueError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
-        self.channels, self.num_classes, self.patch_size = channels, num_classes, patch_size
+            raise UserError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
+        self.channels = channels
+        self.num_classes = num_classes
+        self.patch_size = patch_size
         self.grid = (height // patch_size, width // patch_size)
         self.tokens = self.grid[0] * self.grid[1]
-        self.depth, self.dim, self.drop_path, self.eps = depth, dim, drop_path, eps
+        self.depth = depth
+        self.dim = dim
+        self.drop_path = drop_path
+        self.eps = eps
         self.patch_embed = nn.Linear(channels * patch_size**2, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
@@ -81,22 +89,30 @@ class Denoiser(nn.Module):
         self.blocks = nn.ModuleList()
         self.leaving = None
         for i in range(depth):
-            layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **({"layer": i} if by_layer else {}))]
-            block = Block(layers + ([mlp(dim=dim, hidden=hidden)] if hidden else []), eps, self.leaving, norm)
+            layers = [
+                mixer(
+                    dim=dim, head_dim=head_dim, grid=self.grid, **({"layer": i} if by_layer else {})
+                )
+            ]
+            block = Block(
+                layers + ([mlp(dim=dim, hidden=hidden)] if hidden else []), eps, self.leaving, norm
+            )
             self.blocks.append(block)
             self.leaving = block.orders[-1]
         register_rows(self, "rows", self.leaving)
         self.modulations = 6 if hidden else 3
-        self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)  # all blocks, and the last norm's two
+        # all blocks, and the last norm's two
+        self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, channels * patch_size**2)
         if not self.head.weight.is_meta:
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialises every parameter and buffer. The constructor calls it, except on the meta device: then call it
-        after `to_empty()`.
+        """Initialises every parameter and buffer. The constructor calls it, except on the meta
+        device: then call it after `to_empty()`.
 
-        Modulations start at zero, so each block starts as the identity, and so does the head: v = 0.
+        Modulations start at zero, so each block starts as the identity, and so does the head: v =
+        0.
         """
         nn.init.xavier_uniform_(self.patch_embed.weight)
         nn.init.zeros_(self.patch_embed.bias)
@@ -125,31 +141,40 @@ class Denoiser(nn.Module):
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
     ) -> Float[Tensor, "B C H W"]:
-        """Velocity at (x, t) for labels y; `drop_uniforms` in (0, 1) decide which blocks are dropped."""
+        """Velocity at (x, t) for labels y; `drop_uniforms` in (0, 1) decide which blocks are
+        dropped."""
         cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
-        cond, last = cond.unflatten(1, (-1, self.dim)).split((self.depth * self.modulations, 2), dim=1)
+        cond, last = cond.unflatten(1, (-1, self.dim)).split(
+            (self.depth * self.modulations, 2), dim=1
+        )
         cond = cond.unflatten(1, (self.depth, self.modulations))
         if drop_uniforms is not None:
             cond = self.drop_blocks(cond, drop_uniforms)
         branch = self.patch_embed(self.patchify(x))
         gate = torch.ones_like(branch[:, 0])
-        # The stream starts as the position embedding and the first "branch" is the tokens, so the fp32 sum begins here.
+        # The stream starts as the position embedding and the first "branch" is the tokens, so the
+        # fp32 sum begins here.
         residual = self.pos_embed.expand_as(branch).contiguous()
-        # unbind, whose backward pass is one copy: that of cond[:, i] writes a gradient as large as cond for each block.
+        # unbind, whose backward pass is one copy: that of cond[:, i] writes a gradient as large as
+        # cond for each block.
         for block, own in zip(self.blocks, cond.unbind(1), strict=True):
             branch, gate, residual = block(branch, gate, residual, own)
         final = cast("Block", self.blocks[-1])  # the last norm is done in the way of the last block
-        h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], branch_rows=self.rows)
+        h, _ = final.normalise(
+            branch, gate, residual, last[:, 0], last[:, 1], branch_rows=self.rows
+        )
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
         """Zeroes the gates of dropped blocks and scales the others up: stochastic depth at no cost.
 
-        Huang et al. 2016, https://arxiv.org/abs/1603.09382. Rates grow linearly with depth up to `drop_path`.
+        Huang et al. 2016, https://arxiv.org/abs/1603.09382. Rates grow linearly with depth up to
+        `drop_path`.
         """
         rate = torch.linspace(0.0, self.drop_path, self.depth, device=cond.device)
         keep = ((uniforms >= rate) / (1.0 - rate))[:, :, None, None]
-        shape = torch.arange(self.modulations, device=cond.device) % 3 == 2  # every third modulation is a gate
+        # every third modulation is a gate
+        shape = torch.arange(self.modulations, device=cond.device) % 3 == 2
         return torch.where(shape[:, None], cond * keep.to(cond.dtype), cond)
 
     def patchify(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L E"]:
@@ -163,7 +188,8 @@ class Denoiser(nn.Module):
         return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that weight decay must leave alone: vectors, embeddings, and the scan's A and dt."""
+        """Names of parameters that weight decay must leave alone: vectors, embeddings, and the
+        scan's A and dt."""
         exempt = ("A_log", "dt_bias", "D", "norm_weight", "pos_embed", "conv_weight")
         return {
             name
@@ -172,13 +198,16 @@ class Denoiser(nn.Module):
         }
 
     def flops_per_sample(self) -> int:
-        """FLOPs of one forward pass of one sample, in closed form: products, scan or attention, convolution, adaLN.
+        """FLOPs of one forward pass of one sample, in closed form: products, scan or attention,
+        convolution, adaLN.
 
-        A training step costs three times as much (the backward pass has two products for each of the forward's).
-        Elementwise work is left out, recomputation is never counted.
+        A training step costs three times as much (the backward pass has two products for each of
+        the forward's). Elementwise work is left out, recomputation is never counted.
         """
         linears = (self.patch_embed, self.head)
         per_token = sum(layer.weight.numel() for layer in linears)
-        per_sample = sum(m.weight.numel() for m in (self.time_embed.fc1, self.time_embed.fc2, self.modulation))
+        per_sample = sum(
+            m.weight.numel() for m in (self.time_embed.fc1, self.time_embed.fc2, self.modulation)
+        )
         blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
         return blocks + 2 * (self.tokens * per_token + per_sample)

@@ -28,7 +28,8 @@ def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
 
 
 def psnr(images: Float[Tensor, "B c H W"], reference: Float[Tensor, "B c H W"]) -> float:
-    """Peak signal-to-noise ratio in dB of images in [-1, 1] (peak-to-peak 2), over the whole batch."""
+    """Peak signal-to-noise ratio in dB of images in [-1, 1] (peak-to-peak 2), over the whole
+    batch."""
     error = (images.float().clamp(-1.0, 1.0) - reference.float()).square().mean()
     return float(10.0 * torch.log10(4.0 / error.clamp(min=1e-12)))
 
@@ -41,7 +42,8 @@ def write_grid(
     names: Sequence[str] = (),
     note: str = "",
 ) -> None:
-    """Writes the images row by row as one PNG; tiles smaller than `min_tile` pixels are enlarged by whole factors.
+    """Writes the images row by row as one PNG; tiles smaller than `min_tile` pixels are enlarged by
+    whole factors.
 
     `names`, one a row, stand in a margin on the left, and `note` in a line below.
     """
@@ -52,7 +54,9 @@ def write_grid(
     grid = np.full((rows, columns, height + 2, width + 2, 3), 255, dtype=np.uint8)
     for i, image in enumerate(images):
         grid[i // columns, i % columns, 1:-1, 1:-1] = image
-    picture = Image.fromarray(grid.transpose(0, 2, 1, 3, 4).reshape(rows * (height + 2), columns * (width + 2), 3))
+    picture = Image.fromarray(
+        grid.transpose(0, 2, 1, 3, 4).reshape(rows * (height + 2), columns * (width + 2), 3)
+    )
     factor = max(1, -(-min_tile // height))
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = ImageOps.scale(picture, factor, Image.Resampling.NEAREST)
@@ -64,10 +68,15 @@ def lettered(picture: Image, names: Sequence[str], note: str) -> Image:
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default()
-    shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 2]}.." for name in names]
-    shown = [name.encode("latin-1", "replace").decode("latin-1") for name in shown]  # what Pillow's own font has
+    shown = [
+        name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 2]}.." for name in names
+    ]
+    # what Pillow's own font has
+    shown = [name.encode("latin-1", "replace").decode("latin-1") for name in shown]
     margin = round(max(font.getlength(name) for name in shown)) + 8
-    found = Image.new("RGB", (margin + picture.width, picture.height + (LINE if note else 0)), "white")
+    found = Image.new(
+        "RGB", (margin + picture.width, picture.height + (LINE if note else 0)), "white"
+    )
     found.paste(picture, (margin, 0))
 
     draw = ImageDraw.Draw(found)

@@ -1,4 +1,5 @@
-"""From noise to latents: ODE and SDE solvers for a velocity model, with classifier-free guidance. No training code.
+"""From noise to latents: ODE and SDE solvers for a velocity model, with classifier-free guidance.
+No training code.
 
 Letters: B samples, C channels, H W latent height and width.
 """
@@ -13,13 +14,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from common.errors import UserError
 from models.solver import Solver
 
 Velocity = Callable[[Tensor, float], Tensor]
 
 
 def shifted(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
-    """Timestep shift `t' = s·t / (1 + (s - 1)·t)`: s > 1 spends more of [0, 1] on noise (Esser et al. 2024, eq. 23)."""
+    """Timestep shift `t' = s·t / (1 + (s - 1)·t)`: s > 1 spends more of [0, 1] on noise (Esser et
+    al. 2024, eq. 23)."""
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
@@ -30,10 +33,12 @@ def guided_velocity(
     guidance: float = 1.0,
     guidance_interval: tuple[float, float] = (0.0, 1.0),
 ) -> Velocity:
-    """v = v_null + guidance·(v_label - v_null) for t inside the interval, v_label outside it, in fp32.
+    """v = v_null + guidance·(v_label - v_null) for t inside the interval, v_label outside it, in
+    fp32.
 
-    Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024, https://arxiv.org/abs/2404.07724.
-    Where guidance is 1 or t outside the interval, the model runs once per step instead of on a doubled batch.
+    Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024,
+    https://arxiv.org/abs/2404.07724. Where guidance is 1 or t outside the interval, the model runs
+    once per step instead of on a doubled batch.
     """
     nulls = torch.full_like(labels, null_label)
 
@@ -63,25 +68,28 @@ def sample(
 
     - "euler" calls the model once a step.
     - "heun" (second order, Karras et al. 2022) calls it twice, except in the last step.
-    - "ab2" is the two-step Adams–Bashforth method for unequal steps (second order, one call; Hairer, Nørsett & Wanner,
+    - "ab2" is the two-step Adams–Bashforth method for unequal steps (second order, one call;
+      Hairer, Nørsett & Wanner,
       Solving Ordinary Differential Equations I, III.5). The first step is Euler's.
-    - "sde" is Euler–Maruyama for dx = [v + ½·ε̂] dt + √t dw̄, the reverse SDE with diffusion w(t) = t of SiT (Ma et al.
-      2024, https://arxiv.org/abs/2401.08740, eq. 4): its score is -ε̂/t with ε̂ = x + (1 - t)·v. `fresh(i)` gives the
-      standard normal noise of step i. The last step adds none.
+    - "sde" is Euler–Maruyama for dx = [v + ½·ε̂] dt + √t dw̄, the reverse SDE with diffusion w(t) =
+      t of SiT (Ma et al.
+      2024, https://arxiv.org/abs/2401.08740, eq. 4): its score is -ε̂/t with ε̂ = x + (1 - t)·v.
+      `fresh(i)` gives the standard normal noise of step i. The last step adds none.
 
     ValueError for fewer than one step, an unknown solver, or "sde" without `fresh`.
     """
     if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1.")
+        raise UserError(f"steps={steps} must be at least 1.")
     if solver not in tuple(Solver):
-        raise ValueError(f"solver={solver} is unknown; choose {', '.join(Solver)}.")
+        raise UserError(f"solver={solver} is unknown; choose {', '.join(Solver)}.")
     if solver == Solver.sde and fresh is None:
-        raise ValueError("solver=sde needs noise for its steps; give `fresh`.")
+        raise UserError("solver=sde needs noise for its steps; give `fresh`.")
     times = shifted(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
     before: tuple[float, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(times)):
-        dt, v = t_next - t, velocity(x, t)
+        dt = t_next - t
+        v = velocity(x, t)
         slope = v
         if solver == Solver.ab2 and before is not None:
             earlier_dt, earlier_v = before
@@ -93,5 +101,6 @@ def sample(
             x_next = x + dt * 0.5 * (v + velocity(x_next, t_next))
         elif solver == Solver.sde and fresh is not None and t_next > 0.0:
             x_next = x_next + math.sqrt(-dt * t) * fresh(i)
-        x, before = x_next, (dt, v)
+        x = x_next
+        before = (dt, v)
     return x

@@ -1,3 +1,3 @@
 """Tools that are run as `python -m scripts.<name>`."""
 
-import training.python  # noqa: F401  # refuses a Python that is too old, before anything else fails on it
+import common.require_python  # noqa: F401  # refuses a Python that is too old, before anything else fails on it

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel import float8
 from accel.stack import TECHNIQUES
+from accel.techniques import float8
 
 
 def override(key: str, value: bool | str) -> str:
@@ -44,12 +44,15 @@ ON_A_GPU = ("precision", "offload_optimizer", "offload_activations")
 
 
 def pretended(run: Callable[[], Any]) -> Callable[[], Any]:
-    """`run` with the techniques of `ON_A_GPU` to be had on any machine; what it times there says nothing."""
+    """`run` with the techniques of `ON_A_GPU` to be had on any machine; what it times there says
+    nothing."""
 
     def run_pretending() -> Any:
         kinds: list[Any] = [kind for kind in TECHNIQUES if kind.key in ON_A_GPU]
         own = {kind: kind.unavailable for kind in kinds}
-        least, float8.LEAST = float8.LEAST, float8.MULTIPLE  # layers of the small models that a CPU trains
+        # layers of the small models that a CPU trains
+        least = float8.LEAST
+        float8.LEAST = float8.MULTIPLE
         try:
             for kind in kinds:
                 kind.unavailable = lambda self: None

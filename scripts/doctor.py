@@ -2,9 +2,12 @@
 
     python -m scripts.doctor             a table
     python -m scripts.doctor --json      the same for programs
-    python -m scripts.doctor --measure   with measured rates: matrix products by precision, and memory traffic
-    python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256 runtime=production
-                                         tries the fused kernels as that run would, and says what it would choose
+    python -m scripts.doctor --measure   with measured rates: matrix products by precision, and
+    memory traffic
+    python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256
+    runtime=production
+                                         tries the fused kernels as that run would, and says what it
+                                         would choose
 
 Everything is asked of the machine and of the techniques themselves; nothing is copied from a guide.
 """
@@ -20,11 +23,16 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-from accel.technique import first_line
+from common.text import first_line
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-CLOCKS = {"sm_clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "power_limit_w": "power.limit"}
-"""Our name -> nvidia-smi's. Clocks are those of this moment: low on a GPU without work, lowered by heat and power."""
+CLOCKS = {
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+}
+"""Our name -> nvidia-smi's. Clocks are those of this moment: low on a GPU without work, lowered by
+heat and power."""
 PATIENCE = 10.0
 """Seconds that nvidia-smi has."""
 UNKNOWN = "unknown"
@@ -66,11 +74,20 @@ PLANNED = (
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--measure", action="store_true", help="measure rates too; takes some seconds")
-    parser.add_argument("--kernels", nargs="*", metavar="KEY=VALUE", help="try the kernels of this run; takes a minute")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure rates too; takes some seconds"
+    )
+    parser.add_argument(
+        "--kernels",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="try the kernels of this run; takes a minute",
+    )
     options = parser.parse_args(words)
     found = examine(options.measure)
     if options.kernels is not None:
@@ -93,36 +110,43 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "machine": machine(device),
         "versions": environment["versions"],
         "techniques": [
-            c._asdict() | {"key": c.word.partition("=")[0], "word": c.word, "available": c.reason is None}
+            c._asdict()
+            | {"key": c.word.partition("=")[0], "word": c.word, "available": c.reason is None}
             for c in capabilities(device)
         ],
         "planned": planned(device),
     }
     if measure:
         from scripts.timing import rates
-        from training.cards import keep_rates
+        from training.hardware import keep_rates
 
         found["rates"] = rates(device)
         try:
             if device.type == "cuda":
                 keep_rates(device, found["rates"])
         except OSError as error:
-            warnings.warn(f"{error.filename} cannot be written ({error.strerror}); plans will not know.", stacklevel=2)
+            warnings.warn(
+                f"{error.filename} cannot be written ({error.strerror}); plans will not know.",
+                stacklevel=2,
+            )
     return found
 
 
 def kernels(words: list[str]) -> list[dict[str, Any]]:
-    """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is trained or written."""
-    from accel.fused_kernels import FusedKernel
+    """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is
+    trained or written."""
+    from accel.techniques.fused_kernels import FusedKernel
     from training.assemble import build_stack
-    from training.base import settled
     from training.components import build_loader, prove_kernels
     from training.environment import pick_device
-    from training.pretrained import build_model
+    from training.weights.adapter_base import settled
+    from training.weights.pretrained import build_model
 
     cfg = settled(words).cfg
-    device, samples = pick_device(cfg.runtime.device.value), cfg.batch_size // cfg.accumulation_steps
-    stack, spec = build_stack(cfg, device), build_loader(cfg.data, cfg.seed, samples, device).spec
+    device = pick_device(cfg.runtime.device.value)
+    samples = cfg.batch_size // cfg.accumulation_steps
+    stack = build_stack(cfg, device)
+    spec = build_loader(cfg.data, cfg.seed, samples, device).spec
     stack.on_process()
     prove_kernels(stack, build_model(cfg.model, spec, device), spec, samples)
     return [
@@ -130,7 +154,9 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
             "key": f"runtime.{t.key}",
             "requested": stack.requested[t.key],
             "on": t.proof is not None and t.proof.on,
-            "why": t.proof.why if t.proof else stack.reasons.get(t.key, "not asked for, or no part of this model"),
+            "why": t.proof.why
+            if t.proof
+            else stack.reasons.get(t.key, "not asked for, or no part of this model"),
         }
         for t in stack.techniques
         if isinstance(t, FusedKernel)
@@ -141,7 +167,7 @@ def machine(device: Any) -> dict[str, Any]:
     """Hardware and drivers as PyTorch, Triton and nvidia-smi see them."""
     import torch
 
-    from accel.compilation import cxx_compiler
+    from accel.techniques.compilation import cxx_compiler
 
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -172,20 +198,26 @@ def machine(device: Any) -> dict[str, Any]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "cudnn": torch.backends.cudnn.version(),
-            **limits(properties, torch.cuda.current_device() if device.index is None else device.index),
+            **limits(
+                properties, torch.cuda.current_device() if device.index is None else device.index
+            ),
             **clocks(f"GPU-{properties.uuid}"),
         }
     elif torch.version.cuda:
-        facts["gpu_missing_because"] = "this PyTorch is built for CUDA and sees no GPU: no driver, or none is visible"
+        facts["gpu_missing_because"] = (
+            "this PyTorch is built for CUDA and sees no GPU: no driver, or none is visible"
+        )
     else:
         facts["gpu_missing_because"] = "this PyTorch is built for the CPU only"
     return facts
 
 
 def limits(properties: Any, index: int) -> dict[str, Any]:
-    """What one kernel can use of GPU `index`: by Triton's driver, which its compiler goes by, and by PyTorch.
+    """What one kernel can use of GPU `index`: by Triton's driver, which its compiler goes by, and
+    by PyTorch.
 
-    Peak clocks are the chip's. Where Triton's driver cannot be had, its facts are "unknown", with the reason.
+    Peak clocks are the chip's. Where Triton's driver cannot be had, its facts are "unknown", with
+    the reason.
     """
     found: dict[str, Any] = {
         "multiprocessors": properties.multi_processor_count,
@@ -203,13 +235,21 @@ def limits(properties: Any, index: int) -> dict[str, Any]:
 
         told = driver.active.utils.get_device_properties(index)  # pyright: ignore[reportAttributeAccessIssue]
         return found | {name: told[key] / unit for name, (key, unit) in of_triton.items()}
-    except Exception as error:  # no Triton, no C compiler for its driver, or a driver that is too old
+    except (
+        Exception
+    ) as error:  # no Triton, no C compiler for its driver, or a driver that is too old
         return found | dict.fromkeys(of_triton, f"{UNKNOWN}: {first_line(error)}")
 
 
 def clocks(gpu: str) -> dict[str, Any]:
-    """Clocks and power limit of a GPU by nvidia-smi; "unknown" where it is absent, fails, hangs or does not tell."""
-    query = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(CLOCKS.values())}", "--format=csv,noheader,nounits"]
+    """Clocks and power limit of a GPU by nvidia-smi; "unknown" where it is absent, fails, hangs or
+    does not tell."""
+    query = [
+        "nvidia-smi",
+        f"--id={gpu}",
+        f"--query-gpu={','.join(CLOCKS.values())}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=PATIENCE)
         told = [cell.strip() for cell in done.stdout.split(",")]
@@ -223,7 +263,8 @@ def clocks(gpu: str) -> dict[str, Any]:
 
 
 def planned(device: Any) -> list[dict[str, Any]]:
-    """What this version does not offer: whether the hardware would, the package's version if it is installed, and why.
+    """What this version does not offer: whether the hardware would, the package's version if it is
+    installed, and why.
 
     Nothing is imported for it: such packages fail to load where they do not fit.
     """
@@ -254,12 +295,24 @@ def installed(package: str) -> str | None:
 def as_text(found: dict[str, Any]) -> str:
     """The findings as a page of text."""
     lines = ["machine"]
-    facts = {k: ", ".join(v) if isinstance(v, list) else v for k, v in found["machine"].items() if v is not None}
+    facts = {
+        k: ", ".join(v) if isinstance(v, list) else v
+        for k, v in found["machine"].items()
+        if v is not None
+    }
     lines += [f"  {key.replace('_', ' '):<28}{as_number(value)}" for key, value in facts.items()]
-    lines += ["", "versions", "  " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()), "", "techniques"]
+    lines += [
+        "",
+        "versions",
+        "  " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
+        "",
+        "techniques",
+    ]
     for row in found["techniques"]:
         word = row["word"]
-        lines.append(f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip())
+        lines.append(
+            f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip()
+        )
     lines += ["", "not in this version"]
     for row in found["planned"]:
         there = f"{row['package']} {row['installed'] or 'not installed'}"
@@ -268,7 +321,10 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"  {row['name']:<28}{hardware}; {there}{why}")
     if "kernels" in found:
         lines += ["", "fused kernels, as that run would choose"]
-        lines += [f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}" for row in found["kernels"]]
+        lines += [
+            f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}"
+            for row in found["kernels"]
+        ]
     if "rates" in found:
         lines += ["", "measured rates (median of 10)"]
         lines += [f"  {name:<22}{value:.1f}" for name, value in found["rates"].items()]

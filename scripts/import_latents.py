@@ -1,14 +1,18 @@
 """Converts latents that another tool wrote to our shards and manifest.
 
-    python -m scripts.import_latents source=latents.npy labels=labels.npy out=latents/mine encoder=sd scale=0.18215
-    python -m scripts.import_latents source=vavae_f16d32 out=latents/mine encoder=models/vavae scale=1
-    python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 moments=mean_std
+    python -m scripts.import_latents source=latents.npy labels=labels.npy out=latents/mine
+    encoder=sd scale=0.18215
+    python -m scripts.import_latents source=vavae_f16d32 out=latents/mine encoder=models/vavae
+    scale=1
+    python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1
+    moments=mean_std
 
-`source` is a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, of safetensors, of .npy files
-with dataset.json, or with *_features and *_labels, or WebDataset tars with a key per sample. The latents do not show
-which encoder made them, nor their `scale` (1 for latents as the encoder gives them), and the script guesses neither.
-Labels are class indices below the number of samples, or below `classes`, which may also be a text file with the name
-of a class a line; classes=none imports latents without labels.
+`source` is a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, of
+safetensors, of .npy files with dataset.json, or with *_features and *_labels, or WebDataset tars
+with a key per sample. The latents do not show which encoder made them, nor their `scale` (1 for
+latents as the encoder gives them), and the script guesses neither. Labels are class indices below
+the number of samples, or below `classes`, which may also be a text file with the name of a class a
+line; classes=none imports latents without labels.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from common.errors import UserError
 from training.config.compose import CONF, from_words, one_sentence
 from training.config.paths import refuse_missing
 from training.config.schema import at_least
@@ -51,12 +56,14 @@ class ImportConfig:
     """stored = (raw - shift)·scale. diffusers calls it scaling_factor."""
     shift: float | None = None
     moments: str = "none"
-    """mean_std, mean_logvar: the channels are the posterior's mean, then its std or the log of its variance."""
+    """mean_std, mean_logvar: the channels are the posterior's mean, then its std or the log of its
+    variance."""
     labels: str | None = None
     latents_key: str = "latents"
     labels_key: str = "labels"
     classes: int | str | None = None
-    """The number of classes, a text file with the name of a class a line, "none" for latents without labels, or null:
+    """The number of classes, a text file with the name of a class a line, "none" for latents
+    without labels, or null:
     one more than the highest label."""
     dtype: str = "float16"
     held_out: float = 0.02
@@ -77,16 +84,25 @@ def checked(cfg: ImportConfig) -> ImportConfig:
     }
     for key, hint in hints.items():
         if getattr(cfg, key) is None:
-            raise ValueError(f"{key} is not set; say {hint}.")
-    choices = {"moments": ("none", "mean_std", "mean_logvar"), "dtype": ("float16", "bfloat16", "float32")}
+            raise UserError(f"{key} is not set; say {hint}.")
+    choices = {
+        "moments": ("none", "mean_std", "mean_logvar"),
+        "dtype": ("float16", "bfloat16", "float32"),
+    }
     for key, known in choices.items():
         if getattr(cfg, key) not in known:
-            raise ValueError(f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}.")
+            raise UserError(
+                f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}."
+            )
     at_least(1, cfg, "shard_size", "block_size")
-    if cfg.scale == 0.0 or not math.isfinite(cast("float", cfg.scale)) or not math.isfinite(cfg.shift or 0.0):
-        raise ValueError(f"scale={cfg.scale} and shift={cfg.shift} must be finite, and scale not 0.")
+    if (
+        cfg.scale == 0.0
+        or not math.isfinite(cast("float", cfg.scale))
+        or not math.isfinite(cfg.shift or 0.0)
+    ):
+        raise UserError(f"scale={cfg.scale} and shift={cfg.shift} must be finite, and scale not 0.")
     if not 0.0 <= cfg.held_out < 1.0:
-        raise ValueError(f"held_out={cfg.held_out} must be at least 0 and below 1.")
+        raise UserError(f"held_out={cfg.held_out} must be at least 0 and below 1.")
     class_count(cfg)
     return cfg
 
@@ -100,29 +116,42 @@ def class_count(cfg: ImportConfig) -> int | None:
     if isinstance(cfg.classes, str):
         names = names_in(cfg.classes)
         if len(set(names)) < len(names):
-            raise ValueError(f"classes={cfg.classes} must name each class once, one a line.")
+            raise UserError(f"classes={cfg.classes} must name each class once, one a line.")
         return len(names)
     if not 1 <= cfg.classes <= MOST_CLASSES:
-        raise ValueError(f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, a text file, or none.")
+        raise UserError(
+            f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, a text file, or "
+            "none."
+        )
     return cfg.classes
 
 
 def names_in(file: str) -> list[str]:
     """The names of classes in a text file, one a line; ValueError where there are none."""
-    refuse_missing("classes", file, "give a number, none, or a text file with the name of a class a line")
+    refuse_missing(
+        "classes", file, "give a number, none, or a text file with the name of a class a line"
+    )
     try:
-        names = [line.strip() for line in Path(file).expanduser().read_text().splitlines() if line.strip()]
+        names = [
+            line.strip()
+            for line in Path(file).expanduser().read_text().splitlines()
+            if line.strip()
+        ]
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"classes={file} is no text file; give one with the name of a class a line.") from error
+        raise UserError(
+            f"classes={file} is no text file; give one with the name of a class a line."
+        ) from error
     if not names:
-        raise ValueError(f"classes={file} is empty; give a text file with the name of a class a line.")
+        raise UserError(
+            f"classes={file} is empty; give a text file with the name of a class a line."
+        )
     return names
 
 
 def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the manifest's path."""
     refuse_missing("source", cfg.source, "name a file or folder of latents")
-    from data.manifest import rename
+    from common.files import rename
     from encoding.foreign import open_foreign
     from encoding.foreign_samples import Asked
     from models.autoencoders import Autoencoder
@@ -133,16 +162,20 @@ def import_latents(cfg: ImportConfig) -> Path:
     assert cfg.out is not None
     out = Path(cfg.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
-    foreign = open_foreign(cfg.source, Asked(cfg.latents_key, cfg.labels_key, cfg.labels, class_count(cfg)))
+        raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
+    foreign = open_foreign(
+        cfg.source, Asked(cfg.latents_key, cfg.labels_key, cfg.labels, class_count(cfg))
+    )
     if round(cfg.held_out * foreign.count) == foreign.count:
-        raise ValueError(f"held_out={cfg.held_out} of {foreign.count} latents leaves none to train on; lower it.")
+        raise UserError(
+            f"held_out={cfg.held_out} of {foreign.count} latents leaves none to train on; lower it."
+        )
     node = encoder_node(str(cfg.encoder))
     autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
     if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
-        raise ValueError(
-            f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say whether it was subtracted: "
-            f"shift={autoencoder.shift_factor}, or shift=0."
+        raise UserError(
+            f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say "
+            f"whether it was subtracted: shift={autoencoder.shift_factor}, or shift=0."
         )
     check(cfg, raw(cfg, next(foreign.chunks())), autoencoder)
     print(f"{foreign.what}: {foreign.count} latents", flush=True)
@@ -156,9 +189,13 @@ def import_latents(cfg: ImportConfig) -> Path:
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ValueError(f"out={cfg.out}: no space is left ({error.strerror}); free some and try again.") from error
+            raise UserError(
+                f"out={cfg.out}: no space is left ({error.strerror}); free some and try again."
+            ) from error
         if isinstance(error, OSError):
-            raise ValueError(f"out={cfg.out} cannot be written ({error.strerror}); choose another folder.") from error
+            raise UserError(
+                f"out={cfg.out} cannot be written ({error.strerror}); choose another folder."
+            ) from error
         raise
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
     print(f"next: python -m scripts.verify_latents path={out}", flush=True)
@@ -182,15 +219,17 @@ def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
         values = chunk[name].float()
         if cfg.moments != "none":
             if values.shape[1] % 2:
-                raise ValueError(
-                    f"moments={cfg.moments}, but {name} have {values.shape[1]} channels, and mean and spread as many "
-                    f"each; set moments=none if the channels are latents alone."
+                raise UserError(
+                    f"moments={cfg.moments}, but {name} have {values.shape[1]} channels, and mean "
+                    "and spread as many each; set moments=none if the channels are latents alone."
                 )
             values, spread = values.chunk(2, dim=1)
             if cfg.moments == "mean_logvar":
                 spread = (0.5 * spread.clamp(-30.0, 20.0)).exp()
             elif bool((spread < 0.0).any()):
-                raise ValueError("moments=mean_std, but a std is negative; set moments=mean_logvar, or none.")
+                raise UserError(
+                    "moments=mean_std, but a std is negative; set moments=mean_logvar, or none."
+                )
             found[std_name] = spread / abs(cfg.scale)
         found[name] = values / cfg.scale + (cfg.shift or 0.0)
     return found
@@ -198,13 +237,13 @@ def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
     """ValueError if the encoder cannot have made these latents."""
-    from accel.technique import first_line
+    from common.text import first_line
 
     latents = chunk["latents"][:4]
     try:
         autoencoder.decode(latents.to(next(autoencoder.parameters()).device))
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "
             f"({first_line(error)}); name the encoder that made them, or set moments."
         ) from error
@@ -212,14 +251,17 @@ def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder)
     if cfg.check_scale and usual:
         spread = float(chunk["latents"].std())
         if not 0.4 < spread * usual < 2.5:
-            raise ValueError(
-                f"with scale={cfg.scale} the latents have a std of {spread:.3g}, but those of this encoder have about "
-                f"{1.0 / usual:.3g} (its scaling_factor is {usual}); set the scale that they were multiplied by, or "
-                f"check_scale=false if they are what you say."
+            raise UserError(
+                f"with scale={cfg.scale} the latents have a std of {spread:.3g}, but those of "
+                f"this encoder have about {1.0 / usual:.3g} (its scaling_factor is {usual}); set "
+                "the scale that they were multiplied by, or check_scale=false if they are what "
+                "you say."
             )
 
 
-def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: dict[str, Any], out: Path) -> Manifest:
+def write(
+    cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: dict[str, Any], out: Path
+) -> Manifest:
     import torch
 
     from data.manifest import Manifest
@@ -229,10 +271,19 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
 
     held_out = round(cfg.held_out * foreign.count)
     shards = max(1, min(MOST_SHARDS, -(-(foreign.count - held_out) // cfg.shard_size)))
-    place = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed)).argsort()
-    target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)  # 0 is the held-out shard
-    names = [("held_out-00000.tar", "held_out")] + [(f"train-{i:05d}.tar", "train") for i in range(shards)]
-    sums, labelled, highest, start, first = ChannelSums(), set[int](), -1, 0, {}
+    place = torch.randperm(
+        foreign.count, generator=torch.Generator().manual_seed(cfg.seed)
+    ).argsort()
+    # 0 is the held-out shard
+    target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
+    names = [("held_out-00000.tar", "held_out")] + [
+        (f"train-{i:05d}.tar", "train") for i in range(shards)
+    ]
+    sums = ChannelSums()
+    labelled = set[int]()
+    highest = -1
+    start = 0
+    first = {}
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         files = {
@@ -257,7 +308,10 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
     classes = highest + 1 if foreign.classes is None else foreign.classes
     numbers = [str(i) for i in range(classes)]
     empty = classes - len(labelled) if classes else 0
-    print(f"{classes} classes, {empty} of them without a training sample" if classes else "no labels", flush=True)
+    print(
+        f"{classes} classes, {empty} of them without a training sample" if classes else "no labels",
+        flush=True,
+    )
     return Manifest(
         **facts(autoencoder, node, described, [sums.as_dict()]),
         height=first["latents"].shape[2],
@@ -275,7 +329,8 @@ def write(cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: d
 
 
 def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-    """Converts latents to the dtype of the shards; ValueError if that overflows (the source itself is finite)."""
+    """Converts latents to the dtype of the shards; ValueError if that overflows (the source itself
+    is finite)."""
     import torch
 
     kind = getattr(torch, cfg.dtype)
@@ -284,10 +339,14 @@ def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[st
         if (bad := ~tensor.isfinite().reshape(len(tensor), -1).all(1)).any():
             row = int(bad.nonzero()[0])
             fits = bool(tensors[name][row].isfinite().all())
-            remedy = "use dtype=bfloat16 or float32" if fits else f"they are so in float32 too: check scale={cfg.scale}"
-            raise ValueError(
-                f"sample {start + row} of {cfg.source} has {name} that are too large for dtype={cfg.dtype}; {remedy}, "
-                f"or leave that sample out."
+            remedy = (
+                "use dtype=bfloat16 or float32"
+                if fits
+                else f"they are so in float32 too: check scale={cfg.scale}"
+            )
+            raise UserError(
+                f"sample {start + row} of {cfg.source} has {name} that are too large for "
+                f"dtype={cfg.dtype}; {remedy}, or leave that sample out."
             )
     return found
 

@@ -1,13 +1,17 @@
-"""Turns published weights into a weights file of ours: for sampling, evaluation, and as a base for training.
+"""Turns published weights into a weights file of ours: for sampling, evaluation, and as a base for
+training.
 
-    python -m scripts.import_weights source=SiT-XL-2-256x256.pt kind=sit out=pretrained/sit_xl.safetensors
-    python -m scripts.import_weights source=lightningdit-xl-imagenet256-800ep.pt kind=lightningdit \\
+    python -m scripts.import_weights source=SiT-XL-2-256x256.pt kind=sit
+    out=pretrained/sit_xl.safetensors
+    python -m scripts.import_weights source=lightningdit-xl-imagenet256-800ep.pt kind=lightningdit
+    \\
         statistics=latents_stats.pt encoder=models/vavae out=pretrained/lightningdit_xl.safetensors
 
-`source` is a .safetensors or .pt checkpoint, whose averaged weights are taken where it has them (weights=model: the
-others). Of a .pt nothing is unpickled but tensors, plain values and an argparse.Namespace. Without the encoder and the
-normalisation of its latents a model draws noise: kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=
-lightningdit asks for them. What is folded into what: docs/exchange.md.
+`source` is a .safetensors or .pt checkpoint, whose averaged weights are taken where it has them
+(weights=model: the others). Of a .pt nothing is unpickled but tensors, plain values and an
+argparse.Namespace. Without the encoder and the normalisation of its latents a model draws noise:
+kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind= lightningdit asks for them. What is
+folded into what: docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from training.config.compose import from_words, one_sentence
 from training.config.paths import refuse_missing
 
@@ -26,15 +31,19 @@ if TYPE_CHECKING:
     from data.loader import LatentSpec
     from encoding.published import Published
 
-SD_SCALE, SD_CHANNELS = 0.18215, 4
+SD_SCALE = 0.18215
+SD_CHANNELS = 4
 
 
 class Kind(str, Enum):
-    sit, lightningdit, dit = "sit", "lightningdit", "dit"
+    sit = "sit"
+    lightningdit = "lightningdit"
+    dit = "dit"
 
 
 class Which(str, Enum):
-    ema, model = "ema", "model"
+    ema = "ema"
+    model = "model"
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class WeightsConfig:
     kind: Kind | None = None
     out: str | None = None
     encoder: str | None = None
-    """A file of conf/encoder, or a folder or hub id in the diffusers format; null with kind=sit: sd."""
+    """A file of conf/encoder, or a folder or hub id in the diffusers format; null with kind=sit:
+    sd."""
     statistics: str | None = None
     """Mean and std of the channels, latents_stats.pt; for kind=lightningdit."""
     weights: Which = Which.ema
@@ -56,47 +66,66 @@ class WeightsConfig:
 
     def check(self) -> None:
         """ValueError for what is missing or contradicts itself."""
-        hints = {"source": "<file>.pt or .safetensors", "kind": "sit or lightningdit", "out": "<file>.safetensors"}
+        hints = {
+            "source": "<file>.pt or .safetensors",
+            "kind": "sit or lightningdit",
+            "out": "<file>.safetensors",
+        }
         for key, hint in hints.items():
             if getattr(self, key) is None:
-                raise ValueError(f"{key} is not set; say {key}={hint}.")
+                raise UserError(f"{key} is not set; say {key}={hint}.")
         if self.kind is Kind.dit:
-            raise ValueError("kind=dit: DiT predicts the noise on another schedule, which is no velocity; use a SiT.")
+            raise UserError(
+                "kind=dit: DiT predicts the noise on another schedule, which is no velocity; use "
+                "a SiT."
+            )
         for key in ("statistics", "encoder"):
             if self.kind is Kind.lightningdit and getattr(self, key) is None:
-                raise ValueError(f"{key} is not set; kind=lightningdit needs the {key} of its latents.")
+                raise UserError(
+                    f"{key} is not set; kind=lightningdit needs the {key} of its latents."
+                )
         if self.kind is Kind.sit and self.statistics is not None:
-            raise ValueError(f"statistics={self.statistics} is for kind=lightningdit; SiT's latents are × {SD_SCALE}.")
+            raise UserError(
+                f"statistics={self.statistics} is for kind=lightningdit; SiT's latents are × "
+                f"{SD_SCALE}."
+            )
         if not str(self.out).endswith(".safetensors"):
-            raise ValueError(f"out={self.out} must end in .safetensors.")
+            raise UserError(f"out={self.out} must end in .safetensors.")
         for key in ("source", "statistics", "classes"):
             if getattr(self, key) is not None:
                 refuse_missing(key, getattr(self, key), "name a file")
 
 
 def import_weights(cfg: WeightsConfig) -> Path:
-    """Writes the weights file and returns its path. ValueError if the checkpoint is not what `kind` says."""
+    """Writes the weights file and returns its path. ValueError if the checkpoint is not what `kind`
+    says."""
     cfg.check()
     import torch
 
-    from data.manifest import make_folder, rename
+    from common.files import make_folder, rename
     from encoding.published import DIT, EPSILON, converted, kind_of, read_checkpoint
     from training.checkpoint.tensor_file import write_tensors
-    from training.pretrained import header, load_pretrained
+    from training.weights.pretrained import header, load_pretrained
 
-    source, out = Path(str(cfg.source)).expanduser(), Path(str(cfg.out)).expanduser()
+    source = Path(str(cfg.source)).expanduser()
+    out = Path(str(cfg.out)).expanduser()
     if out.exists():
-        raise ValueError(f"out={cfg.out} is there already; choose another file, or delete it.")
+        raise UserError(f"out={cfg.out} is there already; choose another file, or delete it.")
     if cfg.kind is Kind.sit and DIT.search(source.name):
-        raise ValueError(f"source={source}: {EPSILON}. If it is none of DiT's, give the file another name.")
+        raise UserError(
+            f"source={source}: {EPSILON}. If it is none of DiT's, give the file another name."
+        )
     tensors = read_checkpoint(source, cfg.weights.value)
     if (kind := kind_of(tensors)) != str(cfg.kind and cfg.kind.value):
-        raise ValueError(f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}.")
+        raise UserError(
+            f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
+        )
     found = converted(source, tensors, cfg.head_dim)
     if cfg.encoder is None and found.channels != SD_CHANNELS:
-        raise ValueError(
-            f"source={source} draws latents of {found.channels} channels, and Stable Diffusion's VAE, which kind=sit "
-            f"stands for, makes {SD_CHANNELS}; name the encoder of its latents by encoder=."
+        raise UserError(
+            f"source={source} draws latents of {found.channels} channels, and Stable Diffusion's "
+            f"VAE, which kind=sit stands for, makes {SD_CHANNELS}; name the encoder of its "
+            "latents by encoder=."
         )
     spec = spec_of(cfg, found)
     described = {"model": found.node, "spec": spec.as_dict(), "step": 0}
@@ -109,7 +138,10 @@ def import_weights(cfg: WeightsConfig) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     count = sum(p.numel() for p in model.parameters())
-    print(f"{out}: {count:,} parameters, {found.classes} classes, latents {found.channels}×{found.side}×{found.side}")
+    print(
+        f"{out}: {count:,} parameters, {found.classes} classes, latents "
+        f"{found.channels}×{found.side}×{found.side}"
+    )
     return out
 
 
@@ -119,14 +151,18 @@ def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
     from encoding.published import statistics_of
     from scripts.import_latents import names_in
 
-    mean, std = [0.0] * found.channels, [1.0 / SD_SCALE] * found.channels
+    mean = [0.0] * found.channels
+    std = [1.0 / SD_SCALE] * found.channels
     if cfg.statistics is not None:
         mean, std = statistics_of(Path(cfg.statistics).expanduser(), found.channels)
     names: list[str] = []
     if cfg.classes is not None:
         names = names_in(cfg.classes)
         if len(names) != found.classes:
-            raise ValueError(f"classes={cfg.classes} names {len(names)} classes, and the model has {found.classes}.")
+            raise UserError(
+                f"classes={cfg.classes} names {len(names)} classes, and the model has "
+                f"{found.classes}."
+            )
     node, sha256 = encoder_of(cfg.encoder or "sd")
     return LatentSpec(
         channels=found.channels,
@@ -151,7 +187,10 @@ def encoder_of(name: str) -> tuple[dict[str, Any], str | None]:
     node = encoder_node(name)
     if not os.path.isdir(os.path.expanduser(str(node["path"]))):
         if node.get("revision") is None:
-            raise ValueError(f"encoder={name} is no folder, and no commit pins it; download it and name the folder.")
+            raise UserError(
+                f"encoder={name} is no folder, and no commit pins it; download it and name the "
+                "folder."
+            )
         return node, None
     node["path"] = str(Path(node["path"]).expanduser().resolve())
     return node, build(node, "encoder", kind=Autoencoder).weights_sha256

@@ -1,4 +1,5 @@
-"""The Triton kernels in the configurations that are shipped, as scripts/kernel_resources.py compiles them."""
+"""The Triton kernels in the configurations that are shipped, as scripts/kernel_resources.py
+compiles them."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def cases(architecture: int) -> Iterator[Case]:
 
 
 def add_norm_cases() -> Iterator[Case]:
-    """Tokens in one order, as in most models; with both row maps, as where a layer has an order of its own; and with
-    LayerNorm, as in SiT's weights."""
+    """Tokens in one order, as in most models; with both row maps, as where a layer has an order of
+    its own; and with LayerNorm, as in SiT's weights."""
     from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, tile
 
     maps = {"BRANCH_ROWS": "*i32", "H_ROWS": "*i32"}
@@ -58,14 +59,20 @@ def add_norm_cases() -> Iterator[Case]:
     variants = (("", False, False), (", row maps", True, False), (", centred", False, True))
     for dim in (96, 384, 768, 1024, 1152):
         shapes = tile(dim), tile(dim, backward=True)
-        warps, quick = shapes[0]["num_warps"], dim == 768
+        warps = shapes[0]["num_warps"]
+        quick = dim == 768
         for suffix, mapped, centred in variants:
             name = f"add_norm D={dim}{suffix}"
             types = narrow | wide | strides | maps
             given = {"D": dim, "CENTRED": centred} | ({} if mapped else dict.fromkeys(maps))
-            yield Case(name, add_norm_kernel, types, given | shapes[0] | {"EPS": 1e-6}, warps, quick=quick)
-            name, constants = f"{name}, backward", given | shapes[1] | {"ROWS": 64}
-            yield Case(name, add_norm_backward_kernel, types, constants, warps, pipelined=True, quick=quick)
+            yield Case(
+                name, add_norm_kernel, types, given | shapes[0] | {"EPS": 1e-6}, warps, quick=quick
+            )
+            name = f"{name}, backward"
+            constants = given | shapes[1] | {"ROWS": 64}
+            yield Case(
+                name, add_norm_backward_kernel, types, constants, warps, pipelined=True, quick=quick
+            )
 
 
 def ssd_cases(architecture: int) -> Iterator[Case]:
@@ -75,12 +82,22 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     from accel.kernels import ssd_decays_triton as prelude
     from accel.kernels.fused_ssd import LN2
 
-    narrow = {name: "*bf16" for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS", "Z", "H", "DT", "DDT")}
-    wide = {name: "*fp32" for name in ("STEPS", "SUMS", "D", "DD", "BIAS", "A_LOG", "DSTEPS", "DSUMS", "TOTALS")}
+    narrow = {
+        name: "*bf16"
+        for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS", "Z", "H", "DT", "DDT")
+    }
+    wide = {
+        name: "*fp32"
+        for name in ("STEPS", "SUMS", "D", "DD", "BIAS", "A_LOG", "DSTEPS", "DSUMS", "TOTALS")
+    }
     wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND", "NORM")}
     strides = {f"{of}_{what}": "i32" for of in ("dt", "ddt") for what in ("batch", "token")}
     types = narrow | wide | strides | {"L": "i32"}
-    kernels = {"forward": ssd.ssd_kernel, "dx": backward.ssd_dx_kernel, "ds": backward.ssd_ds_kernel}
+    kernels = {
+        "forward": ssd.ssd_kernel,
+        "dx": backward.ssd_dx_kernel,
+        "ds": backward.ssd_ds_kernel,
+    }
     corners = ((256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128))
     for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), *corners):
         quick = (length, head_dim) == (256, 64)
@@ -89,7 +106,17 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
             block, warps, most = ssd.configuration(part, length, head_dim, state_dim, architecture)
             constants = sizes | {"BLOCK": block}
-            case = Case(name, kernel, types, constants, warps, 2, multiplies=True, quick=quick, most_registers=most)
+            case = Case(
+                name,
+                kernel,
+                types,
+                constants,
+                warps,
+                2,
+                multiplies=True,
+                quick=quick,
+                most_registers=most,
+            )
             if part == "forward":
                 yield case._replace(name=f"{name}, gated", constants=constants | {"EPS": 1e-6})
                 constants |= NO_GATE
@@ -103,12 +130,27 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
             constants = sizes | (NO_GATE if part == "forward" else {})
             for where, more in PARTS_OF.get(part, WHOLE):
                 name = f"ssd {part} L=256 P={size} N={size} fp32{where}"
-                yield Case(name, kernel, full, constants | more, warps, stages=2, most_registers=most)
-    for kernel, way in ((prelude.ssd_decays_kernel, ""), (prelude.ssd_decays_backward_kernel, ", backward")):
+                yield Case(
+                    name, kernel, full, constants | more, warps, stages=2, most_registers=most
+                )
+    for kernel, way in (
+        (prelude.ssd_decays_kernel, ""),
+        (prelude.ssd_decays_backward_kernel, ", backward"),
+    ):
         shape = prelude.tile(24, 256)
-        yield Case(f"ssd decays L=256{way}", kernel, types, shape, prelude.WARPS, narrow_loads=True, quick=True)
+        yield Case(
+            f"ssd decays L=256{way}",
+            kernel,
+            types,
+            shape,
+            prelude.WARPS,
+            narrow_loads=True,
+            quick=True,
+        )
     decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256, "LN2": LN2}
-    yield Case("ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True)
+    yield Case(
+        "ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True
+    )
 
 
 def chunked_ssd_cases() -> Iterator[Case]:
@@ -119,8 +161,14 @@ def chunked_ssd_cases() -> Iterator[Case]:
     types |= dict.fromkeys(("STATES", "WEIGHTS", "DOTS"), "*fp32") | {"OUT": "*bf16"}
     full = {name: "*fp32" for name in types}
     read = between.ssd_read_kernel
-    kernels = (("states", between.ssd_states_kernel, {}), ("read", read, {"OTHER": None, "DOTS": None}))
-    kernels += (("read, products", read, {"INSIDE": None}), ("groups", between.ssd_groups_kernel, {}))
+    kernels = (
+        ("states", between.ssd_states_kernel, {}),
+        ("read", read, {"OTHER": None, "DOTS": None}),
+    )
+    kernels += (
+        ("read, products", read, {"INSIDE": None}),
+        ("groups", between.ssd_groups_kernel, {}),
+    )
     for size, fp32 in ((64, False), (128, False), (64, True), (128, True)):
         sizes: dict[str, Any] = sizes_of_scan(256, size, size)
         sizes |= {"g_token": sizes["x_token"], "g_batch": sizes["x_batch"], "o_token": 24 * size}
@@ -128,17 +176,23 @@ def chunked_ssd_cases() -> Iterator[Case]:
         sizes |= {"o_batch": 256 * 24 * size, "T": 256, "BLOCK": block, "BLOCK_N": block_n}
         sizes["PRECISION"] = "ieee" if fp32 else "tf32"
         for part, kernel, more in kernels:
-            name, quick = f"ssd {part} T=256 P={size} N={size}{' fp32' if fp32 else ''}", size == 64 and not fp32
-            case = Case(name, kernel, full if fp32 else types, sizes | more, warps, stages=2, quick=quick)
+            name = f"ssd {part} T=256 P={size} N={size}{' fp32' if fp32 else ''}"
+            quick = size == 64 and not fp32
+            case = Case(
+                name, kernel, full if fp32 else types, sizes | more, warps, stages=2, quick=quick
+            )
             yield case._replace(multiplies=not fp32)
 
 
 def sizes_of_scan(length: int, head_dim: int, state_dim: int) -> dict[str, int]:
-    """Constants of a launch for 24 heads: x, B and C lie as `local_mix` writes them, and z in the projection."""
+    """Constants of a launch for 24 heads: x, B and C lie as `local_mix` writes them, and z in the
+    projection."""
     inner = 24 * head_dim
     mixed = inner + 4 * state_dim
     tokens = dict.fromkeys(("x", "b", "c", "dx"), mixed) | {"z": inner + mixed + 2 * 24}
-    strides = {f"{of}_token": n for of, n in tokens.items()} | {f"{of}_batch": n * length for of, n in tokens.items()}
+    strides = {f"{of}_token": n for of, n in tokens.items()} | {
+        f"{of}_batch": n * length for of, n in tokens.items()
+    }
     return {"L": length, "K": 24, "N": state_dim, "P": head_dim} | strides
 
 
@@ -151,14 +205,26 @@ def local_mix_cases() -> Iterator[Case]:
     types["D"] = "i32"
     tokens = {"x": 1816, "y": 1024}  # a slice of the projection of ssd_mlp_b, mixed
     for rows, columns, r, c in ((16, 16, 3, 3), (1, 1024, 1, 7)):
-        sizes = {"ROWS": rows, "COLUMNS": columns, "R": r, "C": c, "BLOCK_L": mix.BLOCK_L, "BLOCK_C": mix.BLOCK_C}
+        sizes = {
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "R": r,
+            "C": c,
+            "BLOCK_L": mix.BLOCK_L,
+            "BLOCK_C": mix.BLOCK_C,
+        }
         sizes |= {f"{of}_token": n for of, n in tokens.items()}
         sizes |= {f"{of}_batch": n * rows * columns for of, n in tokens.items()}
-        name, quick = f"local_mix {r}×{c} on {rows}×{columns}", rows == 16
+        name = f"local_mix {r}×{c} on {rows}×{columns}"
+        quick = rows == 16
         forward = sizes | {"BACKWARDS": False}
         yield Case(name, mix.local_mix_kernel, types, forward, mix.WARPS, quick=quick)
-        yield Case(f"{name}, turned", mix.local_mix_kernel, types, sizes | {"BACKWARDS": True}, mix.WARPS)
-        yield Case(f"{name}, backward", mix.local_mix_backward_kernel, types, sizes, mix.WARPS, quick=quick)
+        yield Case(
+            f"{name}, turned", mix.local_mix_kernel, types, sizes | {"BACKWARDS": True}, mix.WARPS
+        )
+        yield Case(
+            f"{name}, backward", mix.local_mix_backward_kernel, types, sizes, mix.WARPS, quick=quick
+        )
 
 
 def gated_norm_cases() -> Iterator[Case]:
@@ -166,12 +232,22 @@ def gated_norm_cases() -> Iterator[Case]:
 
     types = {name: "*bf16" for name in ("Y", "Z", "H", "DH", "DY", "DZ")}
     types |= {"WEIGHT": "*fp32", "SUMS": "*fp32"} | dict.fromkeys(("L", "K"), "i32")
-    strides = {f"{of}_token": 1816 for of in ("z", "dz")} | {f"{of}_batch": 1816 * 256 for of in ("z", "dz")}
+    strides = {f"{of}_token": 1816 for of in ("z", "dz")} | {
+        f"{of}_batch": 1816 * 256 for of in ("z", "dz")
+    }
     for head_dim in (32, 64, 128):
         sizes = {"EPS": 1e-6, "P": head_dim, "BLOCK_L": norm.BLOCK_L, "BLOCK_P": head_dim} | strides
-        name, quick = f"gated_norm P={head_dim}", head_dim == 64
+        name = f"gated_norm P={head_dim}"
+        quick = head_dim == 64
         yield Case(name, norm.gated_norm_kernel, types, sizes, norm.WARPS, quick=quick)
-        yield Case(f"{name}, backward", norm.gated_norm_backward_kernel, types, sizes, norm.WARPS, quick=quick)
+        yield Case(
+            f"{name}, backward",
+            norm.gated_norm_backward_kernel,
+            types,
+            sizes,
+            norm.WARPS,
+            quick=quick,
+        )
 
 
 def swiglu_cases() -> Iterator[Case]:
@@ -180,7 +256,9 @@ def swiglu_cases() -> Iterator[Case]:
     types = dict.fromkeys(("JOINED", "OUT", "DH", "DJOINED"), "*bf16") | {"rows": "i32"}
     sizes = {"H": 2048, "BLOCK_R": swiglu.BLOCK_R, "BLOCK_H": swiglu.BLOCK_H}
     yield Case("swiglu", swiglu.swiglu_kernel, types, sizes, swiglu.WARPS, quick=True)
-    yield Case("swiglu, backward", swiglu.swiglu_backward_kernel, types, sizes, swiglu.WARPS, quick=True)
+    yield Case(
+        "swiglu, backward", swiglu.swiglu_backward_kernel, types, sizes, swiglu.WARPS, quick=True
+    )
 
 
 def qk_rope_cases() -> Iterator[Case]:
@@ -191,12 +269,27 @@ def qk_rope_cases() -> Iterator[Case]:
     types |= dict.fromkeys(("Q_WEIGHT", "K_WEIGHT", "ROTATIONS", "SUMS"), "*fp32")
     for head_dim in (32, 64, 128):
         width = 12 * head_dim
-        sizes = {"L": 256, "K": 12, "P": head_dim, "EPS": 1e-6, "BLOCK_L": rope.ELEMENTS // head_dim}
-        sizes |= {f"{of}_token": width for of in "qkv"} | {f"{of}_batch": 256 * width for of in "qkv"}
-        name, quick = f"qk_rope P={head_dim}", head_dim == 64
+        sizes = {
+            "L": 256,
+            "K": 12,
+            "P": head_dim,
+            "EPS": 1e-6,
+            "BLOCK_L": rope.ELEMENTS // head_dim,
+        }
+        sizes |= {f"{of}_token": width for of in "qkv"} | {
+            f"{of}_batch": 256 * width for of in "qkv"
+        }
+        name = f"qk_rope P={head_dim}"
+        quick = head_dim == 64
         yield Case(name, rope.qk_rope_kernel, types, sizes, rope.WARPS, pipelined=True, quick=quick)
         yield Case(
-            f"{name}, backward", rope.qk_rope_backward_kernel, types, sizes, rope.WARPS, pipelined=True, quick=quick
+            f"{name}, backward",
+            rope.qk_rope_backward_kernel,
+            types,
+            sizes,
+            rope.WARPS,
+            pipelined=True,
+            quick=quick,
         )
 
 
@@ -208,5 +301,11 @@ def counter_noise_cases() -> Iterator[Case]:
         types = {"POSITION": "*i64", "OUT": "*i64" if kind == "bits" else "*fp32"} | integers
         constants = {"KIND": number, "BLOCK": noise.BLOCK}
         yield Case(
-            f"counter_noise {kind}", noise.counter_noise_kernel, types, constants, 4, narrow_loads=True, quick=True
+            f"counter_noise {kind}",
+            noise.counter_noise_kernel,
+            types,
+            constants,
+            4,
+            narrow_loads=True,
+            quick=True,
         )

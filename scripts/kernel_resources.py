@@ -1,13 +1,17 @@
-"""What each Triton kernel needs of a GPU, found without one: compiles ahead of time and reads the compiler's report.
+"""What each Triton kernel needs of a GPU, found without one: compiles ahead of time and reads the
+compiler's report.
 
-    python -m scripts.kernel_resources                    all kernels and shipped configurations for all architectures
+    python -m scripts.kernel_resources                    all kernels and shipped configurations for
+    all architectures
     python -m scripts.kernel_resources arch=90 like=ssd   some of them
-    python -m scripts.kernel_resources out=docs/benchmarks/kernel_resources.json    the table that tests compare with
+    python -m scripts.kernel_resources out=docs/benchmarks/kernel_resources.json    the table that
+    tests compare with
 
-With `arch=` or `like=` only those rows of the table are written anew; the rows of other versions of Triton stay.
+With `arch=` or `like=` only those rows of the table are written anew; the rows of other versions of
+Triton stay.
 
-Registers a thread, bytes of shared memory, stack and spills, 128-bit loads, asynchronous copies, matrix instructions,
-and whether any fp64 arithmetic slipped in.
+Registers a thread, bytes of shared memory, stack and spills, 128-bit loads, asynchronous copies,
+matrix instructions, and whether any fp64 arithmetic slipped in.
 """
 
 from __future__ import annotations
@@ -21,14 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.manifest import write_atomically
+from common.errors import UserError
+from common.files import write_atomically
 from scripts.bench.report import table
 from scripts.kernel_cases import Case, cases
 from training.config.compose import from_words, one_sentence
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Compute capability -> KiB of shared memory that a program may have (CUDA C++ Programming Guide, table of technical
-specifications by compute capability)."""
+"""Compute capability -> KiB of shared memory that a program may have (CUDA C++ Programming Guide,
+table of technical specifications by compute capability)."""
 ARCHITECTURES = tuple(SHARED)
 
 
@@ -48,7 +53,8 @@ class Resources(NamedTuple):
 
 
 def compiled(case: Case, architecture: int) -> Any:
-    """Triton's compiled kernel of `case` for sm_<architecture>; needs no GPU. Not while Triton interprets."""
+    """Triton's compiled kernel of `case` for sm_<architecture>; needs no GPU. Not while Triton
+    interprets."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -96,7 +102,9 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
         file.write(cubin)
         file.flush()
         texts = [
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [tool, option, file.name], capture_output=True, text=True, check=True
+            ).stdout
             for option in ("--dump-resource-usage", "-sass")
         ]
     return texts[0], texts[1]
@@ -119,20 +127,28 @@ def main() -> None:
     with one_sentence():
         cfg = from_words(ResourcesConfig, sys.argv[1:], __doc__ or "")
         if cfg.arch not in (None, *ARCHITECTURES):
-            raise ValueError(f"arch={cfg.arch}: choose one of {', '.join(map(str, ARCHITECTURES))}.")
+            raise UserError(f"arch={cfg.arch}: choose one of {', '.join(map(str, ARCHITECTURES))}.")
         found = {
             f"{case.name} sm_{architecture}": measure(case, architecture)
             for architecture in (ARCHITECTURES if cfg.arch is None else (cfg.arch,))
             for case in cases(architecture)
             if cfg.like in case.name
         }
-        print(table([("kernel", *Resources._fields), *((name, *resources) for name, resources in found.items())]))
+        print(
+            table(
+                [
+                    ("kernel", *Resources._fields),
+                    *((name, *resources) for name, resources in found.items()),
+                ]
+            )
+        )
         if cfg.out is not None:
             record(Path(cfg.out), triton.__version__, found, anew=cfg.arch is None and not cfg.like)
 
 
 def record(path: Path, version: str, found: dict[str, Resources], anew: bool) -> None:
-    """Writes rows to the table of one version of Triton, in the place of all of its rows if `anew`."""
+    """Writes rows to the table of one version of Triton, in the place of all of its rows if
+    `anew`."""
     tables: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     rows = {name: " ".join(map(str, resources)) for name, resources in found.items()}
     rows = rows if anew else tables.get(version, {}) | rows

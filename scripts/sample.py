@@ -1,15 +1,18 @@
 """Draws samples from a trained run.
 
     python -m scripts.sample run_dir=runs/mine out=samples/mine
-    python -m scripts.sample run_dir=runs/mine labels=[apple,3] count=16 guidance=2 steps=50 grid=16 out=samples/two
+    python -m scripts.sample run_dir=runs/mine labels=[apple,3] count=16 guidance=2 steps=50 grid=16
+    out=samples/two
     python -m scripts.sample weights=copied/ema.safetensors format=png
-    torchrun --nproc-per-node 8 -m scripts.sample run_dir=runs/mine count=50000 batch_size=256 out=samples/many
+    torchrun --nproc-per-node 8 -m scripts.sample run_dir=runs/mine count=50000 batch_size=256
+    out=samples/many
 
-`format=npz` writes <out>.npz with `arr_0` uint8 (N, H, W, 3), which ADM's evaluator reads, and `labels` (N,); `png`
-writes <out>/<label>/<number>.png; `latents` writes <out>.npz with `latents` fp32 (N, C, H, W), as the autoencoder
-decodes them, and `labels`. <out>.json says how they were drawn, and the names of the classes by number. `labels` takes
-numbers and names; a whole number is a number, a name that looks like one stands in quotes: "labels=['3']". Sample i
-depends on seed and i alone, bit for bit at equal batch_size. Stopped anywhere, the same command goes on from the pieces
+`format=npz` writes <out>.npz with `arr_0` uint8 (N, H, W, 3), which ADM's evaluator reads, and
+`labels` (N,); `png` writes <out>/<label>/<number>.png; `latents` writes <out>.npz with `latents`
+fp32 (N, C, H, W), as the autoencoder decodes them, and `labels`. <out>.json says how they were
+drawn, and the names of the classes by number. `labels` takes numbers and names; a whole number is a
+number, a name that looks like one stands in quotes: "labels=['3']". Sample i depends on seed and i
+alone, bit for bit at equal batch_size. Stopped anywhere, the same command goes on from the pieces
 in <out>.parts.
 """
 
@@ -25,23 +28,27 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.errors import UserError
+from sampling.draw import DrawConfig, Drawing
 from training.config.compose import from_words
 from training.config.paths import refuse_drawing
-from training.drawing import DrawConfig, Drawing
-from training.process.exit import resumable_command
+from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from training.pieces import Pieces
+    from sampling.resumable_chunks import Pieces
 
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiled warm-up is ours; its messages help no user
+# the profiled warm-up is ours; its messages help no user
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 LARGEST_GRID = 1024
 
 
 class Format(str, Enum):
-    npz, png, latents = "npz", "png", "latents"
+    npz = "npz"
+    png = "png"
+    latents = "latents"
 
 
 @dataclass(frozen=True)
@@ -57,35 +64,49 @@ class SampleConfig(DrawConfig):
         """ValueError for a value that nothing can be drawn with."""
         super().check()
         if not 0 <= self.grid <= LARGEST_GRID:
-            raise ValueError(f"grid={self.grid} must be between 0 (no grid) and {LARGEST_GRID} images.")
+            raise UserError(
+                f"grid={self.grid} must be between 0 (no grid) and {LARGEST_GRID} images."
+            )
         if self.grid and self.format is Format.latents:
-            raise ValueError(f"grid={self.grid} is made of images; leave it out with format=latents.")
+            raise UserError(
+                f"grid={self.grid} is made of images; leave it out with format=latents."
+            )
 
 
 def sample_run(cfg: SampleConfig) -> Path:
-    """Draws samples as `cfg` says and returns the file or folder that has them. Equal settings give equal bytes."""
+    """Draws samples as `cfg` says and returns the file or folder that has them. Equal settings give
+    equal bytes."""
     refuse_drawing(cfg)
     import torch
 
-    from data.manifest import write_atomically
+    from common.files import write_atomically
     from models.images import to_uint8
-    from training.process.ranks import Ranks
+    from training.distributed.ranks import Ranks
 
     ranks = Ranks.from_environment()
     ranks.wait_for_all()  # connects them
     drawing = Drawing(cfg, ranks)
     trained = drawing.trained
-    ranks.say(f"{cfg.count} samples from {trained.file}\n\nledger ({trained.device})\n{drawing.ledger.table()}\n")
+    ranks.say(
+        f"{cfg.count} samples from {trained.file}\n\nledger "
+        f"({trained.device})\n{drawing.ledger.table()}\n"
+    )
 
     def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         if cfg.format is Format.latents:
             return {"labels": labels, "samples": latents}
-        return {"labels": labels, "samples": torch.from_numpy(to_uint8(trained.autoencoder.decode(latents)))}
+        return {
+            "labels": labels,
+            "samples": torch.from_numpy(to_uint8(trained.autoencoder.decode(latents))),
+        }
 
     out = Path(cfg.out).expanduser()
-    kind, parts = "latents" if cfg.format is Format.latents else "images", out.with_name(out.name + ".parts")
+    kind = "latents" if cfg.format is Format.latents else "images"
+    parts = out.with_name(out.name + ".parts")
     if cfg.format is Format.png and out.exists() and not parts.exists():
-        raise ValueError(f"out={out} is there already, and its images would mix with new ones; choose another.")
+        raise UserError(
+            f"out={out} is there already, and its images would mix with new ones; choose another."
+        )
     pieces = drawing.run(parts, {"kind": kind}, content)
 
     file = out if cfg.format is Format.png else out.with_name(out.name + ".npz")
@@ -95,7 +116,12 @@ def sample_run(cfg: SampleConfig) -> Path:
         write_npz(file, pieces, cfg.count, "latents" if kind == "latents" else "arr_0")
     if ranks.first:
         if cfg.grid:
-            write_sorted_grid(out.with_name(out.name + ".png"), pieces, min(cfg.grid, cfg.count), trained.spec.names)
+            write_sorted_grid(
+                out.with_name(out.name + ".png"),
+                pieces,
+                min(cfg.grid, cfg.count),
+                trained.spec.names,
+            )
         told = drawing.protocol() | {"classes": drawing.classes()}
         write_atomically(out.with_name(out.name + ".json"), json.dumps(told, indent=1) + "\n")
     pieces.remove()
@@ -104,15 +130,18 @@ def sample_run(cfg: SampleConfig) -> Path:
 
 
 def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
-    """Streams the pieces into one .npz, a piece in memory at a time: `name` (count, …) and `labels` (count,)."""
+    """Streams the pieces into one .npz, a piece in memory at a time: `name` (count, …) and `labels`
+    (count,)."""
     import numpy as np
 
-    from data.manifest import rename
+    from common.files import rename
 
-    temporary, like = file.with_name(file.name + ".tmp"), pieces.read(0)["samples"].numpy()
+    temporary = file.with_name(file.name + ".tmp")
+    like = pieces.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
     labels = []
-    with zipfile.ZipFile(temporary, "w") as archive:  # a ZipInfo made from a name has a fixed date: equal bytes
+    # a ZipInfo made from a name has a fixed date: equal bytes
+    with zipfile.ZipFile(temporary, "w") as archive:
         with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array_header_1_0(stream, header)
             for number in range(pieces.count):
@@ -125,30 +154,42 @@ def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
 
 
 def write_pngs(folder: Path, pieces: Pieces, size: int) -> None:
-    """Writes this process's pieces as <folder>/<label>/<number>.png: a folder a class, as other tools read them."""
+    """Writes this process's pieces as <folder>/<label>/<number>.png: a folder a class, as other
+    tools read them."""
     from PIL import Image
 
     for number in pieces.mine():
         found = pieces.read(number)
-        for i, (label, image) in enumerate(zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)):
+        for i, (label, image) in enumerate(
+            zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)
+        ):
             file = folder / f"{label:04d}" / f"{number * size + i:06d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(file)
 
 
 def write_sorted_grid(file: Path, pieces: Pieces, count: int, names: list[str]) -> None:
-    """Writes the first `count` images as one picture: a row a label, with its name, where that fits, else a square."""
+    """Writes the first `count` images as one picture: a row a label, with its name, where that
+    fits, else a square."""
     import numpy as np
 
     from models.images import write_grid
 
-    labels, images = (np.concatenate(parts)[:count] for parts in zip(*first_images(pieces, count), strict=True))
+    labels, images = (
+        np.concatenate(parts)[:count] for parts in zip(*first_images(pieces, count), strict=True)
+    )
     order = np.argsort(labels, kind="stable")
     drawn, rows = np.unique(labels, return_counts=True)
     if len(rows) == 1 or rows.min() < rows.max() or rows.max() > 4 * len(rows):
         return write_grid(file, images[order], columns=int(np.ceil(np.sqrt(count))))
     note = f"{len(drawn)} of {len(names)} classes" if len(names) > len(drawn) else ""
-    write_grid(file, images[order], columns=int(rows[0]), names=[names[label] for label in drawn], note=note)
+    write_grid(
+        file,
+        images[order],
+        columns=int(rows[0]),
+        names=[names[label] for label in drawn],
+        note=note,
+    )
 
 
 def first_images(pieces: Pieces, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -156,7 +197,8 @@ def first_images(pieces: Pieces, count: int) -> Iterator[tuple[np.ndarray, np.nd
     while count > 0:
         found = pieces.read(number)
         yield found["labels"].numpy(), found["samples"].numpy()
-        count, number = count - len(found["labels"]), number + 1
+        count = count - len(found["labels"])
+        number = number + 1
 
 
 def main(words: list[str]) -> None:

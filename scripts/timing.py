@@ -1,4 +1,5 @@
-"""Clocks. A GPU works asynchronously, so a host clock is read only after the device has finished."""
+"""Clocks. A GPU works asynchronously, so a host clock is read only after the device has
+finished."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def synchronise(device: torch.device) -> None:
 
 
 def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    """The activities that the profiler can record on this machine: the host, and the GPU where there is one."""
+    """The activities that the profiler can record on this machine: the host, and the GPU where
+    there is one."""
     device = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     return [torch.profiler.ProfilerActivity.CPU, *device]
 
@@ -46,26 +48,38 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        q1, _, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        q1, _, q3 = (
+            statistics.quantiles(values, n=4, method="inclusive")
+            if len(values) > 1
+            else [values[0]] * 3
+        )
         return cls(statistics.median(values), min(values), max(values), len(values), q1, q3)
 
     @classmethod
     def of_ratio(cls, base: Sequence[float], other: Sequence[float]) -> Spread:
-        """How many times as fast as `base` `other` was, round by round: drift hits both of a round alike."""
+        """How many times as fast as `base` `other` was, round by round: drift hits both of a round
+        alike."""
         return cls.of([a / b for a, b in zip(base, other, strict=True)])
 
     def as_json(self, name: str) -> dict[str, float | int]:
         """`name` (the median), `name_min`, `name_max`, `name_q1`, `name_q3`, `n`."""
         ends = {"min": self.low, "max": self.high, "q1": self.q1, "q3": self.q3}
-        return {name: self.median, **{f"{name}_{end}": value for end, value in ends.items()}, "n": self.n}
+        return {
+            name: self.median,
+            **{f"{name}_{end}": value for end, value in ends.items()},
+            "n": self.n,
+        }
 
 
 NO_DIFFERENCE = "no difference"
 
 
 def difference(entry: Mapping[str, Any], name: str) -> str:
-    """gain, loss, or no difference where the quartiles of the ratio `name` of an entry straddle 1."""
-    return "gain" if entry[f"{name}_q1"] > 1 else "loss" if entry[f"{name}_q3"] < 1 else NO_DIFFERENCE
+    """gain, loss, or no difference where the quartiles of the ratio `name` of an entry straddle
+    1."""
+    return (
+        "gain" if entry[f"{name}_q1"] > 1 else "loss" if entry[f"{name}_q3"] < 1 else NO_DIFFERENCE
+    )
 
 
 def interleaved(
@@ -74,7 +88,8 @@ def interleaved(
     device: torch.device,
     prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run, `repeats` times, taken in turn and every other round backwards, so that drift hits all.
+    """Seconds of each run, `repeats` times, taken in turn and every other round backwards, so that
+    drift hits all.
 
     `prepare(name)` comes before each and is not timed.
     """
@@ -88,7 +103,8 @@ def interleaved(
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Nothing that was compiled before is used inside, neither from this process nor from the disk."""
+    """Nothing that was compiled before is used inside, neither from this process nor from the
+    disk."""
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # it is meant
@@ -96,7 +112,8 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class MemoryPeak:
-    """Bytes that the allocator reserved at most since this was built, beyond those then; None without a GPU."""
+    """Bytes that the allocator reserved at most since this was built, beyond those then; None
+    without a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -111,12 +128,18 @@ class MemoryPeak:
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large copy."""
+    """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large
+    copy."""
     from scripts.capabilities import capabilities
 
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
-    kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    kinds = {
+        "fp32": torch.float32,
+        "tf32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+    }
     ways = [c for c in capabilities(device) if c.reason is None and c.key in ("tf32", "precision")]
     here = {"tf32" if c.key == "tf32" else c.value for c in ways} | {"fp32"}
     found: dict[str, float] = {}

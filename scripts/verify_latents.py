@@ -1,12 +1,13 @@
-"""Checks every hash, count, label and value of a latent set, and its statistics; decodes some samples to a picture.
+"""Checks every hash, count, label and value of a latent set, and its statistics; decodes some
+samples to a picture.
 
     python -m scripts.verify_latents path=latents/photos
     python -m scripts.verify_latents path=latents/photos source=photos count=16 out=check.png
     python -m scripts.verify_latents path=https://example.org/latents count=0
 
-It prints every problem and ends with an error if there is one. It decodes `count` training samples to a PNG grid, by
-default latents_check.png in the set's folder, or in runs/ where that cannot be written or is a URL; with `source`,
-their images stand beside them.
+It prints every problem and ends with an error if there is one. It decodes `count` training samples
+to a PNG grid, by default latents_check.png in the set's folder, or in runs/ where that cannot be
+written or is a URL; with `source`, their images stand beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from training.config.compose import from_words, one_sentence, typed
 from training.config.paths import refuse_no_set
 
@@ -47,22 +49,27 @@ class VerifyConfig:
 def verify(cfg: VerifyConfig) -> list[str]:
     """Checks the set, prints a summary and returns the problems."""
     if cfg.path is None:
-        raise ValueError("path is not set; say which latent set: path=<folder with manifest.json>.")
+        raise UserError("path is not set; say which latent set: path=<folder with manifest.json>.")
     refuse_no_set("path", cfg.path)
     from data.manifest import read_manifest
     from data.source import open_source
 
     source = open_source(cfg.path)
     manifest = read_manifest(source)
-    problems = [problem for split in ("train", "held_out") for problem in check_split(source, manifest, split)]
+    problems = [
+        problem
+        for split in ("train", "held_out")
+        for problem in check_split(source, manifest, split)
+    ]
     problems += check_files(source, manifest)
     for problem in problems:
         print(f"  ! {problem}")
     shape = f"{manifest.channels}×{manifest.height}×{manifest.width}"
     total = sum(shard.bytes for shard in manifest.shards)
     print(
-        f"{source}: {manifest.count} training and {manifest.held_out} held-out latents of {shape} in "
-        f"{manifest.dtype}, {len(manifest.class_names)} classes, {len(manifest.shards)} shards, {total / 2**30:.2f} GiB"
+        f"{source}: {manifest.count} training and {manifest.held_out} held-out latents of {shape} "
+        f"in {manifest.dtype}, {len(manifest.class_names)} classes, {len(manifest.shards)} "
+        f"shards, {total / 2**30:.2f} GiB"
     )
     if cfg.count and not problems:
         print(show(cfg, source, manifest))
@@ -74,7 +81,9 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     from data.blocks import BlockReader, DamagedBlockError
     from encoding.statistics import ChannelSums, channel_statistics
 
-    blocks, problems, sums = BlockReader(source, manifest, split), [], ChannelSums()
+    blocks = BlockReader(source, manifest, split)
+    problems = []
+    sums = ChannelSums()
     for number in range(len(blocks.places)):
         try:
             tensors = blocks.checked(number)
@@ -87,28 +96,33 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
         for what, found, said in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
             scale = max(manifest.std)
             if any(abs(a - b) > 1e-5 * scale for a, b in zip(found, said, strict=True)):
-                problems.append(f"{source}/manifest.json: {what} is {said}, of the latents it is {found}")
+                problems.append(
+                    f"{source}/manifest.json: {what} is {said}, of the latents it is {found}"
+                )
     return problems
 
 
 def check_files(source: Source, manifest: Manifest) -> list[str]:
     """Checks size and hash of the files of a local set, and that there are no others."""
-    from data.manifest import read_object
-    from data.shards import file_sha256
+    from common.files import file_sha256, read_object
     from data.source import LocalSource
 
     if not isinstance(source, LocalSource):
         return []
-    problems, known = [], {shard.file for shard in manifest.shards}
+    problems = []
+    known = {shard.file for shard in manifest.shards}
     for sidecar in source.folder.glob("*.tar.json"):
         try:
-            if read_object(sidecar)["shard"]["count"] == 0:  # Pillow could decode none of the shard's images
+            # Pillow could decode none of the shard's images
+            if read_object(sidecar)["shard"]["count"] == 0:
                 known.add(sidecar.stem)
         except (OSError, ValueError, KeyError, TypeError):
             problems.append(f"{sidecar} is no description of a shard")
     for shard in manifest.shards:
         file = source.folder / shard.file
-        if file.is_file() and (file.stat().st_size != shard.bytes or file_sha256(file) != shard.sha256):
+        if file.is_file() and (
+            file.stat().st_size != shard.bytes or file_sha256(file) != shard.sha256
+        ):
             problems.append(f"{file}: size or sha256 differs from the manifest's")
     found = sorted(source.folder.glob("*.tar")) + sorted(source.folder.glob("*.tmp"))
     return problems + [f"{file} is not in the manifest" for file in found if file.name not in known]
@@ -123,21 +137,30 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     from data.manifest import spec_of
     from models.images import psnr, to_uint8, write_grid
     from training.environment import pick_device
-    from training.pretrained import build_autoencoder
+    from training.weights.pretrained import build_autoencoder
 
     device = pick_device(cfg.device)
     autoencoder = build_autoencoder(spec_of(manifest, source, "channel"), device, cfg.encoder)
     latents = first_latents(BlockReader(source, manifest, "train"), cfg.count)
     with torch.no_grad():
-        decoded = torch.cat([autoencoder.decode(part.to(device).float()) for part in latents.split(8)]).cpu()
-    pixels, columns, said = to_uint8(decoded), min(8, len(latents)), ""
+        decoded = torch.cat(
+            [autoencoder.decode(part.to(device).float()) for part in latents.split(8)]
+        ).cpu()
+    pixels = to_uint8(decoded)
+    columns = min(8, len(latents))
+    said = ""
     if cfg.source is not None:
         originals = originals_of(cfg, source, manifest, len(latents))
         pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
-        columns, said = 2 * min(4, len(latents)), f", each right of its original, at {psnr(decoded, originals):.1f} dB"
+        columns = 2 * min(4, len(latents))
+        said = f", each right of its original, at {psnr(decoded, originals):.1f} dB"
     folder = Path(str(cfg.path)).expanduser()
     writable = folder.is_dir() and os.access(folder, os.W_OK)
-    out = Path(cfg.out).expanduser() if cfg.out else (folder if writable else Path("runs")) / "latents_check.png"
+    out = (
+        Path(cfg.out).expanduser()
+        if cfg.out
+        else (folder if writable else Path("runs")) / "latents_check.png"
+    )
     write_grid(out, pixels, columns=columns)
     return f"{out}: the first {len(latents)} training latents decoded{said}"
 
@@ -145,15 +168,18 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
 def first_latents(blocks: BlockReader, count: int) -> Any:
     import torch
 
-    parts = [blocks.read(i)["latents"] for i, place in enumerate(blocks.places) if place.first < count]
+    parts = [
+        blocks.read(i)["latents"] for i, place in enumerate(blocks.places) if place.first < count
+    ]
     return torch.cat(parts)[:count]
 
 
 def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: int) -> Any:
-    """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` has other images."""
+    """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` has other
+    images."""
     import torch
 
-    from accel.technique import first_line
+    from common.text import first_line
     from encoding.encoder import to_input
     from encoding.images import decode_image, read_image
     from encoding.job import plan_shards
@@ -161,24 +187,44 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     from training.config.precompute import PrecomputeConfig
 
     if manifest.resolution is None:
-        raise ValueError(f"source={cfg.source}: {source} was imported, and its images are not known; leave source out.")
+        raise UserError(
+            f"source={cfg.source}: {source} was imported, and its images are not known; leave "
+            "source out."
+        )
     try:
         job: dict[str, Any] = json.loads(source.read("job.json"))
-        keys = ("seed", "limit", "held_out", "shard_size", "resolution", "background", "max_megapixels", "classes")
-        was = typed(PrecomputeConfig, {key: job[key] for key in keys if key in job}, [])  # there were fewer once
+        keys = (
+            "seed",
+            "limit",
+            "held_out",
+            "shard_size",
+            "resolution",
+            "background",
+            "max_megapixels",
+            "classes",
+        )
+        # there were fewer once
+        was = typed(PrecomputeConfig, {key: job[key] for key in keys if key in job}, [])
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{source}/job.json cannot be read ({first_line(error)}); leave source out.") from error
+        raise UserError(
+            f"{source}/job.json cannot be read ({first_line(error)}); leave source out."
+        ) from error
     images = list_images(str(cfg.source), was.classes, allow_cut=True)
     if images.sha256() != manifest.source_sha256:
-        raise ValueError(
+        raise UserError(
             f"source={cfg.source} is not what {source} was made of ({manifest.source}), or an "
             f"earlier version listed it, which knew fewer formats; leave it out."
         )
     plan = plan_shards(images, was)
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
-    entries = [entry for _, split, of_shard in plan.shards if split == "train" for _, entry in of_shard]
+    entries = [
+        entry for _, split, of_shard in plan.shards if split == "train" for _, entry in of_shard
+    ]
     used = [entry for entry in entries if entry.key not in skipped][:count]
-    pixels = [decode_image(read_image(entry), was.resolution, was.background, was.max_megapixels) for entry in used]
+    pixels = [
+        decode_image(read_image(entry), was.resolution, was.background, was.max_megapixels)
+        for entry in used
+    ]
     return to_input(torch.stack(pixels), torch.device("cpu"))
 
 
@@ -186,8 +232,9 @@ def main() -> None:
     with one_sentence():
         cfg = from_words(VerifyConfig, sys.argv[1:], __doc__ or "")
         if problems := verify(cfg):
-            raise ValueError(
-                f"path={cfg.path}: {len(problems)} problems, listed above; run precompute_latents.py again to rebuild."
+            raise UserError(
+                f"path={cfg.path}: {len(problems)} problems, listed above; run "
+                "precompute_latents.py again to rebuild."
             )
 
 

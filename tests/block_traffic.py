@@ -1,12 +1,13 @@
-"""What one block moves through memory and keeps for its backward pass, counted op by op without computing anything.
+"""What one block moves through memory and keeps for its backward pass, counted op by op without
+computing anything.
 
     python -m tests.block_traffic model=mamba_b
     python -m tests.block_traffic model=mamba_b off=[fused_scan]
 
-Eager, bf16 autocast, latents of 4 × 32 × 32, the fused operators on. Each op reads each of its inputs once and writes
-each of its outputs once; views cost nothing. Ops are PyTorch's CPU ops on fake tensors, and each operator of
-accel/kernels is one. Bytes are the slope between two batch sizes, so weights, their casts (calls of _to_copy) and
-gradients add none.
+Eager, bf16 autocast, latents of 4 × 32 × 32, the fused operators on. Each op reads each of its
+inputs once and writes each of its outputs once; views cost nothing. Ops are PyTorch's CPU ops on
+fake tensors, and each operator of accel/kernels is one. Bytes are the slope between two batch
+sizes, so weights, their casts (calls of _to_copy) and gradients add none.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 
 
 class Traffic(TorchDispatchMode):
-    """Inside, `bytes` and `calls` count what ops move: op -> both inputs, each tensor once, and outputs."""
+    """Inside, `bytes` and `calls` count what ops move: op -> both inputs, each tensor once, and
+    outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +48,8 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        if func.namespace == "fastlatent" and OPERATORS[name].kernel is None:  # it calls others, which are counted
+        # it calls others, which are counted
+        if func.namespace == "fastlatent" and OPERATORS[name].kernel is None:
             with self:
                 return OPERATORS[name].definition(*args)
         out = func(*args, **(kwargs or {}))
@@ -101,7 +104,9 @@ def switched(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
     return model
 
 
-def once(block: nn.Module, batch: int, tokens: int, dim: int, modulations: int) -> tuple[int, Traffic, Traffic]:
+def once(
+    block: nn.Module, batch: int, tokens: int, dim: int, modulations: int
+) -> tuple[int, Traffic, Traffic]:
     """Bytes kept by one pass of a block at a batch size, and what both passes move."""
     branch = torch.empty(batch, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
     gate = torch.empty(batch, dim, dtype=torch.bfloat16, requires_grad=True)
@@ -116,7 +121,8 @@ def once(block: nn.Module, batch: int, tokens: int, dim: int, modulations: int) 
             kept[storage] = tensor
         return tensor
 
-    forward, backward = Traffic(), Traffic()
+    forward = Traffic()
+    backward = Traffic()
     with (
         torch.amp.autocast("cpu", torch.bfloat16),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
@@ -125,16 +131,21 @@ def once(block: nn.Module, batch: int, tokens: int, dim: int, modulations: int) 
         outputs = block(branch, gate, residual, cond)
     with backward:
         torch.autograd.grad(
-            outputs, [branch, gate, residual, cond, *block.parameters()], list(map(torch.empty_like, outputs))
+            outputs,
+            [branch, gate, residual, cond, *block.parameters()],
+            list(map(torch.empty_like, outputs)),
         )
     return sum(t.untyped_storage().nbytes() for t in kept.values()), forward, backward
 
 
 def count(build_model: Callable[[], Any], off: tuple[str, ...] = ()) -> Counted:
-    """Of the second block of a model: the slope between two batch sizes, so that weights and their casts drop out."""
+    """Of the second block of a model: the slope between two batch sizes, so that weights and their
+    casts drop out."""
     with FakeTensorMode():
         model = switched(uninitialised(build_model), off)
-        few, many = [once(model.blocks[1], n, model.tokens, model.dim, model.modulations) for n in BATCHES]
+        few, many = [
+            once(model.blocks[1], n, model.tokens, model.dim, model.modulations) for n in BATCHES
+        ]
     step = BATCHES[1] - BATCHES[0]
 
     def slope(less: Traffic, more: Traffic) -> dict[str, float]:
@@ -158,15 +169,21 @@ def main() -> None:
         node = compose(words).cfg.model
         counted = count(lambda: build(node, "model", **LATENTS), tuple(cfg.off))
     tokens = LATENTS["height"] * LATENTS["width"] // node["patch_size"] ** 2
-    rows: list[tuple[Any, ...]] = [("op", "calls, forward", "bytes a token", "calls, backward", "bytes a token")]
+    rows: list[tuple[Any, ...]] = [
+        ("op", "calls, forward", "bytes a token", "calls, backward", "bytes a token")
+    ]
     for op in sorted(counted.moves[0] | counted.moves[1], key=lambda op: -counted.moved(op)):
-        pairs = [(calls[op], round(moved.get(op, 0.0) / tokens)) for calls, moved in zip(*counted[1:], strict=True)]
+        pairs = [
+            (calls[op], round(moved.get(op, 0.0) / tokens))
+            for calls, moved in zip(*counted[1:], strict=True)
+        ]
         rows.append((op, *pairs[0], *pairs[1]))
     print(table(rows))
     for what, ops in (("products", PRODUCTS), ("everything else", None)):
         calls, moved = counted.sums(ops)
         print(
-            f"{what}: {calls[0]} + {calls[1]} calls, {moved[0] / tokens:,.0f} + {moved[1] / tokens:,.0f} bytes a token"
+            f"{what}: {calls[0]} + {calls[1]} calls, {moved[0] / tokens:,.0f} + "
+            f"{moved[1] / tokens:,.0f} bytes a token"
         )
     print(f"kept for the backward pass: {counted.kept / 1e6:.2f} MB a sample")
 

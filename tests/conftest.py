@@ -20,7 +20,7 @@ from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
 from training.config import extensions
 from training.config.compose import ROOT, compose
-from training.process.stop import SIGNALS
+from training.distributed.stop_request import SIGNALS
 
 TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
 """Any model family, shrunk."""
@@ -41,7 +41,8 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 
 def pytest_collection_finish():
-    """The garbage collector need not look through what is imported by now after each test: a tenth of the time."""
+    """The garbage collector need not look through what is imported by now after each test: a tenth
+    of the time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
@@ -56,7 +57,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True, scope="session")
 def heard_signals():
-    """A suite started with nohup or in the background ignores signals; what the tests start must not inherit that."""
+    """A suite started with nohup or in the background ignores signals; what the tests start must
+    not inherit that."""
     for name in SIGNALS:
         if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
             signal.signal(getattr(signal, name), lambda *_: None)
@@ -74,7 +76,8 @@ def clean_process():
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`run("key=value", …)` trains in a temporary folder and returns the summary; two tiny steps unless overridden."""
+    """`run("key=value", …)` trains in a temporary folder and returns the summary; two tiny steps
+    unless overridden."""
 
     def start(*overrides: str, folder: str = "run") -> dict[str, Any]:
         return train(compose([*TINY_RUN, f"run_dir={tmp_path / folder}", *overrides]))
@@ -91,13 +94,17 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def assets() -> Path:
-    """Real photos and a real autoencoder: $FASTLATENT_ASSETS, or an `assets` folder in one beside the checkout."""
+    """Real photos and a real autoencoder: $FASTLATENT_ASSETS, or an `assets` folder in one beside
+    the checkout."""
     given = os.environ.get("FASTLATENT_ASSETS")
     places = [Path(given)] if given else ROOT.parent.glob("*/assets")
     for place in places:
         if (place / "vae" / "taef2").is_dir() and (place / "images").is_dir():
             return place
-    pytest.skip("no real photos and autoencoder at hand; set FASTLATENT_ASSETS to a folder with images/ and vae/taef2/")
+    pytest.skip(
+        "no real photos and autoencoder at hand; set FASTLATENT_ASSETS to a folder with images/ "
+        "and vae/taef2/"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +129,13 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
     """`job("key=value", …)` encodes the photos and returns the folder of latents."""
 
     def start(*overrides: str, source: Path = photos, out: str = "out") -> Path:
-        settings = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={tmp_path / out}", *overrides]
+        settings = [
+            *TINY_JOB,
+            f"encoder.path={vae}",
+            f"source={source}",
+            f"out={tmp_path / out}",
+            *overrides,
+        ]
         return precompute(compose(settings, "precompute_latents")).parent
 
     return start

@@ -8,10 +8,11 @@ import importlib.util
 import pytest
 import torch
 
-from accel import float8, saved_tensors
-from accel.precision import Precision
+from accel import saved_tensors
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
+from accel.techniques import float8
+from accel.techniques.precision import Precision
 from tests.test_models import woken
 from training.assemble import Training
 from training.assemble import assemble as assemble_run
@@ -44,7 +45,8 @@ def cannot_be_had(variant: dict, device: torch.device = CPU) -> str | None:
 
 
 def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 bits on any CPU, slow there and right; and 8 bits in tiny layers, where torchao and this PyTorch have them.
+    """16 bits on any CPU, slow there and right; and 8 bits in tiny layers, where torchao and this
+    PyTorch have them.
 
     Tiny tensors are large enough to be offloaded, too.
     """
@@ -66,7 +68,8 @@ def no_8_bits(recipe: str = "tensorwise") -> str | None:
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed."
     if recipe != "tensorwise":
-        x, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+        x = torch.ones(16, 16).to(torch.float8_e4m3fn)
+        scale = torch.ones(16, 1)
         try:
             torch._scaled_mm(x, x.t(), scale, scale.t(), out_dtype=torch.bfloat16)
         except RuntimeError:
@@ -85,19 +88,37 @@ def word(key: str, value: object) -> str:
 
 
 def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) -> Training:
-    """A tiny run on digits under eager plus `values`, ready for its first step; no part of the model is zero."""
-    sizes = ["model.dim=64", f"model.depth={depth}", "model.head_dim=32", "batch_size=8", "total_samples=1000"]
+    """A tiny run on digits under eager plus `values`, ready for its first step; no part of the
+    model is zero."""
+    sizes = [
+        "model.dim=64",
+        f"model.depth={depth}",
+        "model.head_dim=32",
+        "batch_size=8",
+        "total_samples=1000",
+    ]
     sizes += [] if family in ("dit", "conv") else ["model.mixer.state_dim=16"]
-    rates = ["schedule.kind=constant", "schedule.warmup_samples=0", "ema.half_life_samples=100", "optim.lr=1e-3"]
+    rates = [
+        "schedule.kind=constant",
+        "schedule.warmup_samples=0",
+        "ema.half_life_samples=100",
+        "optim.lr=1e-3",
+    ]
     runtime = ["runtime=eager", *(word(key, value) for key, value in values.items())]
     torch.manual_seed(0)
     training = assemble_run(
-        configuration(f"model={family}_s", *sizes, *rates, "optim.weight_decay=0.01", *runtime, *words), device
+        configuration(
+            f"model={family}_s", *sizes, *rates, "optim.weight_decay=0.01", *runtime, *words
+        ),
+        device,
     )
     woken(training.model)
-    training.state.ema.load_state_dict({name: p.detach() for name, p in training.model.named_parameters()})
+    training.state.ema.load_state_dict(
+        {name: p.detach() for name, p in training.model.named_parameters()}
+    )
     if training.step.scaler is not None:
-        training.step.scaler.scale.fill_(1024.0)  # found already, so that no step is spent on finding it
+        # found already, so that no step is spent on finding it
+        training.step.scaler.scale.fill_(1024.0)
     training.step.schedule(0)
     return training
 
@@ -109,7 +130,8 @@ def assemble(family="mamba", *words: str, **how):
 
 
 def one_step(family="mamba", planted: Technique | None = None, **values):
-    """Loss, gradient norm and parameters after one step; a `planted` technique wraps the step too."""
+    """Loss, gradient norm and parameters after one step; a `planted` technique wraps the step
+    too."""
     model, step, _, loader = assemble(family, **values)
     step = planted.on_step(step) if planted else step
     output = step([next(loader)])

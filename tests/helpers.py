@@ -1,4 +1,5 @@
-"""Small things that several tests need: autoencoders with random weights, images, a latent set, pairs of choices."""
+"""Small things that several tests need: autoencoders with random weights, images, a latent set,
+pairs of choices."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ TINY_JOB = [
 
 
 def save_tiny_autoencoder(kind: str, folder: Path) -> Path:
-    """Saves a model of diffusers' class `kind` with random weights, always the same, to `folder`."""
+    """Saves a model of diffusers' class `kind` with random weights, always the same, to
+    `folder`."""
     import diffusers
 
     with torch.random.fork_rng(devices=[]):
@@ -76,14 +78,17 @@ def save_tiny_autoencoder(kind: str, folder: Path) -> Path:
 
 
 def save_tiny_taef2(folder: Path) -> Path:
-    """The same of AutoencoderTiny with a global branch in every block, as TAEF2 has them in the middle ones."""
+    """The same of AutoencoderTiny with a global branch in every block, as TAEF2 has them in the
+    middle ones."""
     import diffusers
     from diffusers.models.autoencoders.vae import AutoencoderTinyBlock
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = diffusers.AutoencoderTiny(**TINY["AutoencoderTiny"])
-        for block in [module for module in model.modules() if isinstance(module, AutoencoderTinyBlock)]:
+        for block in [
+            module for module in model.modules() if isinstance(module, AutoencoderTinyBlock)
+        ]:
             add_global_branch(block, 4, 8)
         model.register_to_config(mid_block_global_branch=True)
         model.save_pretrained(folder)
@@ -101,11 +106,15 @@ def save_images(folder: Path, classes: tuple[str, ...], per_class: int) -> Path:
     return folder
 
 
-def save_latent_set(folder: Path, shards: list[tuple[str, dict[str, torch.Tensor]]], **changes: Any) -> Manifest:
-    """Writes `(split, tensors)` as one shard each, and their manifest; `changes` replace fields of the manifest."""
+def save_latent_set(
+    folder: Path, shards: list[tuple[str, dict[str, torch.Tensor]]], **changes: Any
+) -> Manifest:
+    """Writes `(split, tensors)` as one shard each, and their manifest; `changes` replace fields of
+    the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [
-        write_shard(folder / f"{split}-{i:05d}.tar", tensors, split) for i, (split, tensors) in enumerate(shards)
+        write_shard(folder / f"{split}-{i:05d}.tar", tensors, split)
+        for i, (split, tensors) in enumerate(shards)
     ]
     channels, height, width = shards[0][1]["latents"].shape[1:]
     fields: dict[str, Any] = {
@@ -118,7 +127,10 @@ def save_latent_set(folder: Path, shards: list[tuple[str, dict[str, torch.Tensor
         "flips": True,
         "mean": [0.5 * c - 0.25 for c in range(channels)],
         "std": [1.0 + c for c in range(channels)],
-        "encoder": {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": "someone/some-vae"},
+        "encoder": {
+            "_target_": "models.autoencoders.DiffusersAutoencoder",
+            "path": "someone/some-vae",
+        },
         "encoder_class": "AutoencoderKL",
         "encoder_sha256": "0" * 64,
         "scaling_factor": 0.5,
@@ -142,7 +154,9 @@ def save_latent_set(folder: Path, shards: list[tuple[str, dict[str, torch.Tensor
     return manifest
 
 
-def write_shard(file: Path, tensors: dict[str, torch.Tensor], split: str = "train", parts: int = 5) -> Shard:
+def write_shard(
+    file: Path, tensors: dict[str, torch.Tensor], split: str = "train", parts: int = 5
+) -> Shard:
     """One shard in blocks of four samples, handed over in chunks of `parts`."""
     writer = ShardWriter(file, split, block_size=4)
     for chunk in torch.arange(len(tensors["labels"])).split(parts):
@@ -150,7 +164,9 @@ def write_shard(file: Path, tensors: dict[str, torch.Tensor], split: str = "trai
     return writer.close()
 
 
-def random_samples(count: int, seed: int, shape: tuple[int, int, int] = (3, 4, 2)) -> dict[str, torch.Tensor]:
+def random_samples(
+    count: int, seed: int, shape: tuple[int, int, int] = (3, 4, 2)
+) -> dict[str, torch.Tensor]:
     """All tensors that a block can hold, random."""
     generator = torch.Generator().manual_seed(seed)
     names = ("latents", "std", "mirrored", "mirrored_std")

@@ -1,8 +1,9 @@
-"""A training process of the tests: `train.py`, with a quick compiler and, where it is asked for, a fault.
+"""A training process of the tests: `train.py`, with a quick compiler and, where it is asked for, a
+fault.
 
 FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
-With ANY_PRECISION a CPU may have any. With KERNELS_ON_RANK fused kernels may be asked for, and can run in that process
-alone, in Triton's interpreter.
+With ANY_PRECISION a CPU may have any. With KERNELS_ON_RANK fused kernels may be asked for, and can
+run in that process alone, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from accel.compilation import Compile
-from accel.fused_kernels import FusedKernel
+from accel.techniques.compilation import Compile
+from accel.techniques.fused_kernels import FusedKernel
 from tests.conftest import TINY_RUN
 from train import train
 from training.config.compose import compose, one_sentence
-from training.process.exit import exiting
+from training.distributed.exit import exiting
 from training.step import TrainStep
 
 Compile.backend = "aot_eager"
@@ -28,7 +29,8 @@ Compile.backend = "aot_eager"
 
 def faulty(kind: str, step: int) -> None:
     """Makes the step fail; warm-up has three of its own, which do not count."""
-    losses, calls = TrainStep.losses, iter(range(10**6))
+    losses = TrainStep.losses
+    calls = iter(range(10**6))
 
     def failing(self: TrainStep, batch, held_out=False):
         loss, t = losses(self, batch, held_out)

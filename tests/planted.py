@@ -1,4 +1,5 @@
-"""A model of one small block, with an operator of ours whose kernel has a fault planted by the variable PLANT.
+"""A model of one small block, with an operator of ours whose kernel has a fault planted by the
+variable PLANT.
 
 The process that tries kernels imports this to open the block, so the fault is there too.
 """
@@ -62,7 +63,10 @@ def backward(dy, x):
 if "planted" not in OPERATORS:
     register("planted(Tensor x) -> Tensor", as_launched, torch.empty_like, "planted.launch")
     register(
-        "planted_backward(Tensor dy, Tensor x) -> Tensor", backward, lambda dy, x: torch.empty_like(x), "none.none"
+        "planted_backward(Tensor dy, Tensor x) -> Tensor",
+        backward,
+        lambda dy, x: torch.empty_like(x),
+        "none.none",
     )
     OPERATORS["planted"] = Operator(definition, kernel)
     OPERATORS["planted_backward"] = Operator(backward, backward)
@@ -103,7 +107,8 @@ class PlantedModel(nn.Module):
         self.blocks = nn.ModuleList(PlantedBlock(dim) for _ in range(depth))
 
     def forward(self, samples: int = 2) -> None:
-        branch, cond = torch.zeros(samples, 5, self.dim), torch.zeros(samples, 3, self.dim)
+        branch = torch.zeros(samples, 5, self.dim)
+        cond = torch.zeros(samples, 3, self.dim)
         state = branch, torch.ones(samples, self.dim), torch.zeros_like(branch)
         for block in self.blocks:
             state = block(*state, cond)

@@ -1,4 +1,5 @@
-"""A denoiser with a fault, by the size of its micro-batch, planted by the variable PLANT: "slow:4,wrong:2"."""
+"""A denoiser with a fault, by the size of its micro-batch, planted by the variable PLANT:
+"slow:4,wrong:2"."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from models.denoiser import Denoiser
 
 FAULTS = {
-    int(size): fault for fault, _, size in (w.partition(":") for w in os.environ.get("PLANT", "").split(",")) if size
+    int(size): fault
+    for fault, _, size in (w.partition(":") for w in os.environ.get("PLANT", "").split(","))
+    if size
 }
 
 
@@ -34,7 +37,13 @@ class Fixed(Denoiser):
         drop_path: float,
     ) -> None:
         image = {"channels": channels, "height": height, "width": width, "num_classes": num_classes}
-        sizes = {"dim": dim, "depth": 3, "head_dim": head_dim, "patch_size": patch_size, "mlp_ratio": mlp_ratio}
+        sizes = {
+            "dim": dim,
+            "depth": 3,
+            "head_dim": head_dim,
+            "patch_size": patch_size,
+            "mlp_ratio": mlp_ratio,
+        }
         super().__init__(**image, **sizes, mixer=mixer, drop_path=drop_path)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from accel.cuda_graph import CapturedUpdate, CudaGraph
 from accel.kernels.operator import OPERATORS
+from accel.techniques.cuda_graph import CapturedUpdate, CudaGraph
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations with which the host reads a value of the device."""
@@ -27,7 +27,8 @@ def alias(value: Any) -> Any:
 
 
 class Recording(TorchDispatchMode):
-    """Notes each operation with the tensors that it took and made, as a capture does; a host read raises."""
+    """Notes each operation with the tensors that it took and made, as a capture does; a host read
+    raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +41,19 @@ class Recording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = storages(result) - storages((args, kwargs))
         if made or func._schema.is_mutable:  # not a view, which still is one in a replay
-            # Other tensors of the same memory: the step may give its own other memory later, which a graph never sees.
-            inputs, outputs = tree_map(alias, (args, kwargs or {})), tree_map(alias, result)
-            self.calls.append((func, inputs, [t for t in tree_leaves(outputs) if storages(t) & made]))
+            # Other tensors of the same memory: the step may give its own other memory later, which
+            # a graph never sees.
+            inputs = tree_map(alias, (args, kwargs or {}))
+            outputs = tree_map(alias, result)
+            self.calls.append(
+                (func, inputs, [t for t in tree_leaves(outputs) if storages(t) & made])
+            )
         return result
 
 
 class Graph:
-    """A CUDA graph on a CPU: a replay runs the recorded operations again, on the tensors of the capture.
+    """A CUDA graph on a CPU: a replay runs the recorded operations again, on the tensors of the
+    capture.
 
     So it does what a real one does to a step that has changed since: nothing of the change is seen.
     """
@@ -82,10 +88,13 @@ class Streams:
 
     class Entered:
         def __init__(self, streams: Streams, name: str) -> None:
-            self.streams, self.name, self.before = streams, name, streams.current
+            self.streams = streams
+            self.name = name
+            self.before = streams.current
 
         def __enter__(self) -> None:
-            self.before, self.streams.current = self.streams.current, self.name
+            self.before = self.streams.current
+            self.streams.current = self.name
 
         def __exit__(self, *failure: Any) -> None:
             self.streams.current = self.before
@@ -102,7 +111,9 @@ class Streams:
         def __exit__(self, kind: Any, *failure: Any) -> None:
             self.graph.recording.__exit__(kind, *failure)
             if kind is not None:  # torch.cuda.graph raises here too, before it leaves its stream
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+                raise RuntimeError(
+                    "CUDA error: operation failed due to a previous error during capture"
+                )
             super().__exit__(kind, *failure)
 
 
@@ -131,7 +142,8 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 class Launching(TorchDispatchMode):
-    """Runs the Triton launcher of each of our operators where a CPU, or the meta device, would run its definition."""
+    """Runs the Triton launcher of each of our operators where a CPU, or the meta device, would run
+    its definition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,6 +172,11 @@ def backward(outputs: Tensor | tuple[Tensor, ...]) -> None:
 def profiler_event(name: str, on_gpu: bool = False, annotation: bool = False) -> Any:
     """An event as the profiler records it, of a millisecond."""
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    facts = {"name": name, "device_type": device, "is_user_annotation": annotation, "duration_ns": 10**6}
+    facts = {
+        "name": name,
+        "device_type": device,
+        "is_user_annotation": annotation,
+        "duration_ns": 10**6,
+    }
     facts |= {"start_thread_id": 1, "start_ns": 0, "dtypes": []}
     return SimpleNamespace(**{key: lambda value=value: value for key, value in facts.items()})

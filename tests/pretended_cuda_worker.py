@@ -1,7 +1,9 @@
-"""Training steps on fake CUDA tensors, and Inductor's code for CUDA, in a process that pretends to have an H100.
+"""Training steps on fake CUDA tensors, and Inductor's code for CUDA, in a process that pretends to
+have an H100.
 
-Started by tests/test_pretended_cuda.py with two small libraries in its environment: one that counts devices, one in the
-driver's place. `python -m tests.pretended_cuda_worker <kind>` prints a line of JSON for each case of that kind.
+Started by tests/test_pretended_cuda.py with two small libraries in its environment: one that counts
+devices, one in the driver's place. `python -m tests.pretended_cuda_worker <kind>` prints a line of
+JSON for each case of that kind.
 """
 
 from __future__ import annotations
@@ -29,20 +31,24 @@ from torch.utils._pytree import tree_leaves
 
 import accel.kernels.attend
 import accel.kernels.counter_noise
-import accel.offload_optimizer
-import accel.weights
+import accel.techniques.offload_optimizer
+import accel.techniques.weights
 import models.mixers.attention
-from accel.fused_adamw import is_fused
+from accel.techniques.fused_adamw import is_fused
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.compose import ROOT, compose
 from training.counting import assumed_kernels
-from training.pretrained import build_on_meta
+from training.weights.pretrained import build_on_meta
 
 CUDA = torch.device("cuda")
 FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")
-STEPS = {f"{family}, {preset}": f"{family} {preset}" for family in FAMILIES for preset in ("eager", "fast", "lowmem")}
+STEPS = {
+    f"{family}, {preset}": f"{family} {preset}"
+    for family in FAMILIES
+    for preset in ("eager", "fast", "lowmem")
+}
 STEPS |= {
     "max, accumulation": "mamba max runtime.compile=false accumulation_steps=2",
     "max, spikes": "zigzag max runtime.compile=false guards.spike_sigmas=6",
@@ -57,7 +63,10 @@ STEPS |= {
     "muon": "mamba fast optim=muon",
     "adafactor": "mamba fast optim=adafactor",
     "sgd": "mamba fast optim=sgd",
-    **{f"attention={name}": f"dit fast runtime.attention={name}" for name in ("flash", "cudnn", "efficient", "math")},
+    **{
+        f"attention={name}": f"dit fast runtime.attention={name}"
+        for name in ("flash", "cudnn", "efficient", "math")
+    },
 }
 """Name of a case -> family, preset, and further words."""
 COMPILED = {family: f"{family} production" for family in FAMILIES}
@@ -70,11 +79,19 @@ COMPILED |= {
     "flex": "dit production runtime.attention=flex",
 }
 SPEC = LatentSpec(
-    channels=4, height=32, width=32, num_classes=1000, count=50000, class_names=[], mean=[0.0] * 4, std=[1.0] * 4
+    channels=4,
+    height=32,
+    width=32,
+    num_classes=1000,
+    count=50000,
+    class_names=[],
+    mean=[0.0] * 4,
+    std=[1.0] * 4,
 )
 STEP_COUNT = 2
 DEVICES = 10
-"""As many as PyTorch's own stand-in for a device guard counts; autograd asks for the context of each."""
+"""As many as PyTorch's own stand-in for a device guard counts; autograd asks for the context of
+each."""
 
 
 # The device that is not there.
@@ -84,7 +101,8 @@ class Device(SimpleNamespace):
     """What is asked about an H100."""
 
     name = "NVIDIA H100 80GB HBM3"
-    major, minor = 9, 0
+    major = 9
+    minor = 0
     multi_processor_count = 132
     total_memory = 80 * 2**30
     regs_per_multiprocessor = 65536
@@ -142,7 +160,9 @@ def pretend_device() -> None:
         "current_stream": Nothing(),
     }
     facts |= dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
-    facts |= dict.fromkeys(("_lazy_init", "init", "synchronize", "empty_cache", "set_device", "set_rng_state"))
+    facts |= dict.fromkeys(
+        ("_lazy_init", "init", "synchronize", "empty_cache", "set_device", "set_rng_state")
+    )
     for name, value in facts.items():
         setattr(torch.cuda, name, always(value))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
@@ -151,15 +171,18 @@ def pretend_device() -> None:
     fake_tensor.init_gpu_context = always(None)
     FakeTensorMode.avoid_device_init = property(always(True))  # pyright: ignore[reportAttributeAccessIssue]
     torch._C._ensureCUDADeviceGuardSet()
-    ctypes.c_byte.in_dll(ctypes.CDLL(os.environ["PRETENDED_CUDA"]), "pretended_devices").value = DEVICES
+    ctypes.c_byte.in_dll(
+        ctypes.CDLL(os.environ["PRETENDED_CUDA"]), "pretended_devices"
+    ).value = DEVICES
     torch.autograd.set_multithreading_enabled(False)  # a FakeTensorMode is one thread's
 
 
 def pretend_launches() -> None:
-    """Stands in for what fake tensors cannot do: launch Triton, choose an attention backend, page-lock memory."""
+    """Stands in for what fake tensors cannot do: launch Triton, choose an attention backend,
+    page-lock memory."""
     for module in (accel.kernels.counter_noise, accel.weights):
         module.draw = draw
-    accel.offload_optimizer.host_tensor = partial(torch.empty_like, device="cpu")
+    accel.techniques.offload_optimizer.host_tensor = partial(torch.empty_like, device="cpu")
     models.mixers.attention.attend = attend
     torch._fused_adamw_ = partial(fused_update, 4)
 
@@ -185,30 +208,38 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Tensor:
 
 
 def fused_update(lists: int, *tensors: list[Tensor], **options: Any) -> None:
-    """An update by one kernel, which the device decides about: checks where and what its inputs are."""
-    device, dtype = tensors[0][0].device, tensors[0][0].dtype
+    """An update by one kernel, which the device decides about: checks where and what its inputs
+    are."""
+    device = tensors[0][0].device
+    dtype = tensors[0][0].dtype
     for t in (t for some in tensors[:lists] for t in some):
-        assert (t.device, t.dtype) == (device, dtype), f"{t.dtype} on {t.device} beside {dtype} on {device}"
+        assert (t.device, t.dtype) == (device, dtype), (
+            f"{t.dtype} on {t.device} beside {dtype} on {device}"
+        )
     for t in (t for some in tensors[lists:] for t in some):
         assert t.device == device, f"a step count on {t.device} beside parameters on {device}"
     for name in ("grad_scale", "found_inf", "lr"):
         value = options[name]
         assert isinstance(value, Tensor), f"{name} is {value}, a number of the host"
-        assert (value.device, value.dtype) == (device, torch.float32), f"{name} is {value.dtype} on {value.device}"
+        assert (value.device, value.dtype) == (device, torch.float32), (
+            f"{name} is {value.dtype} on {value.device}"
+        )
 
 
 # Steps.
 
 
 class Waits(TorchDispatchMode):
-    """Notes each place where the host reads a value of the device, or copies so that it waits, and goes on."""
+    """Notes each place where the host reads a value of the device, or copies so that it waits, and
+    goes on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        name = func.overloadpacket.__name__
+        kwargs = kwargs or {}
         if name == "_local_scalar_dense":
             if args[0].is_cuda:
                 self.note("reads a value")
@@ -217,7 +248,9 @@ class Waits(TorchDispatchMode):
         result = func(*args, **kwargs)
         if name in ("_to_copy", "copy_"):
             source = args[0] if name == "_to_copy" else args[1]
-            waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            waits = not (
+                kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+            )
             if waits and source.device.type != result.device.type:
                 self.note(f"copies from {source.device.type} to {result.device.type}")
         return result
@@ -225,21 +258,36 @@ class Waits(TorchDispatchMode):
     def note(self, what: str) -> None:
         files = [at.filename for at in traceback.extract_stack() if at.filename != __file__]
         known = [file for file in files if "torch/optim/" in file or "site-packages" not in file]
-        self.places.append(f"{known[-1].removeprefix(f'{ROOT}/').rpartition('site-packages/')[2]} {what}")
+        self.places.append(
+            f"{known[-1].removeprefix(f'{ROOT}/').rpartition('site-packages/')[2]} {what}"
+        )
 
 
 def check_devices(func: Any, args: Any, kwargs: Any) -> None:
-    """RuntimeError where an operation would write to the host what lies on the device: fake scalars let that pass."""
+    """RuntimeError where an operation would write to the host what lies on the device: fake scalars
+    let that pass."""
     given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    written = tree_leaves([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
+    given += [
+        (argument, kwargs[argument.name])
+        for argument in func._schema.arguments
+        if argument.name in kwargs
+    ]
+    written = tree_leaves(
+        [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+    )
     on_host = any(isinstance(t, Tensor) and not t.is_cuda for t in written)
     copies = func.overloadpacket.__name__ in ("copy_", "_foreach_copy_")
-    if on_host and not copies and any(isinstance(t, Tensor) and t.is_cuda for t in tree_leaves((args, kwargs))):
+    if (
+        on_host
+        and not copies
+        and any(isinstance(t, Tensor) and t.is_cuda for t in tree_leaves((args, kwargs)))
+    ):
         raise RuntimeError(f"{func} writes to the host, and not all that it takes is there")
 
 
-def blank_model(device: torch.device, node: Any, spec: LatentSpec, _device: torch.device) -> Denoiser:
+def blank_model(
+    device: torch.device, node: Any, spec: LatentSpec, _device: torch.device
+) -> Denoiser:
     """The model on `device`, of fake tensors."""
     model = build_on_meta(node, spec)
     for module in model.modules():
@@ -256,9 +304,17 @@ def blank_model(device: torch.device, node: Any, spec: LatentSpec, _device: torc
 def assembled(words: str, home: torch.device = CUDA) -> Training:
     """A run with its parameters on `home`; its step is never captured."""
     family, preset, *more = words.split()
-    cfg = compose([f"model={family}_xs", f"runtime={preset}", "data=synthetic", "batch_size=8", *more]).cfg
+    cfg = compose(
+        [f"model={family}_xs", f"runtime={preset}", "data=synthetic", "batch_size=8", *more]
+    ).cfg
     alone = partial(build_stack, alone=True)
-    parts = Parts(always(SimpleNamespace(spec=SPEC)), partial(blank_model, home), assumed_kernels, alone, always(None))
+    parts = Parts(
+        always(SimpleNamespace(spec=SPEC)),
+        partial(blank_model, home),
+        assumed_kernels,
+        alone,
+        always(None),
+    )
     training = assemble(cfg, CUDA, parts=parts)
     assert not training.stack.reasons, f"could not be had: {training.stack.reasons}"
     training.step.update = training.step.one_step
@@ -273,8 +329,10 @@ def batches(training: Training) -> list[Batch]:
 
 
 def lend(training: Training) -> None:
-    """Each forward pass finds copies on the device of the parameters, which stay on the host: as sharding does it."""
-    model, forward = training.model, training.step.forward
+    """Each forward pass finds copies on the device of the parameters, which stay on the host: as
+    sharding does it."""
+    model = training.model
+    forward = training.step.forward
 
     def on_device(*args: Any, **kwargs: Any) -> Tensor:
         own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -298,26 +356,41 @@ def take_steps(training: Training, watched: AbstractContextManager[Any]) -> None
 
 def places_of_state(training: Training) -> list[str]:
     state = training.step.optimizer.state_dict()["state"]
-    return sorted({t.device.type for entries in state.values() for t in entries.values() if isinstance(t, Tensor)})
+    return sorted(
+        {
+            t.device.type
+            for entries in state.values()
+            for t in entries.values()
+            if isinstance(t, Tensor)
+        }
+    )
 
 
 def run_steps(name: str, words: str) -> dict[str, Any]:
-    """Where the host waited in two steps, whether the optimizer is fused, and where its state lies."""
+    """Where the host waited in two steps, whether the optimizer is fused, and where its state
+    lies."""
     home = torch.device("cpu") if name == "parameters on the host" else CUDA
     with FakeTensorMode(allow_non_fake_inputs=True):
-        training, waits = assembled(words, home), Waits()
+        training = assembled(words, home)
+        waits = Waits()
         if home != CUDA:
             lend(training)
         take_steps(training, waits)
         fused = is_fused(training.step.optimizer)
-        return {"fused": fused, "waits": waits.places, "state": places_of_state(training), "steps": STEP_COUNT}
+        return {
+            "fused": fused,
+            "waits": waits.places,
+            "state": places_of_state(training),
+            "steps": STEP_COUNT,
+        }
 
 
 # Compiled blocks.
 
 
 class Generated:
-    """What Inductor makes: graphs' wrapper code and Triton kernels. A graph runs as it was given to Inductor."""
+    """What Inductor makes: graphs' wrapper code and Triton kernels. A graph runs as it was given to
+    Inductor."""
 
     def __init__(self) -> None:
         self.kernels: list[str] = []
@@ -335,7 +408,8 @@ class Generated:
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.graph import GraphLowering
 
-        codegen, compile_graph = GraphLowering.codegen, compile_fx.fx_codegen_and_compile
+        codegen = GraphLowering.codegen
+        compile_graph = compile_fx.fx_codegen_and_compile
 
         def noted(lowering: GraphLowering) -> Any:
             code = codegen(lowering)
@@ -382,7 +456,12 @@ def pretend_compiler() -> None:
     CudaInterface.get_compute_capability = staticmethod(always(90))
     CudaInterface.synchronize = staticmethod(always(None))
     torch._C._cuda_getCurrentRawStream = always(0)
-    limits = {"max_shared_mem": 232448, "max_num_regs": 65536, "multiprocessor_count": 132, "warpSize": 32}
+    limits = {
+        "max_shared_mem": 232448,
+        "max_num_regs": 65536,
+        "multiprocessor_count": 132,
+        "warpSize": 32,
+    }
     target = GPUTarget("cuda", 90, 32)
     driver = SimpleNamespace(
         utils=SimpleNamespace(get_device_properties=always(limits)),
@@ -395,7 +474,8 @@ def pretend_compiler() -> None:
 
 
 def run_compiled(name: str, words: str) -> dict[str, Any]:
-    """Two steps with compiled blocks: the graphs and kernels that were made, and our operators in their code."""
+    """Two steps with compiled blocks: the graphs and kernels that were made, and our operators in
+    their code."""
     generated = Generated()
     with generated.recorded(), FakeTensorMode(allow_non_fake_inputs=True):
         training = assembled(words)

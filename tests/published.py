@@ -1,7 +1,9 @@
-"""SiT and LightningDiT as their papers write them, plainly: what imported weights are compared with.
+"""SiT and LightningDiT as their papers write them, plainly: what imported weights are compared
+with.
 
-x = t·z + (1-t)·ε, the model returns the velocity z - ε. Keys are those of the published checkpoints.
-Ma et al. 2024, https://arxiv.org/abs/2401.08740; Yao et al. 2025, https://arxiv.org/abs/2501.01423.
+x = t·z + (1-t)·ε, the model returns the velocity z - ε. Keys are those of the published
+checkpoints. Ma et al. 2024, https://arxiv.org/abs/2401.08740; Yao et al. 2025,
+https://arxiv.org/abs/2501.01423.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Shape:
 def random_weights(shape: Shape, seed: int = 0) -> Weights:
     """Every tensor of the checkpoint, none of them zero."""
     draw = torch.Generator().manual_seed(seed)
-    D, P, C = shape.dim, shape.patch, shape.channels
+    D = shape.dim
+    P = shape.patch
+    C = shape.channels
     sizes: dict[str, tuple[int, ...]] = {
         "x_embedder.proj.weight": (D, C, P, P),
         "x_embedder.proj.bias": (D,),
@@ -52,10 +56,16 @@ def random_weights(shape: Shape, seed: int = 0) -> Weights:
         linears |= {f"blocks.{i}.attn.qkv": (3 * D, D), f"blocks.{i}.attn.proj": (D, D)}
         linears |= {f"blocks.{i}.adaLN_modulation.1": (6 * D, D)}
         if shape.lightning:
-            linears |= {f"blocks.{i}.mlp.w12": (2 * shape.hidden, D), f"blocks.{i}.mlp.w3": (D, shape.hidden)}
+            linears |= {
+                f"blocks.{i}.mlp.w12": (2 * shape.hidden, D),
+                f"blocks.{i}.mlp.w3": (D, shape.hidden),
+            }
             norms += [f"blocks.{i}.norm1", f"blocks.{i}.norm2"]
         else:
-            linears |= {f"blocks.{i}.mlp.fc1": (shape.hidden, D), f"blocks.{i}.mlp.fc2": (D, shape.hidden)}
+            linears |= {
+                f"blocks.{i}.mlp.fc1": (shape.hidden, D),
+                f"blocks.{i}.mlp.fc2": (D, shape.hidden),
+            }
         if shape.qk_norm:
             sizes |= {f"blocks.{i}.attn.{part}_norm.weight": (D // shape.heads,) for part in "qk"}
     linears |= {"final_layer.adaLN_modulation.1": (2 * D, D)}
@@ -75,7 +85,8 @@ def random_weights(shape: Shape, seed: int = 0) -> Weights:
 
 
 def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Angle of each token and channel of a head: position along rows, then along columns, over 10000^(2j/half)."""
+    """Angle of each token and channel of a head: position along rows, then along columns, over
+    10000^(2j/half)."""
     half = shape.dim // shape.heads // 2
     angles = torch.empty(shape.rows**2, 2 * half)
     for token in range(shape.rows**2):
@@ -100,15 +111,18 @@ def attention(w: Weights, name: str, x: Tensor, shape: Shape) -> Tensor:
     B, L, D = x.shape
     q, k, v = linear(w, f"{name}.qkv", x).view(B, L, 3, shape.heads, -1).permute(2, 0, 3, 1, 4)
     if shape.qk_norm:
-        q, k = norm(w, f"{name}.q_norm", q), norm(w, f"{name}.k_norm", k)
+        q = norm(w, f"{name}.q_norm", q)
+        k = norm(w, f"{name}.k_norm", k)
     if shape.lightning:
-        cos, sin = w["feat_rope.freqs_cos"], w["feat_rope.freqs_sin"]
+        cos = w["feat_rope.freqs_cos"]
+        sin = w["feat_rope.freqs_sin"]
 
         def turned(x: Tensor) -> Tensor:
             pairs = x.view(*x.shape[:-1], -1, 2)
             return x * cos + torch.stack((-pairs[..., 1], pairs[..., 0]), -1).view_as(x) * sin
 
-        q, k = turned(q), turned(k)
+        q = turned(q)
+        k = turned(k)
     weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
     return linear(w, f"{name}.proj", (weights @ v).transpose(1, 2).reshape(B, L, D))
 
@@ -122,12 +136,19 @@ def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
 
 def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
     """z - ε of latents x (B, C, H, W) at times t of theirs, where 1 is the image."""
-    P, rows = shape.patch, shape.rows
-    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=P).flatten(2).transpose(1, 2)
+    P = shape.patch
+    rows = shape.rows
+    tokens = (
+        F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=P)
+        .flatten(2)
+        .transpose(1, 2)
+    )
     tokens = tokens + w["pos_embed"]
     angles = t[:, None] / 10000 ** (torch.arange(128) / 128)
     time = linear(
-        w, "t_embedder.mlp.2", F.silu(linear(w, "t_embedder.mlp.0", torch.cat((angles.cos(), angles.sin()), 1)))
+        w,
+        "t_embedder.mlp.2",
+        F.silu(linear(w, "t_embedder.mlp.0", torch.cat((angles.cos(), angles.sin()), 1))),
     )
     c = F.silu(time + w["y_embedder.embedding_table.weight"][y])
     for i in range(shape.depth):
@@ -137,6 +158,8 @@ def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tenso
         h = norm(w, f"blocks.{i}.norm2", tokens) * (1 + own[4]) + own[3]
         tokens = tokens + own[5] * mlp(w, f"blocks.{i}.mlp", h)
     shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].chunk(2, -1)
-    out = linear(w, "final_layer.linear", norm(w, "final_layer.norm_final", tokens) * (1 + scale) + shift)
+    out = linear(
+        w, "final_layer.linear", norm(w, "final_layer.norm_final", tokens) * (1 + scale) + shift
+    )
     out = out.view(len(x), rows, rows, P, P, -1)[..., : shape.channels]
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), shape.channels, rows * P, rows * P)

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 
-from accel.attention_backend import AttentionBackend
-from accel.compilation import Compile
-from accel.fused_adamw import FusedAdamW
-from accel.precision import Precision
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
+from accel.techniques.attention_backend import AttentionBackend
+from accel.techniques.compilation import Compile
+from accel.techniques.fused_adamw import FusedAdamW
+from accel.techniques.precision import Precision
 from tests.harness import (
     CPU,
     EAGER,
@@ -46,22 +46,33 @@ def any_precision(monkeypatch):
 
 def test_every_technique_is_enrolled():
     assert {key_of(variant) for variant in VARIANTS} == {kind.key for kind in TECHNIQUES}
-    assert {kind.key for kind in TECHNIQUES} | {option for kind in TECHNIQUES for option in kind.options} == set(
+    assert {kind.key for kind in TECHNIQUES} | {
+        option for kind in TECHNIQUES for option in kind.options
+    } == set(
         EAGER
-    ) - {"device", "on_unavailable", "tune", "tune_seconds", "mode", "timeout_minutes", "nccl"}  # the last: processes'
+        # the last: processes'
+    ) - {"device", "on_unavailable", "tune", "tune_seconds", "mode", "timeout_minutes", "nccl"}
 
 
 @pytest.mark.parametrize(
-    "family", ["mamba", "dit", *(pytest.param(family, marks=pytest.mark.slow) for family in ("ssd_mlp", "zigzag"))]
+    "family",
+    [
+        "mamba",
+        "dit",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("ssd_mlp", "zigzag")),
+    ],
 )
 @EVERY
-def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(variant, family, any_precision):
+def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(
+    variant, family, any_precision
+):
     if reason := cannot_be_had(variant):
         pytest.skip(reason)
     rtol = technique(key_of(variant)).loss_rtol
     if variant == {"residual_in_fp32": True}:  # that one is on in eager: compare with off
         variant = {"residual_in_fp32": False}
-    plain, fast = one_step(family), one_step(family, **variant)
+    plain = one_step(family)
+    fast = one_step(family, **variant)
     assert_within(plain, fast, rtol)
 
 
@@ -107,7 +118,13 @@ def test_state_dict_keys_do_not_change(variant):
 @EVERY
 def test_what_cannot_be_had_here_says_so_in_a_sentence(variant):
     reason = cannot_be_had(variant)
-    if key_of(variant) in CUDA_ONLY or variant.get("attention") in ("cudnn", "efficient", "flex", "flash3", "flash4"):
+    if key_of(variant) in CUDA_ONLY or variant.get("attention") in (
+        "cudnn",
+        "efficient",
+        "flex",
+        "flash3",
+        "flash4",
+    ):
         assert "cpu" in reason
     if reason is not None:
         assert reason.endswith(".")
@@ -131,20 +148,26 @@ def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
     values = EAGER | dict.fromkeys(CUDA_ONLY, True)
     stack = AccelerationStack(values, CPU, on_unavailable="degrade")
     assert set(stack.reasons) == CUDA_ONLY
-    with pytest.raises(ValueError, match=r"(?s)runtime.tf32=True.*runtime.cuda_graph=True.*degrade"):
+    with pytest.raises(
+        ValueError, match=r"(?s)runtime.tf32=True.*runtime.cuda_graph=True.*degrade"
+    ):
         AccelerationStack(values, CPU, on_unavailable="error")
 
 
 def test_deterministic_switches_off_what_is_not(monkeypatch):
     technique = next(t for t in TECHNIQUES if t.nondeterministic)
     monkeypatch.setattr(technique, "unavailable", lambda self: None)
-    stack = AccelerationStack(EAGER | {technique.key: True}, CPU, on_unavailable="error", deterministic=True)
+    stack = AccelerationStack(
+        EAGER | {technique.key: True}, CPU, on_unavailable="error", deterministic=True
+    )
     assert stack.reasons == {technique.key: "switched off by deterministic=true"}
 
 
 def test_work_that_must_end_with_the_same_bytes_leaves_cudnn_no_choice(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    stack = AccelerationStack(EAGER | {"cudnn_benchmark": True}, CPU, on_unavailable="error", same_bytes=True)
+    stack = AccelerationStack(
+        EAGER | {"cudnn_benchmark": True}, CPU, on_unavailable="error", same_bytes=True
+    )
     stack.on_process()
     assert "must end with the same bytes" in stack.reasons["cudnn_benchmark"]
     assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic) == (False, True)
@@ -163,23 +186,39 @@ ROWS = pairwise(
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=pytest.mark.slow) if i % 4 != 1 else row for i, row in enumerate(ROWS)],
+    [
+        pytest.param(row, marks=pytest.mark.slow) if i % 4 != 1 else row
+        for i, row in enumerate(ROWS)
+    ],
     ids=lambda row: "-".join(map(str, row)),
 )
 def test_pairs_of_techniques_take_two_steps(row, any_precision):
     precision, residual, attention, policy, scope, fused, refused = row
     if precision == "fp8" and (reason := no_8_bits()):
         pytest.skip(reason)
-    values = {"precision": precision, "residual_in_fp32": residual, "attention": attention, "fused_adamw": fused}
-    values |= {"gradient_checkpointing": policy is not None, "checkpoint_policy": policy or "blocks"}
-    values |= {"compile": scope is not None, "compile_scope": scope or "blocks"} | dict.fromkeys(CUDA_ONLY, refused)
+    values = {
+        "precision": precision,
+        "residual_in_fp32": residual,
+        "attention": attention,
+        "fused_adamw": fused,
+    }
+    values |= {
+        "gradient_checkpointing": policy is not None,
+        "checkpoint_policy": policy or "blocks",
+    }
+    values |= {"compile": scope is not None, "compile_scope": scope or "blocks"} | dict.fromkeys(
+        CUDA_ONLY, refused
+    )
     _, plain, _, other = assemble("dit")
     model, step, stack, loader = assemble("dit", **values)
     for _ in range(2):
-        expected, output = plain([next(other)]), step([next(loader)])
+        expected = plain([next(other)])
+        output = step([next(loader)])
         torch.testing.assert_close(output.loss, expected.loss, rtol=3e-2, atol=0.0)
     rows = {found.key: found for found in stack.warm_up(lambda: step([next(loader)]), model.blocks)}
-    assert [key for key, found in rows.items() if found.missing] == sorted(CUDA_ONLY, key=list(rows).index) * refused
+    assert [key for key, found in rows.items() if found.missing] == sorted(
+        CUDA_ONLY, key=list(rows).index
+    ) * refused
 
 
 def test_attention_that_no_kernel_can_do_falls_back_loudly_or_stops(monkeypatch):
@@ -225,12 +264,15 @@ def failed_assertion(*_):
     assert not _, ""
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # Inductor imports torch.utils.mkldnn
+# Inductor imports torch.utils.mkldnn
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(any_mode, monkeypatch):
     """As Inductor has with mamba in `max-autotune-no-cudagraphs` on a CPU."""
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", failed_assertion)
     model, step, stack, loader = assemble(compile=True, compile_mode="max-autotune-no-cudagraphs")
-    with pytest.warns(UserWarning, match=r"AssertionError.*\(in test_accel.py, failed_assertion\).*max-autotune"):
+    with pytest.warns(
+        UserWarning, match=r"AssertionError.*\(in test_accel.py, failed_assertion\).*max-autotune"
+    ):
         ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
     row = next(r for r in ledger if r.key == "compile")
     assert (row.missing, "nothing runs compiled" in row.evidence) == (True, True)
@@ -238,7 +280,9 @@ def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(any_mode, monkeyp
 
 @pytest.mark.slow
 def test_max_autotune_is_on_or_falls_back_loudly(any_mode):
-    model, step, stack, loader = assemble(depth=1, compile=True, compile_mode="max-autotune-no-cudagraphs")
+    model, step, stack, loader = assemble(
+        depth=1, compile=True, compile_mode="max-autotune-no-cudagraphs"
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
@@ -248,7 +292,8 @@ def test_max_autotune_is_on_or_falls_back_loudly(any_mode):
 
 
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 def test_reduce_overhead_trains_as_eager_does(any_mode, device):
     """On a CPU Inductor leaves its CUDA graphs away; on a GPU the steps are replays."""
@@ -256,7 +301,8 @@ def test_reduce_overhead_trains_as_eager_does(any_mode, device):
     how = {"compile": True, "compile_scope": "model", "compile_mode": "reduce-overhead"}
     model, step, stack, loader = assemble("dit", depth=1, device=torch.device(device), **how)
     for _ in range(4):
-        expected, found = plain([next(other)]), step([next(loader)])
+        expected = plain([next(other)])
+        found = step([next(loader)])
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=0.0)
     ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
     row = next(r for r in ledger if r.key == "compile")
@@ -267,7 +313,8 @@ def test_reduce_overhead_trains_as_eager_does(any_mode, device):
 def test_a_mistake_of_the_user_is_no_compiler_failure():
     model, step, stack, loader = assemble(compile=True)
     model.blocks[0].layers[0].in_proj = torch.nn.Linear(63, 5)
-    with pytest.raises(RuntimeError, match=r"shape|size|dimension"):  # a fallback would warn, an error here
+    # a fallback would warn, an error here
+    with pytest.raises(RuntimeError, match=r"shape|size|dimension"):
         stack.warm_up(lambda: step([next(loader)]), model.blocks)
 
 
@@ -275,11 +322,13 @@ def test_inductor_compiles_a_block_into_one_graph_with_equal_results():
     """The one case with the real compiler; the others use aot_eager."""
     torch._dynamo.reset()
     Compile.backend = "inductor"
-    plain, fast = one_step(), one_step(compile=True)
+    plain = one_step()
+    fast = one_step(compile=True)
     assert "2 of 2 blocks compiled" in ledger_of(compile=True)["compile"].evidence
     torch.testing.assert_close(fast[0], plain[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(fast[1], plain[1], rtol=1e-4, atol=0.0)
 
 
 def test_unfused_means_pytorchs_default():
-    assert FusedAdamW(False, CPU).optimizer_kwargs() == {}  # fused=False would switch foreach off too
+    # fused=False would switch foreach off too
+    assert FusedAdamW(False, CPU).optimizer_kwargs() == {}

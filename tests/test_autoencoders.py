@@ -91,11 +91,19 @@ def test_frozen_and_described(saved: dict[str, Path], kind: str):
     assert not any(p.requires_grad for p in autoencoder.parameters())
     assert autoencoder.kind == kind
     assert autoencoder.scaling_factor == (0.5 if kind == "AutoencoderKL" else 1.0)
-    assert autoencoder.shift_factor == {"AutoencoderKL": 0.25, "AutoencoderTiny": 0.0, "AutoencoderDC": None}[kind]
-    assert autoencoder.weights_sha256 == hashlib.sha256((saved[kind] / WEIGHTS).read_bytes()).hexdigest()
+    assert (
+        autoencoder.shift_factor
+        == {"AutoencoderKL": 0.25, "AutoencoderTiny": 0.0, "AutoencoderDC": None}[kind]
+    )
+    assert (
+        autoencoder.weights_sha256
+        == hashlib.sha256((saved[kind] / WEIGHTS).read_bytes()).hexdigest()
+    )
 
 
-def test_half_precision_weights_compute_in_fp32(saved: dict[str, Path], folder: Callable[[str], Path]):
+def test_half_precision_weights_compute_in_fp32(
+    saved: dict[str, Path], folder: Callable[[str], Path]
+):
     half = folder("AutoencoderKL")
     edit_tensors(half, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
     mean, _ = DiffusersAutoencoder(str(half)).encode(images())
@@ -123,7 +131,9 @@ def test_pixels_are_their_own_latents():
 def refusal(path: Path | str, **arguments: str) -> str:
     with pytest.raises(ValueError, match=r"\w") as caught:
         DiffusersAutoencoder(str(path), **arguments)
-    assert Path(caught.traceback[-1].path).name == "autoencoders.py", "a library's own message, not ours"
+    assert Path(caught.traceback[-1].path).name == "autoencoders.py", (
+        "a library's own message, not ours"
+    )
     return str(caught.value)
 
 
@@ -191,7 +201,9 @@ def test_an_unknown_class_is_refused(folder: Callable[[str], Path], name: str | 
     assert "AutoencoderKL" in message
 
 
-@pytest.mark.parametrize("path", ["{tmp_path}/nowhere", "./nowhere", "~/no/where", "nowhere", "a/b/c"])
+@pytest.mark.parametrize(
+    "path", ["{tmp_path}/nowhere", "./nowhere", "~/no/where", "nowhere", "a/b/c"]
+)
 def test_a_path_that_is_nowhere_is_refused(tmp_path: Path, path: str):
     path = path.format(tmp_path=tmp_path)
     assert f"encoder.path={path} is neither an existing folder nor a hub id" in refusal(path)
@@ -209,7 +221,9 @@ def test_a_hub_id_without_network_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_missing_subfolder_is_refused(saved: dict[str, Path]):
-    assert "nowhere/config.json does not exist" in refusal(saved["AutoencoderKL"], subfolder="nowhere")
+    assert "nowhere/config.json does not exist" in refusal(
+        saved["AutoencoderKL"], subfolder="nowhere"
+    )
 
 
 # The real thing
@@ -218,11 +232,14 @@ def test_a_missing_subfolder_is_refused(saved: dict[str, Path]):
 def four_photos(assets: Path) -> Tensor:
     files = sorted((assets / "images").rglob("*.jpg"))
     chosen = files[:: len(files) // 4][:4]
-    return torch.stack([decode_image(file.read_bytes(), 128) for file in chosen]).float() / 127.5 - 1.0
+    return (
+        torch.stack([decode_image(file.read_bytes(), 128) for file in chosen]).float() / 127.5 - 1.0
+    )
 
 
 def test_taef2_reconstructs_photos_and_plain_diffusers_does_not(assets: Path):
-    photos, folder = four_photos(assets), assets / "vae" / "taef2"
+    photos = four_photos(assets)
+    folder = assets / "vae" / "taef2"
     ours = DiffusersAutoencoder(str(folder))
     latents, std = ours.encode(photos)
     assert std is None

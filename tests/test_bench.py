@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel.compilation import Compile
-from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
+from accel.techniques.compilation import Compile
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from scripts.bench import compare, kernels, ladder, peers, seeds, step, tests, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
@@ -29,7 +29,12 @@ from scripts.timing import Spread, difference, interleaved
 from training.config.compose import ROOT, compose
 
 CPU = torch.device("cpu")
-TINY = [*SETTINGS["tiny"], "runtime.device=cpu", "schedule.kind=constant", "schedule.warmup_samples=0"]
+TINY = [
+    *SETTINGS["tiny"],
+    "runtime.device=cpu",
+    "schedule.kind=constant",
+    "schedule.warmup_samples=0",
+]
 QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
 
 
@@ -58,12 +63,21 @@ def test_settings_are_what_they_say(setting):
 
 
 def test_words_are_the_commands_own_or_overrides():
-    cfg, overrides = parse(BenchConfig, "step", ["setting=s32", "steps=7", "runtime=max", "model=dit_s"], "")
-    assert (cfg.setting, cfg.steps, cfg.repeats, cfg.name, cfg.out) == ("s32", 7, 5, "step_s32", "bench")
+    cfg, overrides = parse(
+        BenchConfig, "step", ["setting=s32", "steps=7", "runtime=max", "model=dit_s"], ""
+    )
+    assert (cfg.setting, cfg.steps, cfg.repeats, cfg.name, cfg.out) == (
+        "s32",
+        7,
+        5,
+        "step_s32",
+        "bench",
+    )
     assert "model=ssd_mlp_s" not in overrides
     assert overrides[-2:] == ["runtime=max", "model=dit_s"]
     _, overrides = parse(BenchConfig, "step", ["setting=tiny", "data=digits"], "")
-    assert not any(word.startswith("data.") for word in overrides)  # those were of the data that it replaces
+    # those were of the data that it replaces
+    assert not any(word.startswith("data.") for word in overrides)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +90,10 @@ def test_words_are_the_commands_own_or_overrides():
         (["compare", "one"], "takes two run folders"),
         (["step", "setting=tiny", "again=true"], "again=True: choose all, failed"),
         (["publish", "nowhere"], "nowhere has no rows.jsonl"),
-        (["techniques", "setting=tiny", "precisions=[bf8]"], r"precisions=\[bf8\]: choose some of fp32"),
+        (
+            ["techniques", "setting=tiny", "precisions=[bf8]"],
+            r"precisions=\[bf8\]: choose some of fp32",
+        ),
         (["ladder", "setting=tiny", "model.depht=3"], "depht"),
         (["precision", "setting=tiny", "steps=1"], "at least 2 steps"),
     ],
@@ -103,7 +120,8 @@ def test_repeats_are_interleaved_and_turned_round():
     taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
-    assert Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0  # a slow round is no matter
+    # a slow round is no matter
+    assert Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3, 1.5, 2.5)
     assert Spread.of([4.0]) == Spread(4.0, 4.0, 4.0, 1, 4.0, 4.0)
 
@@ -122,7 +140,8 @@ DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"
 
 
 @pytest.mark.parametrize(
-    ("storage", "overrides"), [("npy", TINY), ("memory", TINY), ("resident", TINY), ("memory", DIGITS)]
+    ("storage", "overrides"),
+    [("npy", TINY), ("memory", TINY), ("resident", TINY), ("memory", DIGITS)],
 )
 def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp_path):
     """Same weights, samples, noise, rates: what differs is how, not what."""
@@ -148,7 +167,13 @@ def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, capsys):
     assert found[ladder.RUNG_0]["speed"] == 1.0
     measured = {name: rung for name, rung in found.items() if "reason" not in rung}
     for rung in measured.values():
-        assert rung["step_ms_min"] <= rung["step_ms_q1"] <= rung["step_ms"] <= rung["step_ms_q3"] <= rung["step_ms_max"]
+        assert (
+            rung["step_ms_min"]
+            <= rung["step_ms_q1"]
+            <= rung["step_ms"]
+            <= rung["step_ms_q3"]
+            <= rung["step_ms_max"]
+        )
         assert rung["n"] == 1
         assert abs(rung["loss_deviation"]) < 1e-2
     assert "GPU" in found["+ tf32"]["reason"]
@@ -159,7 +184,9 @@ def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, capsys):
         on = getattr(last, kind.key) is True
         assert not on or f"runtime.{kind.key}=true" in words or kind.key == "residual_in_fp32"
     assert "runtime.precision=bf16" in words
-    _, bars = ladder.bars([*found.values(), found["+ compiled blocks"] | {"name": "asked for", "not_on": ["compile"]}])
+    _, bars = ladder.bars(
+        [*found.values(), found["+ compiled blocks"] | {"name": "asked for", "not_on": ["compile"]}]
+    )
     assert {bar.label for bar in bars} == set(measured)  # a rung that was not on is not drawn
     assert str(ROOT) not in (tmp_path / "rows.jsonl").read_text()  # results are published
     assert "×rung 0" in capsys.readouterr().out
@@ -186,7 +213,12 @@ def test_a_step_is_taken_apart(tmp_path, capsys):
 
 def test_the_phase_clock_sums_what_lies_between_marks():
     clock = PhaseClock(CPU)
-    clock.marks = [("start", None, 0.0), ("forward", None, 1.0), ("backward", None, 3.0), ("forward", None, 3.5)]
+    clock.marks = [
+        ("start", None, 0.0),
+        ("forward", None, 1.0),
+        ("backward", None, 3.0),
+        ("forward", None, 3.5),
+    ]
     device, host = clock.read()
     assert device == host == {"forward": 1500.0, "backward": 2000.0}
 
@@ -201,7 +233,9 @@ def test_products_are_told_from_the_rest_by_name():
     assert step.work(times) == Work(10.0, 4.0)
 
 
-ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw", "tf32")} | {"runtime.precision=bf16"}
+ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw", "tf32")} | {
+    "runtime.precision=bf16"
+}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +261,10 @@ def test_a_cpu_is_never_bound_by_launches():
 
 def test_a_trace_opens(tmp_path):
     trace.main([*QUICK, f"out={tmp_path}"])
-    names = {event.get("name") for event in json.loads((tmp_path / "trace_tiny.json").read_text())["traceEvents"]}
+    names = {
+        event.get("name")
+        for event in json.loads((tmp_path / "trace_tiny.json").read_text())["traceEvents"]
+    }
     assert "aten::mm" in names
 
 
@@ -243,9 +280,15 @@ def test_techniques_are_measured_alone_and_removed(tmp_path):
             assert "speed" not in e or e["lost"] == []
     removed = [e for e in found if e["part"] == "removed"]
     assert {e["key"] for e in removed} >= {"compile", "fused_adamw"}
-    assert all(e["ledger"][e["key"]] is False for e in removed if e["key"] in ("compile", "fused_adamw"))
+    assert all(
+        e["ledger"][e["key"]] is False for e in removed if e["key"] in ("compile", "fused_adamw")
+    )
     assert len(by_key["gradient_checkpointing"]) == 2 * len(CheckpointBlocks.examples)
-    assert {e["ledger"]["attention"] for e in by_key["attention"] if "speed" in e} == {"flash", "math"}  # not unused
+    # not unused
+    assert {e["ledger"]["attention"] for e in by_key["attention"] if "speed" in e} == {
+        "flash",
+        "math",
+    }
 
 
 def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
@@ -288,7 +331,9 @@ def test_operators_are_measured_beside_their_definitions(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.timing.time", SimpleNamespace(perf_counter=clock))
     timed = op._replace(definition=definition)
     shared = kernels.Kernels(BenchConfig(setting="tiny", steps=1, repeats=3), CPU)
-    four = shared.measure(timed, lambda *inputs: [definition(*inputs) for _ in range(4)].pop(), backward=False)
+    four = shared.measure(
+        timed, lambda *inputs: [definition(*inputs) for _ in range(4)].pop(), backward=False
+    )
     assert four["speed"] == pytest.approx(0.25, rel=1e-4)
 
 
@@ -323,12 +368,15 @@ def test_other_packages_are_called_for_the_same_work():
         return torch.nn.functional.rms_norm(z, weight.shape, weight.to(z), eps), z
 
     def liger(x, residual, weight, eps):
-        return rms_norm(x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True)
+        return rms_norm(
+            x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True
+        )
 
     def simple_gla(q, k, v, *, g, scale):
         one = torch.ones_like(g)
         heads = [
-            causal_scan(v[:, :, [h]], one[..., [h]], g[..., [h]], k[:, :, [h]], q[:, :, [h]]) for h in range(v.shape[2])
+            causal_scan(v[:, :, [h]], one[..., [h]], g[..., [h]], k[:, :, [h]], q[:, :, [h]])
+            for h in range(v.shape[2])
         ]
         return scale * torch.cat(heads, 2), None
 
@@ -336,7 +384,9 @@ def test_other_packages_are_called_for_the_same_work():
     for made in (
         peers.add_norm_by_layer_norm_fn(SimpleNamespace(layer_norm_fn=rms_norm)),
         peers.add_norm_by_rms_norm(SimpleNamespace(rms_norm=rms_norm)),
-        peers.add_norm_by_liger(SimpleNamespace(LigerFusedAddRMSNormFunction=SimpleNamespace(apply=liger))),
+        peers.add_norm_by_liger(
+            SimpleNamespace(LigerFusedAddRMSNormFunction=SimpleNamespace(apply=liger))
+        ),
     ):
         for a, e in zip(made(*inputs), add_norm(*inputs), strict=True):
             torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
@@ -345,15 +395,21 @@ def test_other_packages_are_called_for_the_same_work():
     by_fla = peers.ssd_by_simple_gla(SimpleNamespace(chunk_simple_gla=simple_gla))
     x, dt, dt_bias, _, B_in, C_out, _ = scan
     step = torch.nn.functional.softplus(dt + dt_bias)[:, :, 1]
-    own = (B_in * C_out)[:, :, 1].sum(-1)[..., None, None] * step[..., None] * x  # which it counts twice
+    # which it counts twice
+    own = (B_in * C_out)[:, :, 1].sum(-1)[..., None, None] * step[..., None] * x
     for made in (by_mamba, by_fla):
-        torch.testing.assert_close(made(*scan)[0], bidirectional_ssd(*scan) + own, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            made(*scan)[0], bidirectional_ssd(*scan) + own, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     gone = peers.Peer("fla", "no_such_module", "add_norm", peers.add_norm_by_rms_norm)
     monkeypatch.setattr(peers, "PEERS", (gone,))
-    assert peers.found() == ({}, {"add_norm of fla": "ModuleNotFoundError: No module named 'no_such_module'"})
+    assert peers.found() == (
+        {},
+        {"add_norm of fla": "ModuleNotFoundError: No module named 'no_such_module'"},
+    )
 
 
 def test_mixers_are_compared_at_equal_parameters_and_at_equal_flops(tmp_path, capsys):
@@ -361,9 +417,22 @@ def test_mixers_are_compared_at_equal_parameters_and_at_equal_flops(tmp_path, ca
     found = result("mixers", tmp_path, "size=xs", "batch_size=8", "families=[ssd_mlp]")
     assert list(found) == ["dit", "ssd_mlp"]
     assert found["dit"]["speed"] == 1.0
-    assert all(abs(entry["parameters"] / found["dit"]["parameters"] - 1) < 0.2 for entry in found.values())
-    base = {"speed_q1": 1.9, "speed_q3": 2.1, "not_on": [], "samples_per_s": 1.0, "mfu": None} | found["dit"]
-    double = base | {"name": "mamba", "speed": 2.0, "speed_q1": 1.9, "flops_a_sample": base["flops_a_sample"] / 2}
+    assert all(
+        abs(entry["parameters"] / found["dit"]["parameters"] - 1) < 0.2 for entry in found.values()
+    )
+    base = {
+        "speed_q1": 1.9,
+        "speed_q3": 2.1,
+        "not_on": [],
+        "samples_per_s": 1.0,
+        "mfu": None,
+    } | found["dit"]
+    double = base | {
+        "name": "mamba",
+        "speed": 2.0,
+        "speed_q1": 1.9,
+        "flops_a_sample": base["flops_a_sample"] / 2,
+    }
     lines = variants.mixers_texts([found["dit"], double])[-1].splitlines()
     cells = dict(zip(re.split(r"  +", lines[0].strip()), lines[2].split()[1:], strict=False))
     assert (cells["×attention"], cells["at equal FLOPs"]) == ("2.00", "1.00")
@@ -375,7 +444,7 @@ def test_mixers_are_compared_at_equal_parameters_and_at_equal_flops(tmp_path, ca
 
 @pytest.mark.slow
 def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
-    from accel.precision import Precision
+    from accel.techniques.precision import Precision
 
     monkeypatch.setattr(Precision, "unavailable", lambda self: None)
     found = list(result("precision", tmp_path, "steps=4", "seeds=[0,1]").values())
@@ -394,20 +463,33 @@ def test_measures_against_too_little_memory_are_counted(tmp_path):
     assert {entry["measure"] for entry in found.values() if entry["seed"] == 1} == {*seeds.SEEDED}
     assert not [name for name, entry in found.items() if "error" in entry or entry["lost"]]
     each = {e["measure"]: e["optimizer_bytes"] / e["parameters"] for e in found.values()}
-    assert each["adamw"] == pytest.approx(8.0, abs=0.1) > 3 * each["adamw_8bit"] > 3 * each["adamw_4bit"]
+    assert (
+        each["adamw"]
+        == pytest.approx(8.0, abs=0.1)
+        > 3 * each["adamw_8bit"]
+        > 3 * each["adamw_4bit"]
+    )
     moved = found["offload_optimizer, seed 0"]
     assert moved["on_host_bytes"] > 0.9 * (moved["on_host_bytes"] + moved["optimizer_bytes"])
     lines = seeds.memory_texts(list(found.values()))[0].splitlines()
     assert [line.partition("  ")[0] for line in lines[2:]] == list(seeds.MEASURES)
-    refused = result("memory", tmp_path / "refused", "steps=2", "seeds=[0]")["offload_optimizer, seed 0"]
+    refused = result("memory", tmp_path / "refused", "steps=2", "seeds=[0]")[
+        "offload_optimizer, seed 0"
+    ]
     assert "on cpu" in refused["reason"]
 
 
 def test_a_gpu_test_is_a_row_with_its_outcome(tmp_path):
     """On planted tests, by a pytest within this one."""
     file = tmp_path / "test_planted.py"
-    outcomes = {"good": "pass", "bad": "assert 1 == 2, 'planted'", "absent": "pytest.skip('no such card')"}
-    bodies = (f"@pytest.mark.gpu\ndef test_{name}():\n    {body}\n" for name, body in outcomes.items())
+    outcomes = {
+        "good": "pass",
+        "bad": "assert 1 == 2, 'planted'",
+        "absent": "pytest.skip('no such card')",
+    }
+    bodies = (
+        f"@pytest.mark.gpu\ndef test_{name}():\n    {body}\n" for name, body in outcomes.items()
+    )
     file.write_text("import pytest\n" + "\n".join(bodies))
     assert len(tests.pytest_main("--collect-only", str(file)).ids) == 3
     rows = [Row(name, partial(tests.run_test, f"{file}::test_{name}")) for name in outcomes]
@@ -449,7 +531,10 @@ def test_saves_say_how_much_longer_the_steps_take(tmp_path, monkeypatch):
     monkeypatch.setattr(saves, "one_round", clocked)
     monkeypatch.chdir(tmp_path)
     ways = result("saves", tmp_path)
-    assert {name: way["times_as_long"] for name, way in ways.items()} == {"background": 3.0, "foreground": 3.0}
+    assert {name: way["times_as_long"] for name, way in ways.items()} == {
+        "background": 3.0,
+        "foreground": 3.0,
+    }
     assert ways["background"]["stall_ms"] == 500.0
 
 
@@ -473,6 +558,11 @@ def test_a_table_of_entries_has_dashes_where_nothing_was_measured():
         {"name": "c", "reason": "no GPU"},
     ]
     lines = [line.split() for line in entries_table(columns, entries).splitlines()]
-    assert lines == [["ms", "GiB"], ["a", "1.2", "0.50", "fine"], ["b", "10.0", "–"], ["c", "–", "–", "no", "GPU"]]
+    assert lines == [
+        ["ms", "GiB"],
+        ["a", "1.2", "0.50", "fine"],
+        ["b", "10.0", "–"],
+        ["c", "–", "–", "no", "GPU"],
+    ]
     with pytest.raises(KeyError):
         entries_table({"ms": "{mss}"}, entries)

@@ -1,4 +1,5 @@
-"""What guides promise: every claim has a source, a verdict that follows from its figures, and a line in the docs."""
+"""What guides promise: every claim has a source, a verdict that follows from its figures, and a
+line in the docs."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel.compilation import Compile
 from accel.ledger import LedgerRow
 from accel.stack import TECHNIQUES
+from accel.techniques.compilation import Compile
 from scripts.bench import claim_measures as measures
 from scripts.bench import claims, practices
 from scripts.bench.claim_list import CLAIMS, UNSOURCED
@@ -43,7 +44,9 @@ def quick_compiler(monkeypatch):
 
 def bench_of(*words: str) -> Bench:
     """On a CPU, one step a round, two rounds."""
-    cfg, overrides = parse(BenchConfig, "claims", ["setting=tiny", "steps=1", "repeats=2", *words], "")
+    cfg, overrides = parse(
+        BenchConfig, "claims", ["setting=tiny", "steps=1", "repeats=2", *words], ""
+    )
     return Bench([*overrides, "runtime.device=cpu"], cfg, CPU)
 
 
@@ -71,7 +74,11 @@ def test_every_claim_is_planned_and_the_cheap_ones_are_measured():
     for name in ("latents over pixels: numbers to store", "checkpointing, a step"):
         entries.append({"name": name, **rows[name].labels, **rows[name].measure()})
     stored, step = entries[-2:]
-    assert (stored["measured"], stored["verdict"], "ratio" in stored) == (48.0, "refuted: less, one round", False)
+    assert (stored["measured"], stored["verdict"], "ratio" in stored) == (
+        48.0,
+        "refuted: less, one round",
+        False,
+    )
     assert step["ratio_q1"] <= step["ratio"] <= step["ratio_q3"]
     again = rows["checkpointing, a step, by its paper and Transformers"].measure()
     assert again["one"] == step["one"]  # the same figures, not measured twice
@@ -82,25 +89,36 @@ def test_every_claim_is_planned_and_the_cheap_ones_are_measured():
 
 @pytest.mark.slow
 def test_all_claims_are_measured_or_say_why_not(monkeypatch):
-    entries = [{"name": row.name, **row.labels, **row.measure()} for row in planned("model.depth=1").values()]
+    entries = [
+        {"name": row.name, **row.labels, **row.measure()}
+        for row in planned("model.depth=1").values()
+    ]
     for entry in entries:
         assert ("measured" in entry) != ("reason" in entry), entry
     found = {entry["name"]: entry for entry in entries}
     assert found["start-up with a warm compiler cache"]["measured"] > 1.0
-    assert all("measured" in found[name] for name in ("compiling, a step", "compiling blocks, not the model: start-up"))
+    assert all(
+        "measured" in found[name]
+        for name in ("compiling, a step", "compiling blocks, not the model: start-up")
+    )
     claims.texts(entries)
 
 
 @pytest.mark.slow
 def test_mistakes_are_measured_or_left_out():
     bench = bench_of("runtime=fast", "model.depth=1")
-    entries = [{"name": row.name, **row.measure()} for row in practices.plan(bench.cfg, bench.overrides, CPU)]
+    entries = [
+        {"name": row.name, **row.measure()}
+        for row in practices.plan(bench.cfg, bench.overrides, CPU)
+    ]
     assert len(entries) == 7
     assert "reason" in entries[0]  # no cache to empty on a CPU
     assert all(entry["factor"] > 0 for entry in entries[1:])
     assert len(practices.texts(entries)[0].splitlines()) == 8
     bench = bench_of("inductor=false")
-    left_out = [row for row in practices.plan(bench.cfg, bench.overrides, CPU) if row.seconds == 0][1:]
+    left_out = [row for row in practices.plan(bench.cfg, bench.overrides, CPU) if row.seconds == 0][
+        1:
+    ]
     assert [row.measure() for row in left_out] == [{"reason": LEFT_OUT}] * 2
 
 
@@ -116,7 +134,8 @@ def test_strided_inputs_give_the_same_answer():
         ("TF32, a step", 1.9, "confirmed"),
         ("TF32, a step", 3.3, "confirmed"),
         ("TF32, a step", 9.0, "confirmed: more"),
-        ("reduce-overhead at a small batch", 0.9, "refuted: less"),  # a fifth of tolerance makes no gain of a loss
+        # a fifth of tolerance makes no gain of a loss
+        ("reduce-overhead at a small batch", 0.9, "refuted: less"),
         ("reduce-overhead at a small batch", 1.1, "confirmed"),
         ("checkpointing, a step", 5.0, "costs less"),
         ("checkpointing, a step", 40.0, "costs more"),
@@ -135,15 +154,20 @@ def test_a_ratio_on_both_sides_of_one_is_no_difference():
     assert claims.figures(claim, Pair([2.0, 1.0, 3.0], [1.0, 1.1, 1.1]))["verdict"] == "confirmed"
     found = claims.figures(claim, Pair([1.0, 2.0, 1.0, 2.0], [1.1, 1.1, 1.1, 1.1]))
     assert (found["verdict"], found["ratio_q1"] < 1 < found["ratio_q3"]) == ("no difference", True)
-    assert claims.judged(claim, 1.0, Spread.of([1.0])) == "refuted: less"  # one round says nothing of the spread
+    # one round says nothing of the spread
+    assert claims.judged(claim, 1.0, Spread.of([1.0])) == "refuted: less"
 
 
 def test_a_technique_that_is_not_on_is_not_measured(monkeypatch):
-    ledger = [LedgerRow("fused_adamw", True, False, "0 calls"), LedgerRow("tf32", True, False, "no GPU")]
+    ledger = [
+        LedgerRow("fused_adamw", True, False, "0 calls"),
+        LedgerRow("tf32", True, False, "no GPU"),
+    ]
     monkeypatch.setattr(practices, "Workload", lambda words: SimpleNamespace(ledger=ledger))
     asked = [Practice("fused", practices.step("runtime.fused_adamw=true", "runtime=eager"))]
     (row,) = rows_of(asked, bench_of(), claims.figures)
-    assert row.measure() == {"reason": "asked for and not on: fused_adamw: 0 calls"}  # tf32 was not asked for
+    # tf32 was not asked for
+    assert row.measure() == {"reason": "asked for and not on: fused_adamw: 0 calls"}
 
 
 def test_attention_is_timed_both_ways():
@@ -161,7 +185,9 @@ def test_nvidia_smi_is_read(monkeypatch):
     in_a_container = measures.smi_beside(256 * 2**20, 128 * 2**20, 56, said.__getitem__)
     assert in_a_container.other == [2.0]
     assert len(in_a_container.beside) == 2
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0")
+    )
     monkeypatch.setenv("PATH", "")
     ask = measures.nvidia_smi(CPU)
     with pytest.raises(NotHereError, match="does not answer"):
@@ -169,7 +195,8 @@ def test_nvidia_smi_is_read(monkeypatch):
 
 
 def test_convolution_plans_of_the_two_ways_do_not_meet():
-    """PyTorch caches them by thread; what would be cached by the first way must not serve the second."""
+    """PyTorch caches them by thread; what would be cached by the first way must not serve the
+    second."""
     import threading
 
     flags: dict[int, set[bool]] = {}
@@ -204,7 +231,9 @@ def test_the_page_and_the_keys_know_each_other():
     named_there = set(re.findall(r"`(runtime\.[a-z0-9_.]+)", text))
     assert named_there <= keys_of(RuntimeConfig)
     assert {override(kind.key, True).partition("=")[0] for kind in TECHNIQUES} <= named_there
-    for group, choice in (claim.key.split("=") for claim in CLAIMS if claim.key and "=" in claim.key):
+    for group, choice in (
+        claim.key.split("=") for claim in CLAIMS if claim.key and "=" in claim.key
+    ):
         assert (CONF / group / f"{choice}.yaml").exists()
 
 
@@ -213,7 +242,8 @@ def test_the_pages_figures_come_from_results():
         return {"name": name, "unit": "×", **figures}
 
     shown = claims.section(
-        [entry("flash attention, 256 tokens", reason="needs an NVIDIA GPU")], "a CPU, `bench claims`"
+        [entry("flash attention, 256 tokens", reason="needs an NVIDIA GPU")],
+        "a CPU, `bench claims`",
     )
     assert "| 2–4 × | not measured: needs an NVIDIA GPU |" in shown
     assert shown.endswith("\n\na CPU, `bench claims`.\n")

@@ -1,4 +1,5 @@
-"""Every model, data set and runtime takes two steps with every other, and every experiment with each, pairwise."""
+"""Every model, data set and runtime takes two steps with every other, and every experiment with
+each, pairwise."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from accel.compilation import Compile
+from accel.techniques.compilation import Compile
 from tests.conftest import TINY_MODEL
 from tests.helpers import pairwise, random_samples, save_latent_set
 from training.config.compose import CONF
@@ -32,7 +33,8 @@ def quick_compiler(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def latents(tmp_path, monkeypatch):
-    """A small latent set in the folder `latents`, with flips and posterior; its decoder is the identity."""
+    """A small latent set in the folder `latents`, with flips and posterior; its decoder is the
+    identity."""
     monkeypatch.chdir(tmp_path)
     shards = [("train", random_samples(30, 0)), ("held_out", random_samples(5, 1))]
     identity = {"_target_": "models.autoencoders.PixelAutoencoder"}
@@ -43,7 +45,9 @@ def test_every_loader_is_here():
     assert set(DATA) == set(choices("data"))
 
 
-@pytest.mark.parametrize(("model", "data", "runtime"), pairwise(FAMILIES, list(DATA), choices("runtime")))
+@pytest.mark.parametrize(
+    ("model", "data", "runtime"), pairwise(FAMILIES, list(DATA), choices("runtime"))
+)
 def test_two_steps(model, data, runtime, run):
     words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", "eval_every=1", *DATA[data]]
     summary = run(*words, *TINY_MODEL, *(["runtime.tune_seconds=1"] if runtime == "auto" else []))
@@ -52,11 +56,25 @@ def test_two_steps(model, data, runtime, run):
     assert summary["ledger"]["compile"]["active"] is (runtime in ("production", "max"))
 
 
-@pytest.mark.parametrize(("experiment", "model", "data"), pairwise(choices("experiment"), FAMILIES, list(DATA)))
+@pytest.mark.parametrize(
+    ("experiment", "model", "data"), pairwise(choices("experiment"), FAMILIES, list(DATA))
+)
 def test_every_experiment_works_with_every_model_and_data(experiment, model, data, run):
-    sizes = ["batch_size=8", "total_samples=16", "log_every=1", "sampling.steps=2", "sampling.per_class=1"]
+    sizes = [
+        "batch_size=8",
+        "total_samples=16",
+        "log_every=1",
+        "sampling.steps=2",
+        "sampling.per_class=1",
+    ]
     every = ["save_every=1", "sample_every=1", "eval_every=1"]
-    words = [f"experiment={experiment}", f"model={model}_s", f"data={data}", "runtime=fast", *DATA[data]]
+    words = [
+        f"experiment={experiment}",
+        f"model={model}_s",
+        f"data={data}",
+        "runtime=fast",
+        *DATA[data],
+    ]
     summary = run(*words, *sizes, *every, *TINY_MODEL)
     assert summary["steps"] == 2
     assert summary["sample_grid"]

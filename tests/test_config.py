@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from common.require_python import refuse_python
 from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
 from training.config.compose import CONF, ROOT, compose, from_words, one_sentence
@@ -24,11 +25,12 @@ from training.config.precompute import PrecomputeConfig
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
 from training.config.words import FOREIGN
-from training.process.exit import run_app
-from training.python import refuse_python
+from training.distributed.exit import run_app
 
 
-def command(*words: str, program: str = "train.py", **environment: str) -> subprocess.CompletedProcess:
+def command(
+    *words: str, program: str = "train.py", **environment: str
+) -> subprocess.CompletedProcess:
     """Runs an entry point as a user would, from the checkout."""
     start = ["-m", program] if program.startswith("scripts.") else [program]
     return subprocess.run(
@@ -73,21 +75,31 @@ def test_train_alone_means_fast_on_digits():
 
 
 def test_a_default_stands_once():
-    """What the dataclasses say is what composes; the primary files and `runtime=eager` hold no value of their own."""
+    """What the dataclasses say is what composes; the primary files and `runtime=eager` hold no
+    value of their own."""
     groups = {"runtime", "model", "adapter", "data", "objective", "optim", "logger", "encoder"}
     job = compose(["source=x", "out=y"], "precompute_latents").cfg
-    for cfg, default in ((compose().cfg, TrainConfig()), (job, PrecomputeConfig(source="x", out="y"))):
+    for cfg, default in (
+        (compose().cfg, TrainConfig()),
+        (job, PrecomputeConfig(source="x", out="y")),
+    ):
         assert {k: v for k, v in vars(cfg).items() if k not in groups} == {
             k: v for k, v in vars(default).items() if k not in groups
         }
     assert compose(["runtime=eager"]).cfg.runtime == RuntimeConfig()
-    for file in (CONF / "train.yaml", CONF / "precompute_latents.yaml", CONF / "runtime" / "eager.yaml"):
+    for file in (
+        CONF / "train.yaml",
+        CONF / "precompute_latents.yaml",
+        CONF / "runtime" / "eager.yaml",
+    ):
         assert set(OmegaConf.load(file)) <= {"defaults", "hydra"}
 
 
 def test_an_experiment_overrides_the_runtime_and_the_command_line_overrides_both():
     assert compose(["experiment=fullrun"]).cfg.runtime.on_unavailable.value == "error"
-    cfg = compose(["experiment=fullrun", "runtime.on_unavailable=degrade", "batch_size=32", "runtime=eager"]).cfg
+    cfg = compose(
+        ["experiment=fullrun", "runtime.on_unavailable=degrade", "batch_size=32", "runtime=eager"]
+    ).cfg
     assert cfg.runtime.on_unavailable.value == "degrade"
     assert cfg.batch_size == 32
     assert not cfg.runtime.tf32
@@ -148,15 +160,27 @@ MISTAKES = {
     "init_from=/nowhere": ("init_from=/nowhere", "neither"),
     "resume=/nowhere": ("/nowhere", "no usable checkpoint"),
     "runtime.device=cuda": ("runtime.device=cuda", "no NVIDIA GPU"),
-    "experiment=fullrun runtime.tf32=true runtime.device=cpu": ("runtime.tf32=True", "on_unavailable=degrade"),
+    "experiment=fullrun runtime.tf32=true runtime.device=cpu": (
+        "runtime.tf32=True",
+        "on_unavailable=degrade",
+    ),
     "model._target_=builtins.open": ("model._target_=builtins.open", "not allowed"),
     "optim._target_=torch.load": ("optim._target_=torch.load", "not allowed"),
     "model._target_=models.denoiser.torch.load": ("models.denoiser.torch.load", "not allowed"),
     "model._target_=models.denoiser.nn.Linear": ("models.denoiser.nn.Linear", "not allowed"),
-    "optim._target_=data.digits.DigitLatents": ("optim._target_=data.digits.DigitLatents", "no Optimizer"),
+    "optim._target_=data.digits.DigitLatents": (
+        "optim._target_=data.digits.DigitLatents",
+        "no Optimizer",
+    ),
     "model._target_=models.denoiser.nothing": ("models.denoiser.nothing", "not allowed"),
 }
-IN_THE_SHELL = ["batch_size=-4", "model.dpeth=3", "+junk=1", "+model.junk=1", "optim._target_=torch.load"]
+IN_THE_SHELL = [
+    "batch_size=-4",
+    "model.dpeth=3",
+    "+junk=1",
+    "+model.junk=1",
+    "optim._target_=torch.load",
+]
 
 
 @pytest.mark.parametrize("words", MISTAKES)
@@ -182,7 +206,11 @@ def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(words, marks=pytest.mark.slow) if i > 1 else words for i, words in enumerate(IN_THE_SHELL)]
+    "words",
+    [
+        pytest.param(words, marks=pytest.mark.slow) if i > 1 else words
+        for i, words in enumerate(IN_THE_SHELL)
+    ],
 )
 def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
     result = command(*words.split(), f"run_dir={tmp_path / 'run'}")
@@ -198,7 +226,10 @@ def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
     [
         ("modle:\n  depth: 2\n", "did you mean model?"),
         ("optim:\n  lrr: 2\n", "did you mean optim.lr?"),
-        ("total_samples: x\n", "could not be converted to Integer; it must be a whole number, such as"),
+        (
+            "total_samples: x\n",
+            "could not be converted to Integer; it must be a whole number, such as",
+        ),
     ],
 )
 def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monkeypatch):
@@ -233,14 +264,23 @@ def test_our_spellings_in_that_table_are_real():
         "adapter": "lora",
     }
     keys = {ours.partition("=")[0] for ours in FOREIGN.values()}
-    words = [f"{key}={values.get(key, 'true' if key.startswith('runtime.') else '64')}" for key in sorted(keys)]
+    words = [
+        f"{key}={values.get(key, 'true' if key.startswith('runtime.') else '64')}"
+        for key in sorted(keys)
+    ]
     compose([*words, "init_from=x"])
 
 
 def test_a_component_may_be_any_class_of_ours_and_no_function():
     assert resolve_target("models.denoiser.Denoiser", "model").__name__ == "Denoiser"
     assert resolve_target("torch.optim.AdamW", "optim").__name__ == "AdamW"
-    for target in ("training.assemble.build_model", "data.digits.torch", "models.block.F.linear", "accel", "os.system"):
+    for target in (
+        "training.assemble.build_model",
+        "data.digits.torch",
+        "models.block.F.linear",
+        "accel",
+        "os.system",
+    ):
         with pytest.raises(ValueError, match="not allowed"):
             resolve_target(target, "model")
 
@@ -252,12 +292,23 @@ def test_nested_components_are_built_and_checked():
         "depth": 1,
         "head_dim": 32,
         "patch_size": 2,
-        "mixer": {"_target_": "models.mixers.attention.Attention", "_partial_": True, "qk_norm": False},
+        "mixer": {
+            "_target_": "models.mixers.attention.Attention",
+            "_partial_": True,
+            "qk_norm": False,
+        },
     }
     model = build(node, "model", channels=1, height=8, width=8, num_classes=2)
     assert model.blocks[0].layers[0].q_weight is None
     with pytest.raises(ValueError, match="model lacks depth"):
-        build({k: v for k, v in node.items() if k != "depth"}, "model", channels=1, height=8, width=8, num_classes=2)
+        build(
+            {k: v for k, v in node.items() if k != "depth"},
+            "model",
+            channels=1,
+            height=8,
+            width=8,
+            num_classes=2,
+        )
 
 
 def test_secrets_never_reach_what_is_written_down(monkeypatch):
@@ -317,14 +368,30 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback():
     "words",
     [
         ["runtime.compile_mode=reduce-overhead"],
-        ["runtime.compile_mode=reduce-overhead", "runtime.compile_scope=model", "accumulation_steps=2"],
-        ["runtime.compile_mode=reduce-overhead", "runtime.compile_scope=model", "runtime.cuda_graph=true"],
+        [
+            "runtime.compile_mode=reduce-overhead",
+            "runtime.compile_scope=model",
+            "accumulation_steps=2",
+        ],
+        [
+            "runtime.compile_mode=reduce-overhead",
+            "runtime.compile_scope=model",
+            "runtime.cuda_graph=true",
+        ],
     ],
 )
 def test_inductors_graphs_are_refused_where_they_are_wrong(words):
-    with pytest.raises(ValueError, match=r"wrong gradients.*runtime\.compile_scope=model.*runtime\.cuda_graph=true"):
+    with pytest.raises(
+        ValueError, match=r"wrong gradients.*runtime\.compile_scope=model.*runtime\.cuda_graph=true"
+    ):
         compose(["runtime=production", *words])
-    compose(["runtime=production", "runtime.compile_mode=reduce-overhead", "runtime.compile_scope=model"])
+    compose(
+        [
+            "runtime=production",
+            "runtime.compile_mode=reduce-overhead",
+            "runtime.compile_scope=model",
+        ]
+    )
 
 
 def test_timed_kernel_choice_is_refused_where_runs_must_be_equal():
@@ -354,7 +421,10 @@ def test_presets_build_on_each_other():
         ("+model=3", "model=3: a run needs one"),
         ("+optim.lr=1", "+optim.lr=1: the key is there already; leave out the +"),
         ("seed=" + 101 * "[", "more than 100 brackets"),
-        ("sampling.guidance_interval.x=1", "sampling.guidance_interval.x=1: these words cannot be read"),
+        (
+            "sampling.guidance_interval.x=1",
+            "sampling.guidance_interval.x=1: these words cannot be read",
+        ),
     ],
 )
 def test_words_that_hydra_breaks_on(word: str, sentence: str):
@@ -368,7 +438,10 @@ def test_words_that_hydra_breaks_on(word: str, sentence: str):
     [
         ("dtype==", "dtype: the word that begins so cannot be read"),
         ("source=\t", "source: the word that begins so cannot be read"),
-        ("scale=" + 400 * "9", "scale=" + 40 * "9" + " does not fit into 64 bits; give a smaller number."),
+        (
+            "scale=" + 400 * "9",
+            "scale=" + 40 * "9" + " does not fit into 64 bits; give a smaller number.",
+        ),
         ("source=" + 300 * "[", "more than 100 brackets"),
     ],
 )
@@ -391,10 +464,18 @@ def test_a_whole_number_above_all_floats_is_refused():
 
 
 @pytest.mark.parametrize(
-    "word", ["sampling.guidance=nan", "ema.ramp=inf", "objective.logit_std=nan", "sampling.guidance_interval=[0,nan]"]
+    "word",
+    [
+        "sampling.guidance=nan",
+        "ema.ramp=inf",
+        "objective.logit_std=nan",
+        "sampling.guidance_interval=[0,nan]",
+    ],
 )
 def test_numbers_that_are_not_finite_are_refused(word: str):
-    with pytest.raises(ValueError, match=rf"{word.partition('=')[0]}[.\d]*=(nan|inf) is no finite number"):
+    with pytest.raises(
+        ValueError, match=rf"{word.partition('=')[0]}[.\d]*=(nan|inf) is no finite number"
+    ):
         compose([word])
 
 
@@ -452,15 +533,27 @@ def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("folder", "entry"),
-    [("step-4", "state.json"), ("run", "checkpoints"), ("checkpoints", "step-4"), ("run", None), (None, None)],
+    [
+        ("step-4", "state.json"),
+        ("run", "checkpoints"),
+        ("checkpoints", "step-4"),
+        ("run", None),
+        (None, None),
+    ],
 )
 def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, tmp_path: Path):
     """Even where run_dir holds checkpoints, which would be taken instead."""
     (tmp_path / "mine" / "checkpoints" / "step-8").mkdir(parents=True)
     if entry:
         (tmp_path / folder / entry).mkdir(parents=True)
-    cfg = compose([f"run_dir={tmp_path / 'mine'}", f"resume={tmp_path / (folder or 'nowhere')}"]).cfg
-    with nullcontext() if entry else pytest.raises(ValueError, match=r"resume=.*; name a run, a checkpoint such as"):
+    cfg = compose(
+        [f"run_dir={tmp_path / 'mine'}", f"resume={tmp_path / (folder or 'nowhere')}"]
+    ).cfg
+    with (
+        nullcontext()
+        if entry
+        else pytest.raises(ValueError, match=r"resume=.*; name a run, a checkpoint such as")
+    ):
         refuse_paths(cfg)
 
 
@@ -476,9 +569,12 @@ def test_a_python_that_is_too_old_or_too_new_is_named():
 
 
 @pytest.mark.parametrize(
-    ("word", "exported", "anew"), [(sys.executable, "", False), ("/no/python", "", True), (None, "/no/python", False)]
+    ("word", "exported", "anew"),
+    [(sys.executable, "", False), ("/no/python", "", True), (None, "/no/python", False)],
 )
-def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(word, exported, anew, tmp_path: Path):
+def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(
+    word, exported, anew, tmp_path: Path
+):
     """Whatever made it: this one has no pyvenv.cfg."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
@@ -489,14 +585,32 @@ def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(word, 
 
 
 @pytest.mark.parametrize(
-    "start", [["train.py"], ["precompute_latents.py"], ["-m", "scripts.sample"], ["-m", "scripts.bench"], ["make"]]
+    "start",
+    [
+        ["train.py"],
+        ["precompute_latents.py"],
+        ["-m", "scripts.sample"],
+        ["-m", "scripts.bench"],
+        ["make"],
+    ],
 )
 def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], tmp_path: Path):
-    places = [shutil.which("python3.10"), *map(str, Path.home().glob(".pyenv/versions/3.10*/bin/python"))]
-    working = (place for place in places if place and not subprocess.run([place, "-c", ""], check=False).returncode)
+    places = [
+        shutil.which("python3.10"),
+        *map(str, Path.home().glob(".pyenv/versions/3.10*/bin/python")),
+    ]
+    working = (
+        place
+        for place in places
+        if place and not subprocess.run([place, "-c", ""], check=False).returncode
+    )
     if (older := next(working, None)) is None:
         pytest.skip("no Python 3.10 at hand")
-    words = ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"] if start == ["make"] else [older, *start]
+    words = (
+        ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"]
+        if start == ["make"]
+        else [older, *start]
+    )
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode
     assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")

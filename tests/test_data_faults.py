@@ -1,4 +1,5 @@
-"""What can be wrong with a latent set, each refused in one sentence or skipped and counted; and servers that fail."""
+"""What can be wrong with a latent set, each refused in one sentence or skipped and counted; and
+servers that fail."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ def load(kind: str, path: str | Path, **changes: object):
     settings = {"batch_size": 7, "seed": 0, "device": CPU} | changes
     if kind.startswith("webdataset"):
         return StreamedLatents(
-            path=str(path), streams=4, window=8, num_workers=2 if "workers" in kind else 0, **settings
+            path=str(path),
+            streams=4,
+            window=8,
+            num_workers=2 if "workers" in kind else 0,
+            **settings,
         )
     room = 16 * 240 / 2**30 if kind == "chunks" else None
     return ResidentLatents(path=str(path), device_memory_gib=room, **settings)
@@ -59,7 +64,9 @@ def use(kind: str, folder: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three training shards of 20, in blocks of four, and a held-out one."""
-    parts = [("train", random_samples(20, seed)) for seed in range(3)] + [("held_out", random_samples(8, 9))]
+    parts = [("train", random_samples(20, seed)) for seed in range(3)] + [
+        ("held_out", random_samples(8, 9))
+    ]
     save_latent_set(tmp_path / "set", parts)
     return tmp_path / "set"
 
@@ -126,7 +133,8 @@ def test_damage_ends_in_one_sentence(folder: Path, kind: str, damage: Callable[[
 def test_or_is_skipped_and_counted(folder: Path, kind: str, damage: Callable[[Path], None], capsys):
     """Others stand in: the stream stays as long as it was, and as exact."""
     damage(folder)
-    loader, again = load(kind, folder, on_corrupt="skip"), load(kind, folder, on_corrupt="skip")
+    loader = load(kind, folder, on_corrupt="skip")
+    again = load(kind, folder, on_corrupt="skip")
     batches = [next(loader) for _ in range(18)]  # two epochs of 60
     epoch = torch.cat([batch.ids for batch in batches])[:60]
     lost = 20 if damage is missing else 12 if damage is truncated else 4
@@ -140,30 +148,49 @@ def test_or_is_skipped_and_counted(folder: Path, kind: str, damage: Callable[[Pa
 
 
 @pytest.mark.parametrize("data", ["data=resident", "data=webdataset"])
-def test_a_run_on_damaged_data_says_so_at_its_end(folder: Path, run: Run, tmp_path: Path, data: str, capsys):
-    """In its metrics and its summary; after a resume on a mended set too, for its weights have seen the others."""
+def test_a_run_on_damaged_data_says_so_at_its_end(
+    folder: Path, run: Run, tmp_path: Path, data: str, capsys
+):
+    """In its metrics and its summary; after a resume on a mended set too, for its weights have seen
+    the others."""
     good = {file: file.read_bytes() for file in folder.glob("*.tar")}
     flipped_byte(folder)
     held_out, offset, _ = block_bytes(folder, 3, 1)
     held_out.write_bytes(held_out.read_bytes()[: offset + 100])
-    words = [data, f"data.path={folder}", "data.on_corrupt=skip", "save_every=1", "eval_every=4", "batch_size=10"]
+    words = [
+        data,
+        f"data.path={folder}",
+        "data.on_corrupt=skip",
+        "save_every=1",
+        "eval_every=4",
+        "batch_size=10",
+    ]
     words += ["log_every=100"]
     words += ["data.num_workers=0"] if data == "data=webdataset" else []
     summary = run(*words, "total_samples=80")
-    lost = ["train-00001.tar (samples 28–31 of train)", "held_out-00003.tar (samples 4–7 of held_out)"]
+    lost = [
+        "train-00001.tar (samples 28–31 of train)",
+        "held_out-00003.tar (samples 4–7 of held_out)",
+    ]
     assert summary["skipped_data"] == dict.fromkeys(lost, 4)
-    assert f"others stood in for 8 samples of 2 damaged blocks: {', '.join(lost)}" in capsys.readouterr().out
+    assert (
+        f"others stood in for 8 samples of 2 damaged blocks: {', '.join(lost)}"
+        in capsys.readouterr().out
+    )
     for file, content in good.items():
         file.write_bytes(content)
     again = run(*words, "total_samples=160")
     assert again["skipped_data"] == summary["skipped_data"]
     assert again["steps"] == 16
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["skipped_data"] == 8
 
 
 def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    workers, start = [], BaseProcess.start
+    workers = []
+    start = BaseProcess.start
 
     def noted(worker: BaseProcess) -> None:
         workers.append(worker)
@@ -174,7 +201,8 @@ def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path, monkeypatch: 
     loader = load("webdataset, 2 workers", folder)
     with pytest.raises(ValueError, match="is damaged"):
         list(islice(loader, 10))
-    assert [worker.exitcode for worker in workers] == [0, 0]  # PyTorch terminates one that gets no word to end
+    # PyTorch terminates one that gets no word to end
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 def test_nothing_left_to_stand_in_is_an_error(folder: Path):
@@ -186,7 +214,11 @@ def test_nothing_left_to_stand_in_is_an_error(folder: Path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_set_of_another_encoder_or_scale_is_refused(folder: Path, kind: str):
-    for key, value in (("encoder", "someone/other-vae"), ("latent_scale", 0.18215), ("normalisation", "whiten")):
+    for key, value in (
+        ("encoder", "someone/other-vae"),
+        ("latent_scale", 0.18215),
+        ("normalisation", "whiten"),
+    ):
         with pytest.raises(ValueError, match=f"data.{key}={value}"):
             load(kind, folder, **{key: value})
 
@@ -208,12 +240,16 @@ def test_a_set_of_another_encoder_or_scale_is_refused(folder: Path, kind: str):
 )
 def test_settings_that_cannot_be_are_refused(folder: Path, changes: dict, sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        StreamedLatents(**{"path": str(folder), "batch_size": 2, "seed": 0, "device": CPU} | changes)
+        StreamedLatents(
+            **{"path": str(folder), "batch_size": 2, "seed": 0, "device": CPU} | changes
+        )
 
 
 def test_a_latent_set_is_no_weights(folder: Path):
     """It has a manifest.json, as a checkpoint has."""
-    with pytest.raises(ValueError, match=r"init_from=.* has no checkpoints and no state.json .*name a run that has"):
+    with pytest.raises(
+        ValueError, match=r"init_from=.* has no checkpoints and no state.json .*name a run that has"
+    ):
         refuse_no_weights("init_from", str(folder))
 
 
@@ -229,25 +265,36 @@ def test_a_killed_worker_is_named(folder: Path):
     next(loader)
     for worker in multiprocessing.active_children():
         worker.kill()
-    with pytest.raises(ValueError, match=r"a reader of data=webdataset died .*start the same command again"):
+    with pytest.raises(
+        ValueError, match=r"a reader of data=webdataset died .*start the same command again"
+    ):
         list(islice(loader, 100))
 
 
-@pytest.mark.fault("/dev/shm too small for the batches of workers", "one sentence at the start, with --shm-size")
+@pytest.mark.fault(
+    "/dev/shm too small for the batches of workers", "one sentence at the start, with --shm-size"
+)
 def test_small_shared_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     loader = load("webdataset, 2 workers", folder)
     small = shutil.disk_usage("/dev/shm")._replace(free=192 << 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: small)
-    with pytest.raises(ValueError, match=r"need 1\.0 MiB of /dev/shm, which has 0\.2 MiB free; .*--shm-size=1g"):
+    with pytest.raises(
+        ValueError, match=r"need 1\.0 MiB of /dev/shm, which has 0\.2 MiB free; .*--shm-size=1g"
+    ):
         next(loader)
     next(load("webdataset", folder))  # without workers none is needed
-    images, batches = DecodedImages([], 256), [list(range(16))]
-    with pytest.raises(ValueError, match=r"processes that decode images need 19\.0 MiB of /dev/shm, which has 0\.2"):
+    images = DecodedImages([], 256)
+    batches = [list(range(16))]
+    with pytest.raises(
+        ValueError, match=r"processes that decode images need 19\.0 MiB of /dev/shm, which has 0\.2"
+    ):
         decoding_loader(images, batches, workers=2)
     decoding_loader(images, batches, workers=0)
 
 
-@pytest.mark.fault("readers that give no batch any more", "the run ends within runtime.parallel.timeout_minutes")
+@pytest.mark.fault(
+    "readers that give no batch any more", "the run ends within runtime.parallel.timeout_minutes"
+)
 def test_readers_that_stop_are_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A worker that finds /dev/shm full drops its batch and lives on."""
     released = threading.Event()
@@ -268,8 +315,8 @@ def test_the_patience_of_a_loader_is_that_of_the_run():
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Files of a folder in parts. `script` decides about each request: a status to answer, "hang", "cut", None, or a
-    function that answers itself."""
+    """Files of a folder in parts. `script` decides about each request: a status to answer, "hang",
+    "cut", None, or a function that answers itself."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -293,7 +340,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
-        verdict = self.server.script(len(self.server.requests), f"{self.path} {self.headers.get('Range', '')}".strip())
+        verdict = self.server.script(
+            len(self.server.requests), f"{self.path} {self.headers.get('Range', '')}".strip()
+        )
         if callable(verdict):
             verdict(self)
             return
@@ -306,10 +355,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        content, status = file.read_bytes(), 200
+        content = file.read_bytes()
+        status = 200
         if self.server.ranges and (asked := self.headers.get("Range")):
             first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
-            content, status = content[first : last + 1], 206
+            content = content[first : last + 1]
+            status = 206
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -333,7 +384,9 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_url_gives_the_stream_of_the_folder(folder: Path, server: Server, workers: int):
     local, remote = (
-        StreamedLatents(path=path, streams=4, window=8, num_workers=n, batch_size=7, seed=0, device=CPU)
+        StreamedLatents(
+            path=path, streams=4, window=8, num_workers=n, batch_size=7, seed=0, device=CPU
+        )
         for path, n in ((str(folder), 0), (server.url, workers))
     )
     for _ in range(12):
@@ -364,7 +417,10 @@ def test_what_fails_for_a_moment_is_tried_again(folder: Path, server: Server, fa
 def test_a_server_that_hangs_is_given_up_on(server: Server):
     server.script = lambda number, path: None if path.endswith(".json") else "hang"
     loader = load("webdataset", server.url, timeout=1.0, retries=1)
-    with pytest.raises(ValueError, match=r"train-0000\d.tar \(samples .* cannot be read: ReadTimeout.*\(2 attempts\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"train-0000\d.tar \(samples .* cannot be read: ReadTimeout.*\(2 attempts\)",
+    ):
         next(loader)
 
 
@@ -403,12 +459,24 @@ HONEST = "bytes 10-19/100"
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
-        (answer(302, Location="/train-00000.tar"), r"TooManyRedirects Exceeded maximum allowed redirects$"),
+        (
+            answer(302, Location="/train-00000.tar"),
+            r"TooManyRedirects Exceeded maximum allowed redirects$",
+        ),
         (answer(302, Location="ftp://elsewhere/x"), r"UnsupportedProtocol [^(]*$"),
-        (answer(302, Location="http://h:x/"), r"RemoteProtocolError Invalid URL in location header"),
+        (
+            answer(302, Location="http://h:x/"),
+            r"RemoteProtocolError Invalid URL in location header",
+        ),
         (answer(206, b"x" * 11), r"the server sends more than the 10 bytes that were asked for"),
-        (answer(206, b"x" * 9, Content_Range="bytes 10-18/100"), r"sends 9 of the 10 bytes .*, and the file goes on"),
-        (answer(206, b"x" * 9, Content_Range=HONEST), r"sends 9 bytes as 'bytes 10-19/100', and 10 bytes from 10 were"),
+        (
+            answer(206, b"x" * 9, Content_Range="bytes 10-18/100"),
+            r"sends 9 of the 10 bytes .*, and the file goes on",
+        ),
+        (
+            answer(206, b"x" * 9, Content_Range=HONEST),
+            r"sends 9 bytes as 'bytes 10-19/100', and 10 bytes from 10 were",
+        ),
         (
             answer(206, b"x" * 10, Content_Range="bytes 0-9/100"),
             r"sends 10 bytes as 'bytes 0-9/100', and 10 bytes from",
@@ -418,12 +486,17 @@ HONEST = "bytes 10-19/100"
             answer(206, b"x" * 9, Content_Range=HONEST, Content_Encoding="gzip"),
             r"sends parts of files compressed \(gzip\)",
         ),
-        (answer(200, b"<html>", Content_Type="text/html"), r"a web page instead of the file, such as one to log in"),
+        (
+            answer(200, b"<html>", Content_Type="text/html"),
+            r"a web page instead of the file, such as one to log in",
+        ),
         (answer(401), r"the server answers 401"),
         (answer(304), r"the server answers 304"),
     ],
 )
-def test_a_server_that_answers_something_else_ends_in_one_sentence(server: Server, reply: Callable, sentence: str):
+def test_a_server_that_answers_something_else_ends_in_one_sentence(
+    server: Server, reply: Callable, sentence: str
+):
     server.script = lambda number, path: reply
     with pytest.raises(OSError, match=sentence) as caught:
         open_source(server.url, retries=1).read("train-00000.tar", 10, 10)
@@ -441,7 +514,9 @@ def test_a_redirect_loop_and_a_web_page_name_the_set(server: Server):
         (answer(200, Content_Type="text/html"), "web"),
     ):
         server.script = lambda number, path, reply=reply: reply
-        with pytest.raises(ValueError, match=rf"{server.url}/manifest.json cannot be read: .*{sentence}"):
+        with pytest.raises(
+            ValueError, match=rf"{server.url}/manifest.json cannot be read: .*{sentence}"
+        ):
             load("webdataset", server.url)
 
 
@@ -475,18 +550,24 @@ def test_retry_after_is_waited_for(server: Server, monkeypatch: pytest.MonkeyPat
     assert paused(server, monkeypatch, "7") == [7.0]
     (pause,) = paused(server, monkeypatch, formatdate(time.time() + 20.0, usegmt=True))
     assert 15.0 < pause <= 20.0
-    assert paused(server, monkeypatch, formatdate(time.time() - 99.0, usegmt=True)) == [source.FIRST_PAUSE]
+    assert paused(server, monkeypatch, formatdate(time.time() - 99.0, usegmt=True)) == [
+        source.FIRST_PAUSE
+    ]
     assert paused(server, monkeypatch, "soon") == [source.FIRST_PAUSE]
     assert paused(server, monkeypatch, "3600") == [source.LONGEST_PAUSE]
     server.script = lambda number, path: answer(429, Retry_After="3600")
     with pytest.raises(
-        OSError, match=r"answers 429 and asks for a pause of 3600 s, of which .* waits 30 \(2 attempts\)"
+        OSError,
+        match=r"answers 429 and asks for a pause of 3600 s, of which .* waits 30 \(2 attempts\)",
     ):
         open_source(server.url, retries=1).read("train-00000.tar", 0, 4)
 
 
-def test_a_signed_url_is_read_and_never_shown(folder: Path, server: Server, tmp_path: Path, capsys, caplog):
-    """The name of a file goes before the query, the cache outlives the token, and no text holds a secret."""
+def test_a_signed_url_is_read_and_never_shown(
+    folder: Path, server: Server, tmp_path: Path, capsys, caplog
+):
+    """The name of a file goes before the query, the cache outlives the token, and no text holds a
+    secret."""
     caplog.set_level("INFO")
     signed = f"{server.url.replace('://', '://me:pass@')}/?token=abc&expires=1"
     cache = str(tmp_path / "cache")
@@ -496,7 +577,9 @@ def test_a_signed_url_is_read_and_never_shown(folder: Path, server: Server, tmp_
     list(islice(load("webdataset", signed.replace("abc", "new"), cache=cache), 9))
     assert (asked, sum("train-00000.tar" in path for path in server.requests)) == (1, 1)
     server.script = lambda number, path: None if "manifest" in path else 403
-    with pytest.raises(ValueError, match=rf"{server.url}/train-0000\d.tar .* the server answers 403") as caught:
+    with pytest.raises(
+        ValueError, match=rf"{server.url}/train-0000\d.tar .* the server answers 403"
+    ) as caught:
         next(load("webdataset", signed))
     said = [str(caught.value), str(open_source(signed)), capsys.readouterr().out, caplog.text]
     for bad in (
@@ -514,12 +597,16 @@ def test_a_signed_url_is_read_and_never_shown(folder: Path, server: Server, tmp_
 def test_the_cache_of_a_plain_url_is_where_it_was(server: Server, tmp_path: Path):
     source = open_source(f"{server.url}/", cache=str(tmp_path))
     source.read("train-00000.tar", 0, 4)
-    assert (tmp_path / hashlib.sha256(f"{server.url}/".encode()).hexdigest()[:16] / "train-00000.tar").is_file()
+    assert (
+        tmp_path / hashlib.sha256(f"{server.url}/".encode()).hexdigest()[:16] / "train-00000.tar"
+    ).is_file()
 
 
 @pytest.mark.parametrize("end", ["#part", "?a=1#part"])
 def test_a_fragment_is_refused(end: str):
-    with pytest.raises(ValueError, match=r"^data.path=http://host/set has a fragment behind a #; leave it out"):
+    with pytest.raises(
+        ValueError, match=r"^data.path=http://host/set has a fragment behind a #; leave it out"
+    ):
         open_source(f"http://host/set{end}")
 
 
@@ -531,13 +618,16 @@ def test_a_server_without_parts_needs_a_cache(folder: Path, server: Server, tmp_
     server.ranges = False
     with pytest.raises(ValueError, match=r"does not send parts of files; set data.cache=<folder>"):
         next(load("webdataset", server.url))
-    cached, expected = load("webdataset", server.url, cache=str(tmp_path / "cache")), load("webdataset", folder)
+    cached = load("webdataset", server.url, cache=str(tmp_path / "cache"))
+    expected = load("webdataset", folder)
     for _ in range(9):
         assert_same(next(cached), next(expected))
     assert len(list((tmp_path / "cache").rglob("*.tar"))) == 3
 
 
-def test_a_cached_shard_is_not_fetched_again_and_a_damaged_one_is(folder: Path, server: Server, tmp_path: Path):
+def test_a_cached_shard_is_not_fetched_again_and_a_damaged_one_is(
+    folder: Path, server: Server, tmp_path: Path
+):
     opened = open_source(server.url, cache=str(tmp_path / "cache"))
     manifest = read_manifest(opened)
     reader = BlockReader(opened, manifest, "train")
@@ -560,7 +650,9 @@ def test_many_threads_and_processes_share_a_cache(folder: Path, server: Server, 
         blocks = list(threads.map(reader.read, [*range(15)] * 4))
     assert all(torch.equal(block["ids"], blocks[i % 15]["ids"]) for i, block in enumerate(blocks))
     assert sorted(server.requests) == ["/manifest.json", *(f"/train-0000{i}.tar" for i in range(3))]
-    assert not [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.suffix != ".tar"]
+    assert not [
+        file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.suffix != ".tar"
+    ]
     again = load("webdataset, 2 workers", server.url, cache=str(tmp_path / "other"))
     expected = load("webdataset", folder)
     for _ in range(9):
@@ -575,7 +667,10 @@ def test_a_full_cache_says_so(server: Server, tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(ValueError, match=r"data.cache: .* cannot take train-00000.tar.*No space left.*free some space"):
+    with pytest.raises(
+        ValueError,
+        match=r"data.cache: .* cannot take train-00000.tar.*No space left.*free some space",
+    ):
         reader.read(0)
     assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file()] == []
 
@@ -584,15 +679,19 @@ def test_an_outage_loses_nothing_for_good(server: Server):
     """Under on_corrupt=skip a block that could not be read is asked for again in the next epoch."""
     block = read_manifest(server.folder).shards[1].blocks[2]
     gone = {"on": True}
-    server.script = lambda number, what: 503 if gone["on"] and f"00001.tar bytes={block.offset}-" in what else None
+    server.script = lambda number, what: (
+        503 if gone["on"] and f"00001.tar bytes={block.offset}-" in what else None
+    )
     loader = load("webdataset", server.url, on_corrupt="skip", retries=0)
     first = torch.cat([next(loader).ids for _ in range(9)])[:60]
     gone["on"] = False
-    later = torch.cat([next(loader).ids for _ in range(27)])[57:117]  # what was read ahead in the outage is over
+    # what was read ahead in the outage is over
+    later = torch.cat([next(loader).ids for _ in range(27)])[57:117]
     assert len(first.unique()) < 60
     assert torch.equal(later.sort().values, torch.arange(60))
     server.script = lambda number, path: 503
-    with pytest.raises(ValueError, match="the server answers 503"):  # a store that is gone is no damaged block
+    # a store that is gone is no damaged block
+    with pytest.raises(ValueError, match="the server answers 503"):
         next(load("webdataset", server.url, on_corrupt="skip", retries=0))
 
 
@@ -602,17 +701,22 @@ def test_fsspec_opens_other_stores(folder: Path):
     memory = fsspec.filesystem("memory")
     for file in folder.iterdir():
         memory.pipe_file(f"/latents/{file.name}", file.read_bytes())
-    remote, local = load("webdataset", "memory://latents"), load("webdataset", folder)
+    remote = load("webdataset", "memory://latents")
+    local = load("webdataset", folder)
     for _ in range(9):
         assert_same(next(remote), next(local))
     with pytest.raises(ValueError, match=r"memory://nowhere/manifest.json is missing"):
         load("webdataset", "memory://nowhere")
-    with pytest.raises(ValueError, match=r"nosuch://x/manifest.json cannot be read: Protocol not known: nosuch"):
+    with pytest.raises(
+        ValueError, match=r"nosuch://x/manifest.json cannot be read: Protocol not known: nosuch"
+    ):
         load("webdataset", "nosuch://x")
 
 
 def test_a_shard_of_another_set_is_not_taken(folder: Path):
     """Same name, same length, other content."""
     write_shard(folder / "train-00001.tar", random_samples(20, seed=7))
-    with pytest.raises(ValueError, match=r"train-00001.tar \(samples \d+–\d+ of train\) is damaged: its sha256"):
+    with pytest.raises(
+        ValueError, match=r"train-00001.tar \(samples \d+–\d+ of train\) is damaged: its sha256"
+    ):
         list(zip(range(10), load("webdataset", folder), strict=False))

@@ -1,4 +1,5 @@
-"""Loaders on a GPU: what arrives there is what arrives on a CPU, also while the GPU is busy; run by `pytest -m gpu`."""
+"""Loaders on a GPU: what arrives there is what arrives on a CPU, also while the GPU is busy; run by
+`pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -28,10 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(way: str, folder: Path, device: torch.device) -> LatentLoader:
     shared: dict = {"path": str(folder), "batch_size": 32, "seed": 0, "device": device}
     if way.startswith("webdataset"):
-        return StreamedLatents(**shared, streams=16, window=12, num_workers=2 if "workers" in way else 0)
+        return StreamedLatents(
+            **shared, streams=16, window=12, num_workers=2 if "workers" in way else 0
+        )
     if way == "int8":
         return ResidentLatents(**shared, storage="int8")
-    return ResidentLatents(**shared, device_memory_gib=2 * 100 * 240 / 2**30 if way == "chunks" else 1.0)
+    return ResidentLatents(
+        **shared, device_memory_gib=2 * 100 * 240 / 2**30 if way == "chunks" else 1.0
+    )
 
 
 def same(on_gpu: Batch, on_cpu: Batch) -> None:
@@ -42,14 +47,18 @@ def same(on_gpu: Batch, on_cpu: Batch) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gpu_gets_what_a_cpu_gets_while_it_is_busy(way: str, folder: Path):
-    """Kernels still run when the next copies are started: a buffer given away too early would show."""
-    loader, expected = make(way, folder, CUDA), make(way, folder, CPU)
-    matrix, kept = torch.randn(2048, 2048, device=CUDA), []
+    """Kernels still run when the next copies are started: a buffer given away too early would
+    show."""
+    loader = make(way, folder, CUDA)
+    expected = make(way, folder, CPU)
+    matrix = torch.randn(2048, 2048, device=CUDA)
+    kept = []
     for _ in range(120):
         batch = next(loader)
         for _ in range(4):
             matrix = torch.tanh(matrix @ matrix)
-        kept.append(Batch(*(tensor.clone() for tensor in batch)))  # after the matrices, on the same stream
+        # after the matrices, on the same stream
+        kept.append(Batch(*(tensor.clone() for tensor in batch)))
         del batch
     for batch in kept:
         same(batch, next(expected))

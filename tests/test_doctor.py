@@ -10,8 +10,8 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from accel.precision import Precision
 from accel.stack import TECHNIQUES
+from accel.techniques.precision import Precision
 from scripts import doctor
 from scripts.capabilities import capabilities
 from scripts.timing import rates
@@ -49,19 +49,30 @@ def test_a_techniques_examples_are_all_the_ways_that_the_configuration_knows_to_
     default = RuntimeConfig()
     for kind in TECHNIQUES:
         value = default.parallel.mode if kind.key == "parallel" else getattr(default, kind.key)
-        known = {choice.value for choice in type(value)} if isinstance(value, Enum) else {True, False}
+        known = (
+            {choice.value for choice in type(value)} if isinstance(value, Enum) else {True, False}
+        )
         assert {way[kind.key] for way in kind.ways()} == known - {kind.off, "auto"}
         assert all(set(way) <= {kind.key, *kind.options, "fused_adamw"} for way in kind.ways())
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [((8, 0), "  "), ((8, 9), "8 "), ((9, 0), "8 "), ((10, 0), "8m"), ((10, 3), "8m"), ((12, 0), "8 ")],
+    [
+        ((8, 0), "  "),
+        ((8, 9), "8 "),
+        ((9, 0), "8 "),
+        ((10, 0), "8m"),
+        ((10, 3), "8m"),
+        ((12, 0), "8 "),
+    ],
 )
 def test_what_is_not_offered_is_judged_by_the_hardware(capability, expected, monkeypatch):
     """8 for FP8 by TransformerEngine, m for MXFP8."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    found = "".join(c if row["hardware"] else " " for c, row in zip("8m", doctor.planned(GPU), strict=True))
+    found = "".join(
+        c if row["hardware"] else " " for c, row in zip("8m", doctor.planned(GPU), strict=True)
+    )
     assert found == expected
     assert not any(row["hardware"] for row in doctor.planned(CPU))
 
@@ -69,7 +80,9 @@ def test_what_is_not_offered_is_judged_by_the_hardware(capability, expected, mon
 def test_what_is_planned_says_whether_its_package_is_installed(tmp_path, monkeypatch):
     """By metadata alone: this package cannot be imported."""
     (tmp_path / "torchao-0.17.0.dist-info").mkdir()
-    (tmp_path / "torchao-0.17.0.dist-info" / "METADATA").write_text("Name: torchao\nVersion: 0.17.0\n")
+    (tmp_path / "torchao-0.17.0.dist-info" / "METADATA").write_text(
+        "Name: torchao\nVersion: 0.17.0\n"
+    )
     (tmp_path / "torchao.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)
     found = {row["package"]: row["installed"] for row in doctor.planned(CPU)}
@@ -94,7 +107,13 @@ H200 = {
 def planted(monkeypatch, tmp_path):
     """`planted(smi)` pretends a GPU whose nvidia-smi is that shell script; None: there is none."""
     properties = SimpleNamespace(
-        **{"name": "NVIDIA H200", "major": 9, "minor": 0, "total_memory": 141 * 2**30, "multi_processor_count": 132},
+        **{
+            "name": "NVIDIA H200",
+            "major": 9,
+            "minor": 0,
+            "total_memory": 141 * 2**30,
+            "multi_processor_count": 132,
+        },
         **{"L2_cache_size": 50 * 2**20, "regs_per_multiprocessor": 65536, "uuid": "1b2c"},
     )
     asked = []
@@ -105,7 +124,9 @@ def planted(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=SimpleNamespace(get_device_properties=told)))
+    monkeypatch.setattr(
+        driver, "_active", SimpleNamespace(utils=SimpleNamespace(get_device_properties=told))
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def plant(smi: str | None) -> list[int]:
@@ -118,19 +139,31 @@ def planted(monkeypatch, tmp_path):
 
 
 def test_the_limits_and_clocks_of_a_gpu_are_told(planted):
-    asked = planted('case "$*" in *--id=GPU-1b2c*clocks.sm,clocks.mem,power.limit*) echo "345, 2619, 700.00";; esac')
+    asked = planted(
+        'case "$*" in *--id=GPU-1b2c*clocks.sm,clocks.mem,power.limit*) echo "345, 2619, 700.00";; esac'
+    )
     found = doctor.machine(GPU)
     assert asked == [1]
     assert (found["shared_memory_kib_a_block"], found["registers_a_block"]) == (227.0, 65536)
-    assert (found["registers_a_multiprocessor"], found["multiprocessors"], found["l2_mib"]) == (65536, 132, 50.0)
+    assert (found["registers_a_multiprocessor"], found["multiprocessors"], found["l2_mib"]) == (
+        65536,
+        132,
+        50.0,
+    )
     assert (found["sm_clock_peak_mhz"], found["memory_clock_peak_mhz"]) == (1980.0, 3201.0)
-    assert (found["sm_clock_mhz"], found["memory_clock_mhz"], found["power_limit_w"]) == (345.0, 2619.0, 700.0)
+    assert (found["sm_clock_mhz"], found["memory_clock_mhz"], found["power_limit_w"]) == (
+        345.0,
+        2619.0,
+        700.0,
+    )
     page = doctor.as_text({"machine": found, "versions": {}, "techniques": [], "planned": []})
     assert "  shared memory kib a block   227\n" in page
 
 
 @pytest.mark.parametrize("smi", [None, "exit 9", "echo driver mismatch", "while :; do :; done"])
-def test_an_nvidia_smi_that_is_absent_or_fails_or_hangs_leaves_clocks_unknown(smi, planted, monkeypatch):
+def test_an_nvidia_smi_that_is_absent_or_fails_or_hangs_leaves_clocks_unknown(
+    smi, planted, monkeypatch
+):
     monkeypatch.setattr(doctor, "PATIENCE", 0.2)
     planted(smi)
     assert doctor.clocks("GPU-1b2c") == dict.fromkeys(doctor.CLOCKS, "unknown")

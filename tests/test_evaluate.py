@@ -18,28 +18,44 @@ from evaluation.distances import frechet
 from evaluation.judge import Judge, JudgeConfig
 from evaluation.sides import Side, distances, figures, floor
 from models.autoencoders import PixelAutoencoder
+from sampling.load import SampleStream
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from tests.conftest import TINY_MODEL
 from tests.helpers import CPU
 from train import train
 from training.components import build_loader
 from training.config.compose import ROOT, compose
-from training.process.ranks import SINGLE
-from training.sampling import SampleStream
+from training.distributed.ranks import SINGLE
 
 DIGITS = {"_target_": "data.digits.DigitLatents"}
-RUN = ["total_samples=128", "batch_size=32", "optim.lr=2e-2", "schedule.warmup_samples=0", "eval_every=2", "fd_every=2"]
-RUN += ["sample_every=0", "save_every=2", "keep_checkpoints=1", "keep_best=fd_encoder", "fd.count=200", *TINY_MODEL]
+RUN = [
+    "total_samples=128",
+    "batch_size=32",
+    "optim.lr=2e-2",
+    "schedule.warmup_samples=0",
+    "eval_every=2",
+    "fd_every=2",
+]
+RUN += [
+    "sample_every=0",
+    "save_every=2",
+    "keep_checkpoints=1",
+    "keep_best=fd_encoder",
+    "fd.count=200",
+    *TINY_MODEL,
+]
 RUN += ["ema.half_life_samples=500", "ema.ramp=10", "sampling.steps=2", "runtime.precision=fp32"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Four steps of a tiny model on digits, which measured its distances at the second and the fourth. Read only."""
+    """Four steps of a tiny model on digits, which measured its distances at the second and the
+    fourth. Read only."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     summary = train(compose([*RUN, f"run_dir={folder}"]))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert summary["maintenance_seconds"] > sum(line["distances_s"] for line in lines) > 0  # no time of training
+    # no time of training
+    assert summary["maintenance_seconds"] > sum(line["distances_s"] for line in lines) > 0
     return folder
 
 
@@ -52,7 +68,9 @@ def config(trained, out, **changes) -> EvaluateConfig:
 def judge():
     """Of the digits, without a run."""
     how = JudgeConfig(("encoder", "random"), None, 50_000, {})
-    return Judge(how, build_loader(DIGITS, 0, 64, CPU).spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
+    return Judge(
+        how, build_loader(DIGITS, 0, 64, CPU).spec, DIGITS, PixelAutoencoder(), CPU, SINGLE
+    )
 
 
 def sides_of(judge: Judge, images: np.ndarray) -> dict[str, Side]:
@@ -78,7 +96,9 @@ def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(judge):
     for name in ("encoder", "random"):
         assert abs(same[name]["fd"]) < 1e-6
         assert same[name]["precision"] == same[name]["recall"] == same[name]["copied"] == 1.0
-        assert same[name]["why"].endswith("is expected: the model may repeat images of the reference")
+        assert same[name]["why"].endswith(
+            "is expected: the model may repeat images of the reference"
+        )
         assert other[name]["copied"] == 0.0
         assert 0.0 < same[name]["floor_fd"] < other[name]["fd"] / 20
         assert abs(same[name]["floor_kd"]) < other[name]["kd"] / 20
@@ -100,7 +120,8 @@ def test_images_that_are_not_what_was_meant_are_far_away(judge):
 
 
 def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_path):
-    """Drawn by the loop from the averages it holds, and from a checkpoint: the averaged weights, or both would differ.
+    """Drawn by the loop from the averages it holds, and from a checkpoint: the averaged weights, or
+    both would differ.
 
     The tiny model has seen 128 samples; its averages are far from its weights.
     """
@@ -122,15 +143,18 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_pat
 
 
 def test_no_minutes_go_by_without_a_word(judge, capsys, monkeypatch, tmp_path):
-    """Before features of a reference are made, and then in images; what the loader says, the run has said before."""
-    monkeypatch.setattr("training.process.progress.EVERY", 0.0)
+    """Before features of a reference are made, and then in images; what the loader says, the run
+    has said before."""
+    monkeypatch.setattr("common.progress.EVERY", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reference, "build_loader", lambda *how: print("data: …") or build_loader(*how))
+    monkeypatch.setattr(
+        reference, "build_loader", lambda *how: print("data: …") or build_loader(*how)
+    )
     reference.reference_sides(judge.source, judge.spaces, CPU, SINGLE)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == (
-        f"making features (encoder, random) of 1617 images of the reference; a later run finds them in "
-        f"{tmp_path}/fastlatent/references"
+        "making features (encoder, random) of 1617 images of the reference; a later run finds "
+        f"them in {tmp_path}/fastlatent/references"
     )
     assert second.startswith("64/1617 images, ")
     reference.reference_sides(judge.source, judge.spaces, CPU, SINGLE)
@@ -139,7 +163,9 @@ def test_no_minutes_go_by_without_a_word(judge, capsys, monkeypatch, tmp_path):
 
 def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained, tmp_path, capsys):
     """200 are enough for the 64 values of these encoder features, and not for 256 random ones."""
-    assert not any("fd_random" in line for line in (trained / "metrics.jsonl").read_text().splitlines())
+    assert not any(
+        "fd_random" in line for line in (trained / "metrics.jsonl").read_text().splitlines()
+    )
     found = evaluate_run(config(trained, tmp_path / "few"))["features"]["random"]
     assert found["fd"] is None
     assert found["kd"] > 0.0
@@ -150,15 +176,26 @@ def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained,
 def test_the_best_checkpoint_is_kept_by_the_distance_that_was_asked_for(trained):
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     best = min(lines, key=lambda line: line["fd_encoder"])["step"]
-    assert {file.name for file in (trained / "checkpoints").glob("step-*")} == {f"step-{best}", "step-4"}
+    assert {file.name for file in (trained / "checkpoints").glob("step-*")} == {
+        f"step-{best}",
+        "step-4",
+    }
     for words, said in (
-        (["keep_best=fd_random", "fd_every=0"], "keep_best=fd_random needs that figure at every checkpoint"),
+        (
+            ["keep_best=fd_random", "fd_every=0"],
+            "keep_best=fd_random needs that figure at every checkpoint",
+        ),
         (["keep_best=fd_random", "fd_every=3", "save_every=4"], "divisor of save_every=4"),
-        (["keep_best=fd_inception"], "choose eval_loss, fd_encoder, fd_random, kd_encoder, kd_random"),
+        (
+            ["keep_best=fd_inception"],
+            "choose eval_loss, fd_encoder, fd_random, kd_encoder, kd_random",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             compose(words)
-    with pytest.raises(ValueError, match="keep_best=fd_random: fd of 256 features needs more than 512"):
+    with pytest.raises(
+        ValueError, match="keep_best=fd_random: fd of 256 features needs more than 512"
+    ):
         train(compose([*RUN, f"run_dir={trained}-other", "keep_best=fd_random"]))
 
 
@@ -169,8 +206,21 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path):
     columns = {"fd", "kd", "kd_std", "precision", "recall", "copied", "floor_fd", "floor_kd"}
     assert found["features"]["encoder"].keys() == columns
     protocol = found["protocol"]
-    assert protocol | {"count": 200, "labels": [3], "steps": 3, "seed": 2, "solver": "heun", "shift": 1.0} == protocol
-    told = ("guidance", "guidance_interval", "precision", "data", "autoencoder", "quantisation", "rows", "neighbours")
+    assert (
+        protocol
+        | {"count": 200, "labels": [3], "steps": 3, "seed": 2, "solver": "heun", "shift": 1.0}
+        == protocol
+    )
+    told = (
+        "guidance",
+        "guidance_interval",
+        "precision",
+        "data",
+        "autoencoder",
+        "quantisation",
+        "rows",
+        "neighbours",
+    )
     assert protocol.keys() >= {*told, "reference", "features", "weights"}
     assert protocol["reference"].keys() >= {"kind", "sha256", "count", "resize"}
     assert len(protocol["weights"]["sha256"]) == 64
@@ -180,7 +230,14 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path):
 
 def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
     """SIGKILL in the second of three pieces; a subprocess, as nothing less dies of it."""
-    words = [f"run_dir={trained}", "count=1100", "batch_size=64", "steps=1", "device=cpu", "features=[encoder]"]
+    words = [
+        f"run_dir={trained}",
+        "count=1100",
+        "batch_size=64",
+        "steps=1",
+        "device=cpu",
+        "features=[encoder]",
+    ]
     program = (
         "import os, sys, training.pieces as p; write = p.Pieces.write\n"
         "def dying(self, number, tensors):\n"
@@ -192,20 +249,32 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
     command = [sys.executable, "-c", program, *words, f"out={tmp_path / 'samples'}"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9
     assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
-    cfg = config(trained, tmp_path / "samples", count=1100, batch_size=64, steps=1, features=["encoder"])
+    cfg = config(
+        trained, tmp_path / "samples", count=1100, batch_size=64, steps=1, features=["encoder"]
+    )
     found = evaluate_run(cfg)
     whole = evaluate_run(replace(cfg, out=str(tmp_path / "whole")))
     assert found["features"] == whole["features"]
 
 
 def test_two_processes_come_to_the_same_figures(trained, tmp_path):
-    words = [f"run_dir={trained}", "count=1100", "batch_size=64", "steps=1", "device=cpu", "features=[encoder]"]
+    words = [
+        f"run_dir={trained}",
+        "count=1100",
+        "batch_size=64",
+        "steps=1",
+        "device=cpu",
+        "features=[encoder]",
+    ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "scripts.evaluate", *words, f"out={tmp_path / 'two'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    cfg = config(trained, tmp_path / "one", count=1100, batch_size=64, steps=1, features=["encoder"])
-    found, alone = json.loads((tmp_path / "two.json").read_text())["features"], evaluate_run(cfg)["features"]
+    cfg = config(
+        trained, tmp_path / "one", count=1100, batch_size=64, steps=1, features=["encoder"]
+    )
+    found = json.loads((tmp_path / "two.json").read_text())["features"]
+    alone = evaluate_run(cfg)["features"]
     assert found["encoder"] == pytest.approx(alone["encoder"], rel=1e-9)
 
 
@@ -220,9 +289,18 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, judge, tmp_
     folder = tmp_path / "images"
     save_digits(folder, judge)
     folder.chmod(0o555)  # a read-only set works
-    cfg = config(trained, tmp_path / "a", reference=str(folder), reference_count=250, features=["random", "encoder"])
+    cfg = config(
+        trained,
+        tmp_path / "a",
+        reference=str(folder),
+        reference_count=250,
+        features=["random", "encoder"],
+    )
     found = evaluate_run(cfg)
-    assert found["protocol"]["reference"] | {"kind": "images", "count": 250} == found["protocol"]["reference"]
+    assert (
+        found["protocol"]["reference"] | {"kind": "images", "count": 250}
+        == found["protocol"]["reference"]
+    )
 
     def refuse(*_):
         raise AssertionError("the reference was read again")
@@ -230,7 +308,10 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, judge, tmp_
     monkeypatch.setattr(reference, "DecodedImages", refuse)
     assert evaluate_run(replace(cfg, out=str(tmp_path / "b")))["features"] == found["features"]
     sides = sides_of(judge, digits(judge)[:300])  # the PNGs are those images, no pixel moved
-    assert abs(distances(sides["encoder"], judge.reference["encoder"])["fd"]) < 3 * floor(sides["encoder"])["floor_fd"]
+    assert (
+        abs(distances(sides["encoder"], judge.reference["encoder"])["fd"])
+        < 3 * floor(sides["encoder"])["floor_fd"]
+    )
 
 
 def save_flat(folder, count: int) -> None:
@@ -245,25 +326,35 @@ def test_other_pixels_are_another_reference(tmp_path):
     first = reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told
     assert reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told == first
     Image.new("RGB", (8, 8), (99, 0, 0)).save(tmp_path / "flat" / "3.bmp")
-    assert reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told["sha256"] != first["sha256"]
+    assert (
+        reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told["sha256"]
+        != first["sha256"]
+    )
 
 
 def test_one_run_has_distances_of_one_protocol(trained, tmp_path):
     """A resume that would measure otherwise is refused, and what is there stays."""
     folder = shutil.copytree(trained, tmp_path / "run")
     before = (folder / "fd_protocol.json").read_bytes()
-    with pytest.raises(ValueError, match=r"distances of another protocol: steps was 2, is 3\. Set that back"):
+    with pytest.raises(
+        ValueError, match=r"distances of another protocol: steps was 2, is 3\. Set that back"
+    ):
         train(compose([*RUN, f"run_dir={folder}", "sampling.steps=3", "total_samples=192"]))
     assert (folder / "fd_protocol.json").read_bytes() == before
     train(compose([*RUN, f"run_dir={folder}", "total_samples=192"]))
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [2, 4, 6]
 
 
 def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypatch, capsys):
-    """An 8-bit image of NaN looks like any other. A run warns and goes on, a command stops with a sentence."""
+    """An 8-bit image of NaN looks like any other. A run warns and goes on, a command stops with a
+    sentence."""
     monkeypatch.setattr(
-        SampleStream, "batch", lambda self, number: (torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan))
+        SampleStream,
+        "batch",
+        lambda self, number: (torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan)),
     )
     with pytest.raises(ValueError, match="draws samples that are not finite"):
         evaluate_run(config(trained, tmp_path / "out"))
@@ -302,8 +393,8 @@ def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
 
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
     """One waits; a command without a right to wait is refused."""
-    from training.pieces import Pieces
-    from training.process import lock
+    from common import lock
+    from sampling.resumable_chunks import Pieces
 
     calls = []
     held = lock.held

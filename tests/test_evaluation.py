@@ -1,4 +1,5 @@
-"""Distances between sets of images agree with the published formulas, and every feature space is what it says."""
+"""Distances between sets of images agree with the published formulas, and every feature space is
+what it says."""
 
 from __future__ import annotations
 
@@ -13,9 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.shards import file_sha256
+from common.files import file_sha256
 from evaluation import distances, pretrained_features
-from evaluation.distances import Moments, copied, frechet, kernel_distance, precision_recall, squared_mmd, too_few
+from evaluation.distances import (
+    Moments,
+    copied,
+    frechet,
+    kernel_distance,
+    precision_recall,
+    squared_mmd,
+    too_few,
+)
 from evaluation.features import EncoderFeatures, Features, RandomFeatures, build_features
 from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
 from models.autoencoders import Autoencoder, DiffusersAutoencoder, PixelAutoencoder
@@ -28,7 +37,9 @@ NO_FILES: dict[str, str | None] = {"inception": None, "dinov2": None}
 def correlated(count: int, dim: int = 12, mean: float = 1000.0, seed: int = 0) -> Tensor:
     """Features in fp64 with another covariance for each seed."""
     draw = torch.Generator().manual_seed(seed)
-    mixing = torch.eye(dim, dtype=torch.float64) + 0.3 * torch.randn(dim, dim, generator=draw, dtype=torch.float64)
+    mixing = torch.eye(dim, dtype=torch.float64) + 0.3 * torch.randn(
+        dim, dim, generator=draw, dtype=torch.float64
+    )
     return mean + 0.1 * seed + torch.randn(count, dim, generator=draw, dtype=torch.float64) @ mixing
 
 
@@ -39,7 +50,9 @@ def moments(*pieces: Tensor) -> Moments:
     return found
 
 
-def published(mean_a: np.ndarray, cov_a: np.ndarray, mean_b: np.ndarray, cov_b: np.ndarray) -> float:
+def published(
+    mean_a: np.ndarray, cov_a: np.ndarray, mean_b: np.ndarray, cov_b: np.ndarray
+) -> float:
     """The other form of the trace: square roots of the eigenvalues of S1 S2."""
     overlap = np.sqrt(np.linalg.eigvals(cov_a @ cov_b).astype(complex)).real.sum()
     return float(((mean_a - mean_b) ** 2).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * overlap)
@@ -56,14 +69,17 @@ def forget_torch_fidelity() -> None:
 
 @pytest.fixture
 def fidelity(monkeypatch):
-    """torch-fidelity imported; what is used of it here needs no torchvision, so an empty one stands in for none."""
+    """torch-fidelity imported; what is used of it here needs no torchvision, so an empty one stands
+    in for none."""
     if find_spec("torch_fidelity") is None:
         pytest.skip("torch-fidelity is not installed (pip install 'fastlatent[evaluation]')")
     try:
         import torchvision  # noqa: F401
     except Exception:
         empty = types.ModuleType("torchvision")
-        empty.__dict__.update(transforms=empty, functional=empty, __getattr__=lambda name: type(name, (), {}))
+        empty.__dict__.update(
+            transforms=empty, functional=empty, __getattr__=lambda name: type(name, (), {})
+        )
         for name in ("", ".datasets", ".transforms", ".transforms.functional"):
             monkeypatch.setitem(sys.modules, f"torchvision{name}", empty)
     import torch_fidelity
@@ -76,7 +92,8 @@ def fidelity(monkeypatch):
 
 
 def test_frechet_is_the_published_formula_where_the_mean_is_large():
-    a, b = correlated(700), correlated(900, seed=1)
+    a = correlated(700)
+    b = correlated(900, seed=1)
     right = published(*of_numpy(a), *of_numpy(b))
     assert frechet(moments(a), moments(b)) == pytest.approx(right, rel=1e-6)
     assert frechet(moments(b), moments(a)) == pytest.approx(right, rel=1e-6)
@@ -90,13 +107,16 @@ def test_frechet_is_the_published_formula_where_the_mean_is_large():
         return mean, (low.T @ low - len(low) * np.outer(mean, mean)) / np.float32(len(low) - 1)
 
     for planted in (by_n, in_fp32):
-        assert published(*planted(a), *planted(b)) != pytest.approx(right, rel=1e-4), planted.__name__
+        assert published(*planted(a), *planted(b)) != pytest.approx(right, rel=1e-4), (
+            planted.__name__
+        )
 
 
 def test_frechet_is_that_of_torch_fidelity(fidelity):
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
-    a, b = correlated(700), correlated(900, seed=1)
+    a = correlated(700)
+    b = correlated(900, seed=1)
     statistics = [dict(zip(("mu", "sigma"), of_numpy(x), strict=True)) for x in (a, b)]
     right = fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
     assert frechet(moments(a), moments(b)) == pytest.approx(right, rel=1e-6)
@@ -105,15 +125,20 @@ def test_frechet_is_that_of_torch_fidelity(fidelity):
 def test_frechet_of_known_gaussians():
     def gaussian(mean: list[float], variances: list[float]) -> Moments:
         found = Moments(len(mean))
-        found.count, found.mean = 1001, torch.tensor(mean, dtype=torch.float64)
+        found.count = 1001
+        found.mean = torch.tensor(mean, dtype=torch.float64)
         found.scatter = 1000 * torch.tensor(variances, dtype=torch.float64).diag()
         return found
 
-    a, b = gaussian([0.0, 3.0, 1.0], [4.0, 0.0, 1.0]), gaussian([1.0, 1.0, 1.0], [9.0, 4.0, 0.0])
-    assert frechet(a, b) == pytest.approx(1 + 4 + (2 - 3) ** 2 + (0 - 2) ** 2 + (1 - 0) ** 2, abs=1e-12)
+    a = gaussian([0.0, 3.0, 1.0], [4.0, 0.0, 1.0])
+    b = gaussian([1.0, 1.0, 1.0], [9.0, 4.0, 0.0])
+    assert frechet(a, b) == pytest.approx(
+        1 + 4 + (2 - 3) ** 2 + (0 - 2) ** 2 + (1 - 0) ** 2, abs=1e-12
+    )
     assert frechet(a, a) == pytest.approx(0.0, abs=1e-7)
     assert frechet(gaussian([0.0], [0.0]), gaussian([2.0], [0.0])) == 4.0
-    good, broken = gaussian([0.0, 0.0], [1.0, 1.0]), gaussian([0.0, 0.0], [1.0, -1e-3])
+    good = gaussian([0.0, 0.0], [1.0, 1.0])
+    broken = gaussian([0.0, 0.0], [1.0, -1e-3])
     for pair in ((good, broken), (broken, good)):
         with pytest.raises(ValueError, match="eigenvalue"):
             frechet(*pair)
@@ -127,7 +152,9 @@ def test_moments_do_not_depend_on_the_pieces():
         assert pieces.count == 500
         torch.testing.assert_close(pieces.mean, whole.mean, rtol=1e-12, atol=0)
         torch.testing.assert_close(pieces.covariance, whole.covariance, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(whole.covariance.numpy(), np.cov(features.numpy(), rowvar=False), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(
+        whole.covariance.numpy(), np.cov(features.numpy(), rowvar=False), rtol=1e-11, atol=1e-12
+    )
     low = moments(features.float())
     assert low.mean.dtype == low.covariance.dtype == torch.float64
     half = moments(torch.randn(64, 4).bfloat16())
@@ -137,10 +164,11 @@ def test_moments_do_not_depend_on_the_pieces():
 def test_frechet_refuses_what_says_nothing():
     assert too_few(513, 256) is None
     assert too_few(512, 256) == (
-        "fd of 256 features needs more than 512 samples, there are 512; draw more (count=...), or read kd, which has "
-        "no such bias."
+        "fd of 256 features needs more than 512 samples, there are 512; draw more (count=...), "
+        "or read kd, which has no such bias."
     )
-    enough, few = moments(correlated(25)), moments(correlated(24))
+    enough = moments(correlated(25))
+    few = moments(correlated(24))
     for pair in ((enough, few), (few, enough)):
         with pytest.raises(ValueError, match="needs more than 24 samples, there are 24"):
             frechet(*pair)
@@ -171,19 +199,26 @@ def test_numbers_that_are_not_finite_are_refused(bad):
 
 def mmd(x: Tensor, y: Tensor) -> float:
     """Of all samples."""
-    return float(squared_mmd(x.double(), y.double(), torch.ones(1, len(x)).double(), torch.ones(1, len(y)).double()))
+    return float(
+        squared_mmd(
+            x.double(), y.double(), torch.ones(1, len(x)).double(), torch.ones(1, len(y)).double()
+        )
+    )
 
 
 def test_squared_mmd_by_hand():
-    """One feature: k(0, 1) = k(0, 2) = 1; the kernels between the sets are 1, 1, 1 and (1·2 + 1)³ = 27."""
-    x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [2.0]])
+    """One feature: k(0, 1) = k(0, 2) = 1; the kernels between the sets are 1, 1, 1 and (1·2 + 1)³ =
+    27."""
+    x = torch.tensor([[0.0], [1.0]])
+    y = torch.tensor([[0.0], [2.0]])
     assert mmd(x.double(), y.double()) == 1 + 1 - 2 * 30 / 4
 
 
 def test_kernel_distance_is_that_of_torch_fidelity(fidelity):
     from torch_fidelity.metric_kid import kernel_mmd
 
-    a, b = correlated(100, mean=0.0), correlated(100, mean=0.0, seed=1)
+    a = correlated(100, mean=0.0)
+    b = correlated(100, mean=0.0, seed=1)
     assert mmd(a, b) == pytest.approx(kernel_mmd(a.numpy(), b.numpy()), rel=1e-9)
 
 
@@ -196,20 +231,29 @@ def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
     equal = torch.tensor([kernel_distance(normal(60), normal(50), seed=i)[0] for i in range(30)])
     assert abs(equal.mean()) < 3 * equal.std() / 30**0.5
     assert equal.min() < 0 < equal.max()
-    a, b = normal(200), normal(200)
+    a = normal(200)
+    b = normal(200)
     shifted = [kernel_distance(a, b + shift)[0] for shift in (0.0, 0.5, 1.0)]
     assert equal.abs().max() < shifted[1] < shifted[2]
     assert shifted[0] < shifted[1]
-    assert kernel_distance(a, b, seed=1) == kernel_distance(a, b, seed=1) != kernel_distance(a, b, seed=2)
+    assert (
+        kernel_distance(a, b, seed=1)
+        == kernel_distance(a, b, seed=1)
+        != kernel_distance(a, b, seed=2)
+    )
     assert kernel_distance(a, b)[1] > 0
 
 
-@pytest.mark.parametrize(("counts", "size"), [((2000, 1500), 750), ((2000, 2500), 1000), ((4, 9), 2)])
+@pytest.mark.parametrize(
+    ("counts", "size"), [((2000, 1500), 750), ((2000, 2500), 1000), ((4, 9), 2)]
+)
 def test_subsets_are_never_the_whole_set(counts, size, monkeypatch):
     sizes = []
 
     def seen(a: Tensor, b: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        sizes.extend((int(rows.sum()), int(columns.sum())) for rows, columns in zip(u, v, strict=True))
+        sizes.extend(
+            (int(rows.sum()), int(columns.sum())) for rows, columns in zip(u, v, strict=True)
+        )
         assert set(u.unique().tolist()) == set(v.unique().tolist()) == {0.0, 1.0}
         assert len(u.unique(dim=0)) > 1
         return torch.zeros(len(u))
@@ -221,7 +265,8 @@ def test_subsets_are_never_the_whole_set(counts, size, monkeypatch):
 
 def test_subsets_have_the_distances_that_they_have_alone(monkeypatch):
     monkeypatch.setattr(distances, "CHUNK_ELEMENTS", 70)  # a row or two at a time
-    a, b = torch.randn(20, 3).double(), torch.randn(30, 3).double()
+    a = torch.randn(20, 3).double()
+    b = torch.randn(30, 3).double()
     u, v = (torch.rand(5, n).argsort(1).argsort(1).lt(9).double() for n in (20, 30))
     alone = [mmd(a[rows.bool()], b[columns.bool()]) for rows, columns in zip(u, v, strict=True)]
     assert squared_mmd(a, b, u, v).tolist() == pytest.approx(alone, rel=1e-9)
@@ -236,8 +281,10 @@ def test_kernel_distance_refuses_too_few():
 
 
 def test_precision_and_recall_by_hand():
-    """One neighbour: the balls of the real ones reach 1, 1, 1 and 8, those of the fakes 2, 2, 1 and 1."""
-    real, fake = torch.tensor([[0.0], [1.0], [2.0], [10.0]]), torch.tensor([[0.5], [2.5], [19.0], [20.0]])
+    """One neighbour: the balls of the real ones reach 1, 1, 1 and 8, those of the fakes 2, 2, 1 and
+    1."""
+    real = torch.tensor([[0.0], [1.0], [2.0], [10.0]])
+    fake = torch.tensor([[0.5], [2.5], [19.0], [20.0]])
     for offset in (0.0, 1e6):
         shifted = real.double() + offset, fake.double() + offset
         assert precision_recall(*shifted, neighbours=1) == (0.5, 0.75)
@@ -247,7 +294,8 @@ def test_precision_and_recall_by_hand():
 
 def test_collapse_lowers_recall_and_outliers_precision(monkeypatch):
     draw = torch.Generator().manual_seed(0)
-    real, good = torch.randn(300, 4, generator=draw), torch.randn(300, 4, generator=draw)
+    real = torch.randn(300, 4, generator=draw)
+    good = torch.randn(300, 4, generator=draw)
     precision, recall = precision_recall(real, good)
     assert min(precision, recall) > 0.8
     collapsed = precision_recall(real, 0.05 * good)
@@ -260,9 +308,11 @@ def test_collapse_lowers_recall_and_outliers_precision(monkeypatch):
 
 
 def test_a_memorised_set_is_flagged():
-    """Of a perfect model a twentieth lies so near, as of images left out; each copy among its samples adds one."""
+    """Of a perfect model a twentieth lies so near, as of images left out; each copy among its
+    samples adds one."""
     draw = torch.Generator().manual_seed(0)
-    real, fresh = torch.randn(2000, 8, generator=draw), torch.randn(1000, 8, generator=draw)
+    real = torch.randn(2000, 8, generator=draw)
+    fresh = torch.randn(1000, 8, generator=draw)
     share, expected = copied(real, fresh)
     assert expected == 0.05
     assert share == pytest.approx(0.05, abs=0.02)
@@ -271,7 +321,9 @@ def test_a_memorised_set_is_flagged():
     assert copied(real + 100.0, real + 100.0)[0] == 1.0
     assert copied(real, 3.0 * fresh)[0] < 0.01
     twice = torch.cat((real[:500], real[:500], real[500:1000]))
-    assert copied(twice, torch.cat((real[:250], fresh[:250]))) == pytest.approx((0.5, 2 / 3), abs=0.01)
+    assert copied(twice, torch.cat((real[:250], fresh[:250]))) == pytest.approx(
+        (0.5, 2 / 3), abs=0.01
+    )
 
 
 # --- Feature spaces ---
@@ -280,7 +332,12 @@ def test_a_memorised_set_is_flagged():
 def pictures(count: int = 3, side: int = 16) -> Tensor:
     """Smooth and rough parts, other in each channel, and no random number."""
     i = torch.arange(count * side * side * 3)
-    return (i * 7 + i % 11 * 13 + i // 97 * 3).remainder(256).to(torch.uint8).view(count, side, side, 3)
+    return (
+        (i * 7 + i % 11 * 13 + i // 97 * 3)
+        .remainder(256)
+        .to(torch.uint8)
+        .view(count, side, side, 3)
+    )
 
 
 def autoencoder(kind: str, tmp_path: Path) -> Autoencoder:
@@ -293,8 +350,16 @@ def autoencoder(kind: str, tmp_path: Path) -> Autoencoder:
 
 def save_dinov2(folder: Path) -> Path:
     """A tiny DINOv2 with random weights."""
-    transformers = pytest.importorskip("transformers", reason="pip install 'fastlatent[evaluation]'")
-    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+    transformers = pytest.importorskip(
+        "transformers", reason="pip install 'fastlatent[evaluation]'"
+    )
+    shape = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.Dinov2Model(transformers.Dinov2Config(**shape)).save_pretrained(folder)
@@ -358,9 +423,14 @@ def test_random_features_never_change():
 
 
 def test_random_features_see_colour_layout_and_texture():
-    space, images = RandomFeatures(), pictures(side=64)
+    space = RandomFeatures()
+    images = pictures(side=64)
     found = space(images)
-    blurred = torch.nn.functional.avg_pool2d(images.permute(0, 3, 1, 2).float(), 3, 1, 1).round().to(torch.uint8)
+    blurred = (
+        torch.nn.functional.avg_pool2d(images.permute(0, 3, 1, 2).float(), 3, 1, 1)
+        .round()
+        .to(torch.uint8)
+    )
     for changed in (images.flip(-1), images.roll(32, 1), blurred.permute(0, 2, 3, 1)):
         assert (space(changed) - found).norm() > 0.05 * found.norm()
 
@@ -384,10 +454,14 @@ def test_encoder_features(kind, channels, side, dim, tmp_path):
     assert space.dim == dim
     assert space.describe()["sha256"] == made_by.weights_sha256
     assert (found - space(images.flip(-1))).abs().max() > 1e-3 * found.abs().max()
-    latents = made_by.encode(images.permute(0, 3, 1, 2).float()[:, :channels] / 127.5 - 1)[0].detach()
+    latents = made_by.encode(images.permute(0, 3, 1, 2).float()[:, :channels] / 127.5 - 1)[
+        0
+    ].detach()
     cell = -(-latents.shape[-1] // space.grid)
     corner = latents[:, :, :cell, :cell].mean((2, 3))
-    torch.testing.assert_close(found.view(3, latents.shape[1], -1)[..., 0], corner, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.view(3, latents.shape[1], -1)[..., 0], corner, rtol=1e-4, atol=1e-5
+    )
     with pytest.raises(ValueError, match="use one size"):
         space(pictures(side=side + 4))
 
@@ -412,9 +486,9 @@ def test_dinov2_features(tmp_path):
     x = torch.nn.functional.interpolate(
         images.permute(0, 3, 1, 2).float(), (224, 224), mode="bicubic", antialias=True
     ).clamp(0, 255)
-    x = (x / 255 - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor([0.229, 0.224, 0.225]).view(
-        3, 1, 1
-    )
+    x = (x / 255 - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    ).view(3, 1, 1)
     with torch.no_grad():
         right = Dinov2Model.from_pretrained(folder).eval()(pixel_values=x).pooler_output
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
@@ -433,7 +507,9 @@ def test_dinov2_that_is_none(tmp_path, monkeypatch):
 
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
-    save_file({name: tensors[name] for name in list(tensors)[1:]}, weights, metadata={"format": "pt"})
+    save_file(
+        {name: tensors[name] for name in list(tensors)[1:]}, weights, metadata={"format": "pt"}
+    )
     with pytest.raises(ValueError, match="missing_keys"):
         Dinov2Features(str(folder))
     weights.write_bytes(b"nothing")
@@ -443,7 +519,10 @@ def test_dinov2_that_is_none(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="of type vit"):
         Dinov2Features(str(folder))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"transformers, which is not installed; pip install 'fastlatent\[evaluation"):
+    with pytest.raises(
+        ValueError,
+        match=r"transformers, which is not installed; pip install 'fastlatent\[evaluation",
+    ):
         Dinov2Features(str(folder))
 
 
@@ -464,10 +543,14 @@ def test_inception_that_is_none(tmp_path, monkeypatch):
         InceptionFeatures(str(other))
     package = tmp_path / "code" / "torch_fidelity"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (package / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
     forget_torch_fidelity()
     monkeypatch.syspath_prepend(package.parent)
-    with pytest.raises(ValueError, match=r"nms does not exist.*; mostly its torchvision is built for another torch"):
+    with pytest.raises(
+        ValueError, match=r"nms does not exist.*; mostly its torchvision is built for another torch"
+    ):
         InceptionFeatures(str(other))
 
 

@@ -1,4 +1,5 @@
-"""Exported models: a file of code that needs none of ours, equal bits in diffusers and torch.export, and uploads."""
+"""Exported models: a file of code that needs none of ours, equal bits in diffusers and
+torch.export, and uploads."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from diffusers import AutoencoderTiny
 from safetensors.torch import load_file, save_file
 
 from models.autoencoders import DiffusersAutoencoder
+from sampling.load import load_run
 from scripts.export.__main__ import ExportConfig, Format, export
 from scripts.export.folder import AUTOENCODER, AUTOENCODING, MODELLING, TRANSFORMER, exportable
 from tests.helpers import CPU, save_tiny_autoencoder, save_tiny_taef2
@@ -29,8 +31,7 @@ from tests.test_import_weights import SHAPES, imported
 from tests.test_models import woken
 from training.assemble import assemble
 from training.config.compose import ROOT, compose
-from training.pretrained import header, load_pretrained
-from training.sampling import load_run
+from training.weights.pretrained import header, load_pretrained
 
 FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")
 
@@ -41,12 +42,18 @@ def exported(**changes: Any) -> Path:
 
 def inputs(batch: int) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(batch)
-    return torch.randn(batch, 1, 8, 8, generator=draw), torch.rand(batch, generator=draw), torch.arange(batch) % 6
+    return (
+        torch.randn(batch, 1, 8, 8, generator=draw),
+        torch.rand(batch, generator=draw),
+        torch.arange(batch) % 6,
+    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("base") / f"{request.param}.safetensors", request.param)
+    return save_base(
+        tmp_path_factory.mktemp("base") / f"{request.param}.safetensors", request.param
+    )
 
 
 def opened(folder: Path) -> Any:
@@ -56,7 +63,9 @@ def opened(folder: Path) -> Any:
 
 def opened_part(part: Path, file: str, kind: str) -> Any:
     config = json.loads((part / "config.json").read_text())
-    sizes = {key: value for key, value in config.items() if not key.startswith("_") and key != "auto_map"}
+    sizes = {
+        key: value for key, value in config.items() if not key.startswith("_") and key != "auto_map"
+    }
     model = getattr(code_of(part / f"{file}.py"), kind)(**sizes)
     model.load_state_dict(load_file(part / "diffusion_pytorch_model.safetensors"))
     return model.eval()
@@ -71,7 +80,8 @@ def code_of(file: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of QK-norm in 16 bits: it is slower
+# of QK-norm in 16 bits: it is slower
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(weights, tmp_path):
     folder = exported(weights=str(weights), out=str(tmp_path / "out"))
     files = [folder / "transformer" / f"{MODELLING}.py", folder / "pipeline.py"]
@@ -79,12 +89,25 @@ def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(weights, tmp_p
         tree = ast.parse(file.read_text())
         plain = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
         packages = {alias.name.split(".")[0] for node in plain for alias in node.names}
-        packages |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        packages |= {
+            str(node.module).split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+        }
         assert packages - sys.stdlib_module_names <= {"torch", "diffusers", "numpy", "PIL"}
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not [name for name in used if "fused" in name.lower() or "triton" in name.lower()]
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9", *map(str, files)]
+    ruff = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F,E9",
+        *map(str, files),
+    ]
     assert subprocess.run(ruff, capture_output=True, check=False).returncode == 0
     theirs, (ours, _) = opened(folder), load_pretrained(weights, CPU)
     with torch.no_grad():
@@ -111,17 +134,23 @@ def test_imported_weights_go_out_again(name, tmp_path):
 
 
 def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path):
-    vae, plain = save_tiny_taef2(tmp_path / "taef2"), save_tiny_autoencoder("AutoencoderTiny", tmp_path / "plain")
+    vae = save_tiny_taef2(tmp_path / "taef2")
+    plain = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "plain")
     weights = str(imported(tmp_path, random_weights(SHAPES["sit"]), vae, SHAPES["sit"]))
     folder = exported(weights=weights, out=str(tmp_path / "out"))
     latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     theirs = opened_part(folder / "vae", AUTOENCODING, AUTOENCODER)
     with torch.no_grad():
-        assert torch.equal(theirs.decode(latents).sample, DiffusersAutoencoder(str(vae)).decode(latents))
+        assert torch.equal(
+            theirs.decode(latents).sample, DiffusersAutoencoder(str(vae)).decode(latents)
+        )
     facts = json.loads((folder / "transformer" / "config.json").read_text())["latents"]
     check = code_of(folder / "pipeline.py").check_decoder
     for wrong in (None, AutoencoderTiny.from_pretrained(plain)):
-        with pytest.raises(ValueError, match=r"need taef2 with its global branches. AutoencoderTiny .* wrong colours"):
+        with pytest.raises(
+            ValueError,
+            match=r"need taef2 with its global branches. AutoencoderTiny .* wrong colours",
+        ):
             check(wrong, facts)
     check(theirs, facts)
     exported(weights=weights, out=str(tmp_path / "named"), include_autoencoder=False)
@@ -133,17 +162,29 @@ def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path)
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11's own loader
 @pytest.mark.parametrize(
-    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba", "ssd_mlp")), "zigzag", "conv", "dit"]
+    "family",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba", "ssd_mlp")),
+        "zigzag",
+        "conv",
+        "dit",
+    ],
 )
 def test_torch_export_gives_equal_bits_at_any_batch(family, tmp_path):
     weights = save_base(tmp_path / "base.safetensors", family)
-    file = exported(weights=str(weights), out=str(tmp_path / "step.pt2"), format=Format.torch_export)
+    file = exported(
+        weights=str(weights), out=str(tmp_path / "step.pt2"), format=Format.torch_export
+    )
     program, (ours, spec) = torch.export.load(file).module(), load_pretrained(weights, CPU)
     with torch.no_grad():
         for batch in (1, 2, 5):
             assert torch.equal(program(*inputs(batch)), ours(*inputs(batch)))
     told = json.loads((tmp_path / "step.pt2.json").read_text())
-    assert (told["no_class"], told["class_names"], told["latents"]["mean"]) == (5, spec.names, spec.mean)
+    assert (told["no_class"], told["class_names"], told["latents"]["mean"]) == (
+        5,
+        spec.names,
+        spec.mean,
+    )
 
 
 STOCK = """
@@ -181,34 +222,54 @@ np.savez(out, noise=noise.numpy(), **found)
 
 
 def test_stock_diffusers_draws_the_same_images(tmp_path):
-    """With the autoencoder, in a process that has none of our packages, and only with trust_remote_code."""
+    """With the autoencoder, in a process that has none of our packages, and only with
+    trust_remote_code."""
     vae = save_tiny_taef2(tmp_path / "vae")
-    words = ["data=synthetic", "data.channels=4", "data.height=8", "data.width=8", "data.num_classes=3", "batch_size=4"]
+    words = [
+        "data=synthetic",
+        "data.channels=4",
+        "data.height=8",
+        "data.width=8",
+        "data.num_classes=3",
+        "batch_size=4",
+    ]
     training = assemble(compose(["model=dit_xs", "runtime=eager", *words]).cfg, CPU)
     encoder = {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": str(vae)}
-    spec = dataclasses.replace(training.loader.spec, class_names=["apple", "pear", "plum"], encoder=encoder)
+    spec = dataclasses.replace(
+        training.loader.spec, class_names=["apple", "pear", "plum"], encoder=encoder
+    )
     spec = dataclasses.replace(spec, mean=[0.1, -0.2, 0.3, 0.0], std=[1.5, 0.5, 1.0, 0.7])
     file = tmp_path / "ema.safetensors"
     told = {"model": training.cfg.model, "spec": spec.as_dict(), "step": 1}
     save_file(woken(training.model).state_dict(), file, header(told, "ema"))
     folder = exported(weights=str(file), out=str(tmp_path / "out"))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "hub")}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "HF_HOME": str(tmp_path / "hub")
+    }
     command = [sys.executable, "-c", STOCK, str(folder), str(tmp_path / "found.npz")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    theirs, ours = np.load(tmp_path / "found.npz"), load_run(file, device="cpu")
+    theirs = np.load(tmp_path / "found.npz")
+    ours = load_run(file, device="cpu")
     how = {"guidance": 1.5, "guidance_interval": [0.1, 0.9], "steps": 3, "shift": 2.0, "seed": 7}
     for solver in ("heun", "sde"):
-        assert np.array_equal(theirs[solver], ours.sample(["pear", 0, "plum"], solver=solver, **how))
+        assert np.array_equal(
+            theirs[solver], ours.sample(["pear", 0, "plum"], solver=solver, **how)
+        )
     assert not np.array_equal(theirs["given"], theirs["noise"])
     card = (folder / "README.md").read_text()
     assert "library_name: diffusers" in card
     assert f'from_pretrained("{folder}", trust_remote_code=True)' in card
 
 
-@pytest.mark.parametrize("changes", [{"include_autoencoder": False}, {"adopted": True}], ids=["asked", "of one's own"])
+@pytest.mark.parametrize(
+    "changes", [{"include_autoencoder": False}, {"adopted": True}], ids=["asked", "of one's own"]
+)
 def test_the_autoencoder_may_stay_where_it_is(changes, tmp_path, monkeypatch):
-    """Named, so that nobody takes its latents for pixels; also where it is no class of diffusers."""
+    """Named, so that nobody takes its latents for pixels; also where it is no class of
+    diffusers."""
     vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
     weights = imported(tmp_path, random_weights(SHAPES["sit"]), vae, SHAPES["sit"])
     if changes.pop("adopted", False):
@@ -221,7 +282,10 @@ def test_the_autoencoder_may_stay_where_it_is(changes, tmp_path, monkeypatch):
         "pipeline.py",
         "transformer",
     ]
-    assert json.loads((folder / "transformer" / "config.json").read_text())["latents"]["autoencoder"] == "vae"
+    assert (
+        json.loads((folder / "transformer" / "config.json").read_text())["latents"]["autoencoder"]
+        == "vae"
+    )
     called = "vae=<the autoencoder" if changes else 'output_type="latent"'
     assert called in (folder / "README.md").read_text()
 
@@ -248,8 +312,15 @@ def test_push_uploads_the_folder_and_writes_no_token(tmp_path, monkeypatch, caps
     assert "  transformer/config.json" in printed
     assert not FakeHub.calls
     folder = exported(weights=base, out=str(tmp_path / "dry"), push="me/mine")
-    assert FakeHub.calls == [("me/mine", {"exist_ok": True}), ("upload", {"repo_id": "me/mine", "folder_path": folder})]
-    written = [file for file in tmp_path.rglob("*") if file.is_file() and b"thisisasecret" in file.read_bytes()]
+    assert FakeHub.calls == [
+        ("me/mine", {"exist_ok": True}),
+        ("upload", {"repo_id": "me/mine", "folder_path": folder}),
+    ]
+    written = [
+        file
+        for file in tmp_path.rglob("*")
+        if file.is_file() and b"thisisasecret" in file.read_bytes()
+    ]
     assert not written
     monkeypatch.setattr(FakeHub, "upload_folder", None)
     with pytest.raises(ValueError, match=r"push=me/mine failed \(TypeError\); .* is complete"):
@@ -259,8 +330,13 @@ def test_push_uploads_the_folder_and_writes_no_token(tmp_path, monkeypatch, caps
 
 def test_code_of_somebody_else_cannot_be_copied(tmp_path):
     node = compose(["model=dit_xs"]).cfg.model
-    for changed in ({"_target_": "myproj.Own"}, {"mixer": node["mixer"] | {"_target_": "myproj.mixer.Shift"}}):
-        with pytest.raises(ValueError, match="is code of your own, which format=diffusers cannot copy"):
+    for changed in (
+        {"_target_": "myproj.Own"},
+        {"mixer": node["mixer"] | {"_target_": "myproj.mixer.Shift"}},
+    ):
+        with pytest.raises(
+            ValueError, match="is code of your own, which format=diffusers cannot copy"
+        ):
             exportable(node | changed)
 
 

@@ -1,4 +1,5 @@
-"""Code of one's own lies outside the checkout: the command that names its package may use it, and nothing else may."""
+"""Code of one's own lies outside the checkout: the command that names its package may use it, and
+nothing else may."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from train import train
 from training.config import extensions
 from training.config.compose import ROOT, compose, from_words
 from training.config.yaml_text import from_yaml
-from training.pretrained import load_pretrained
+from training.weights.pretrained import load_pretrained
 
 MIXER = '''
 import torch
@@ -51,7 +52,14 @@ mixer:
   _partial_: true
   strength: 0.5
 """
-SHORT = ["model=shuffle", "total_samples=16", "batch_size=8", "eval_every=0", "sample_every=0", "save_every=2"]
+SHORT = [
+    "model=shuffle",
+    "total_samples=16",
+    "batch_size=8",
+    "eval_every=0",
+    "sample_every=0",
+    "save_every=2",
+]
 
 
 @pytest.fixture
@@ -66,14 +74,18 @@ def myproj(tmp_path, monkeypatch, own_code) -> Path:
     return folder
 
 
-def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(myproj, tmp_path, monkeypatch):
+def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(
+    myproj, tmp_path, monkeypatch
+):
     folder = tmp_path / "run"
     summary = train(compose([*SHORT, "extensions=[myproj]", f"run_dir={folder}"]))
     assert summary["steps"] == 2
     assert from_yaml((folder / "config.yaml").read_text())["extensions"] == ["myproj"]
     monkeypatch.setattr(extensions, "admitted", set())  # another process
     given = [f"run_dir={folder}", "count=2", "steps=2", "device=cpu", f"out={tmp_path / 'samples'}"]
-    with pytest.raises(ValueError, match=r"myproj\.mixer\.Shuffle.*add extensions=\[myproj\] to the command"):
+    with pytest.raises(
+        ValueError, match=r"myproj\.mixer\.Shuffle.*add extensions=\[myproj\] to the command"
+    ):
         sample_run(from_words(SampleConfig, given, ""))
     assert sample_run(from_words(SampleConfig, [*given, "extensions=[myproj]"], "")).is_file()
 
@@ -123,7 +135,11 @@ def test_what_is_no_package_is_refused(name, monkeypatch):
 
 def test_only_classes_that_the_package_itself_defines_are_built(myproj):
     with pytest.raises(ValueError, match="not allowed"):
-        train(compose(["extensions=[myproj]", "model=shuffle", "model._target_=myproj.mixer.torch.load"]))
+        train(
+            compose(
+                ["extensions=[myproj]", "model=shuffle", "model._target_=myproj.mixer.torch.load"]
+            )
+        )
     with pytest.raises(ValueError, match="not allowed"):
         train(compose(["model._target_=myproj2.mixer.Shuffle", "extensions=[myproj]"]))
 

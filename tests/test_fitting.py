@@ -12,12 +12,21 @@ from accel.evidence import observe_step
 from accel.saved_tensors import keeping
 from data.loader import Batch
 from scripts.bench import fitting
-from scripts.bench.fitting import Needs, fitted, fitted_pairs, kept_at, memory_of, needs_of, predicted
+from scripts.bench.fitting import (
+    Needs,
+    fitted,
+    fitted_pairs,
+    kept_at,
+    memory_of,
+    needs_of,
+    predicted,
+)
 from scripts.bench.settings import SETTINGS
 from training.assemble import assemble
 from training.config.compose import compose
 
-CPU, GIB = torch.device("cpu"), 2**30
+CPU = torch.device("cpu")
+GIB = 2**30
 TINY = (*SETTINGS["tiny"], "runtime.device=cpu")
 
 
@@ -28,7 +37,8 @@ def nothing_remembered():
 
 @pytest.fixture
 def planted(monkeypatch):
-    """`planted(a=Needs(…))` gives configurations whose needs are known; their only override is their name."""
+    """`planted(a=Needs(…))` gives configurations whose needs are known; their only override is
+    their name."""
 
     def plant(**known: Needs) -> None:
         monkeypatch.setattr(fitting, "needs_of", lambda words, device: known[words[0]])
@@ -36,13 +46,16 @@ def planted(monkeypatch):
     return plant
 
 
-def needs(kept_gib: float, *, batch_size: int = 256, captured: bool = False, steps: int = 1, constant=0.0) -> Needs:
+def needs(
+    kept_gib: float, *, batch_size: int = 256, captured: bool = False, steps: int = 1, constant=0.0
+) -> Needs:
     """Of a model of 5 GiB of state."""
     return Needs(kept_gib * GIB, constant * GIB, GIB // 4, captured, batch_size, steps)
 
 
 def test_each_storage_counts_once_and_parameters_do_not():
-    """A linear layer keeps its input, ReLU its output, which is the next layer's input: 8 + 16 numbers a sample."""
+    """A linear layer keeps its input, ReLU its output, which is the next layer's input: 8 + 16
+    numbers a sample."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     found = []
     for samples in (2, 5):
@@ -52,20 +65,28 @@ def test_each_storage_counts_once_and_parameters_do_not():
     assert found == [2 * 96, 5 * 96]
 
 
-@pytest.mark.parametrize("words", [[], ["model=dit_xs", "runtime=lowmem"], ["accumulation_steps=2"]])
+@pytest.mark.parametrize(
+    "words", [[], ["model=dit_xs", "runtime=lowmem"], ["accumulation_steps=2"]]
+)
 def test_what_is_predicted_is_what_is_kept(words):
     """At the configuration's own micro-batch, from batches of 2 and 4, within 1 %."""
-    given = [*(word for word in TINY if words[:1] != ["model=dit_xs"] or not word.startswith("model")), *words]
+    given = [
+        *(word for word in TINY if words[:1] != ["model=dit_xs"] or not word.startswith("model")),
+        *words,
+    ]
     needed = needs_of(tuple(given), CPU)
     training = assemble(compose(given).cfg, CPU)
     assert training.micro_batch == 16 // needed.accumulation_steps
-    assert needed.activations(16) == pytest.approx(kept_at(training, training.micro_batch), rel=0.01)
+    assert needed.activations(16) == pytest.approx(
+        kept_at(training, training.micro_batch), rel=0.01
+    )
     assert needed.parameters == sum(p.numel() for p in training.model.parameters())
     assert needed.kept > 0
 
 
 def test_one_more_block_keeps_what_the_ledgers_probe_sees_a_block_keep():
-    """But for a small share: of its inputs the probe counts the bytes that came in, not whole storages."""
+    """But for a small share: of its inputs the probe counts the bytes that came in, not whole
+    storages."""
     deeper = needs_of((*TINY, "model.depth=3"), CPU).kept - needs_of(tuple(TINY), CPU).kept
     training = assemble(compose(list(TINY)).cfg, CPU)
     samples = next(training.loader)
@@ -113,7 +134,9 @@ def test_a_batch_is_halved_until_it_fits_and_that_is_said(planted):
 
 def test_what_is_captured_keeps_its_activations():
     """1 GiB in reserve, 5 a model; 256 samples of 1/4 and 3/8 GiB."""
-    own, base, graph = needs(0.25), needs(0.375, constant=0.5), needs(0.25, captured=True)
+    own = needs(0.25)
+    base = needs(0.375, constant=0.5)
+    graph = needs(0.25, captured=True)
     assert predicted([own], 256) == (1 + 5 + 64) * GIB
     assert predicted([own, base], 256) == (1 + 10 + 96.5) * GIB
     assert predicted([graph, base], 256) == (1 + 10 + 96.5 + 64) * GIB
@@ -126,7 +149,9 @@ def test_what_cannot_fit_is_refused(planted):
     assert fitted([["own"]], CPU, 9.5 * GIB)[0] == 4
     with pytest.raises(ValueError, match=r"batch 4 needs a predicted 8 GiB of 8: it does not fit"):
         fitted([["own"]], CPU, 8 * GIB)
-    with pytest.raises(ValueError, match=r"batch sizes \[12, 256\]: what is compared must have one"):
+    with pytest.raises(
+        ValueError, match=r"batch sizes \[12, 256\]: what is compared must have one"
+    ):
         fitted([["own"], ["other"]], CPU)
 
 
@@ -140,9 +165,11 @@ def test_memory_is_the_devices(monkeypatch):
 @pytest.mark.gpu
 def test_a_gpus_memory_is_given_back():
     device = torch.device("cuda")
-    first = needs_of(tuple(SETTINGS["tiny"]), device).kept  # libraries keep a workspace from then on
+    # libraries keep a workspace from then on
+    first = needs_of(tuple(SETTINGS["tiny"]), device).kept
     needs_of.cache_clear()
-    before, generator = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    before = torch.cuda.memory_allocated()
+    generator = torch.cuda.get_rng_state()
     assert needs_of(tuple(SETTINGS["tiny"]), device).kept == first > 0
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), generator)

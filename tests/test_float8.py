@@ -1,6 +1,8 @@
-"""`precision=fp8`: which layers compute in 8 bits, what of it a step shows, and that a run goes on bit for bit.
+"""`precision=fp8`: which layers compute in 8 bits, what of it a step shows, and that a run goes on
+bit for bit.
 
-A CPU emulates 8-bit products, so all of torchao's code runs here; the sizes that it asks for are lowered.
+A CPU emulates 8-bit products, so all of torchao's code runs here; the sizes that it asks for are
+lowered.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from accel import float8
-from accel.compilation import Compile
 from accel.evidence import BlockEvidence, Evidence, observe_step
-from accel.precision import Precision
 from accel.profiler import EIGHT_BIT
 from accel.stack import AccelerationStack
+from accel.techniques import float8
+from accel.techniques.compilation import Compile
+from accel.techniques.precision import Precision
+from sampling.load import load_run
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import outcome
 from tests.faults.zygote import Zygote, said
@@ -27,7 +30,6 @@ from tests.test_parallel import logged
 from train import train
 from training.config.build import build
 from training.config.compose import compose
-from training.sampling import load_run
 
 EIGHT = {"precision": "fp8"}
 GW_HP = {"precision": "fp8", "fp8_recipe": "rowwise_with_gw_hp"}
@@ -81,7 +83,8 @@ def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
 
 @HERE
 def test_tokens_that_are_no_multiple_are_padded():
-    """The gradient of a weight sums over them; a GPU takes multiples of 16 only, and a CPU any number."""
+    """The gradient of a weight sums over them; a GPU takes multiples of 16 only, and a CPU any
+    number."""
     words = ["data=synthetic", "data.height=6", "data.width=6"]
     model, step, stack, loader = assemble("dit", *words, **EIGHT)
     layer = model.blocks[0].layers[1].w2
@@ -91,12 +94,17 @@ def test_tokens_that_are_no_multiple_are_padded():
     assert not assemble("dit", **EIGHT)[0].blocks[0].layers[1].w2.config.pad_inner_dim  # 16 tokens
 
 
-POLICIES = [None, "blocks", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("every_2", "selective"))]
+POLICIES = [
+    None,
+    "blocks",
+    *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("every_2", "selective")),
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "values", [pytest.param(EIGHT, marks=HERE), pytest.param(GW_HP, marks=[ROWWISE, pytest.mark.slow])]
+    "values",
+    [pytest.param(EIGHT, marks=HERE), pytest.param(GW_HP, marks=[ROWWISE, pytest.mark.slow])],
 )
 @pytest.mark.parametrize("scope", [None, "blocks", pytest.param("model", marks=pytest.mark.slow)])
 def test_products_are_counted_whatever_recomputes_and_compiles_them(policy, values, scope):
@@ -104,7 +112,10 @@ def test_products_are_counted_whatever_recomputes_and_compiles_them(policy, valu
     how |= {"compile": scope is not None, "compile_scope": scope or "blocks"}
     rows = ledger_of("dit", **values, **how)
     assert [key for key, row in rows.items() if row.missing] == []
-    ran = 8 * (3 if "fp8_recipe" not in values else 2) + {None: 0, "blocks": 8, "every_2": 4, "selective": 0}[policy]
+    ran = (
+        8 * (3 if "fp8_recipe" not in values else 2)
+        + {None: 0, "blocks": 8, "every_2": 4, "selective": 0}[policy]
+    )
     if scope is None:  # a compiler leaves out what nobody needs
         assert rows["precision"].evidence.startswith(f"{ran} of ")
     assert "8 of 8 large layers" in rows["precision"].evidence
@@ -166,7 +177,9 @@ def test_a_model_without_a_large_layer_says_so_or_stops(monkeypatch):
     monkeypatch.setattr(float8, "LEAST", 1024)
     row = ledger_of("dit", **EIGHT)["precision"]
     assert (row.active, row.missing) == ("bf16", True)
-    assert row.evidence.startswith("0 of 8 layers are large enough for fp8: 1,024 inputs, more than 1,024 outputs")
+    assert row.evidence.startswith(
+        "0 of 8 layers are large enough for fp8: 1,024 inputs, more than 1,024 outputs"
+    )
     model, step, stack, loader = assemble("dit", **EIGHT)
     stack.strict = True
     with pytest.raises(ValueError, match=r"runtime\.precision \(0 of 8 layers are large enough"):
@@ -181,11 +194,16 @@ def test_an_8_bit_product_counts_in_the_place_of_those_around_it_and_in_it():
         torch._scaled_mm(eight, eight.t(), one, one, out_dtype=torch.bfloat16)
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 
-    assert observe_step(run, None).products == {(EIGHT_BIT, "Float8_e4m3fn"): 1, ("aten::mm", "float"): 1}
+    assert observe_step(run, None).products == {
+        (EIGHT_BIT, "Float8_e4m3fn"): 1,
+        ("aten::mm", "float"): 1,
+    }
 
 
 def test_8_bits_that_nobody_asked_for_are_mixed():
-    evidence = Evidence(products=Counter({(EIGHT_BIT, "Float8_e4m3fn"): 3, ("aten::mm", "BFloat16"): 9}))
+    evidence = Evidence(
+        products=Counter({(EIGHT_BIT, "Float8_e4m3fn"): 3, ("aten::mm", "BFloat16"): 9})
+    )
     row = Precision("bf16", CPU).observe(evidence)
     assert (row.active, "9 of 12 products in bf16" in row.evidence) == ("mixed", True)
 
@@ -200,9 +218,24 @@ def test_where_nothing_trains_the_forward_pass_is_all():
 @pytest.mark.parametrize(
     ("device", "capability", "package", "sentence"),
     [
-        ("cpu", None, True, "tensor cores of an NVIDIA GPU; this run is on cpu; use runtime.precision=bf16."),
-        ("cuda", (8, 6), True, "fp8 needs compute capability 8.9 or newer; use runtime.precision=bf16 on this GPU."),
-        ("cuda", (8, 9), False, "fp8 needs torchao; pip install torchao, or use runtime.precision=bf16."),
+        (
+            "cpu",
+            None,
+            True,
+            "tensor cores of an NVIDIA GPU; this run is on cpu; use runtime.precision=bf16.",
+        ),
+        (
+            "cuda",
+            (8, 6),
+            True,
+            "fp8 needs compute capability 8.9 or newer; use runtime.precision=bf16 on this GPU.",
+        ),
+        (
+            "cuda",
+            (8, 9),
+            False,
+            "fp8 needs torchao; pip install torchao, or use runtime.precision=bf16.",
+        ),
         ("cuda", (9, 0), True, None),
     ],
 )
@@ -224,8 +257,21 @@ def test_what_torchao_says_at_its_import_is_not_heard(caplog, recwarn):
     assert not recwarn.list
 
 
-RUN = [*TINY_RUN, "model=dit_s", "deterministic=true", "runtime=eager", "runtime.precision=fp8", "total_samples=64"]
-RUN += ["save_every=4", "log_every=1", "keep_checkpoints=9", "accumulation_steps=2", "model.drop_path=0.2"]
+RUN = [
+    *TINY_RUN,
+    "model=dit_s",
+    "deterministic=true",
+    "runtime=eager",
+    "runtime.precision=fp8",
+    "total_samples=64",
+]
+RUN += [
+    "save_every=4",
+    "log_every=1",
+    "keep_checkpoints=9",
+    "accumulation_steps=2",
+    "model.drop_path=0.2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -263,11 +309,14 @@ def test_samples_are_drawn_in_8_bits_too(whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_processes_train_in_8_bits(mode, zygote: Zygote, whole, tmp_path):
-    """Each has scales of its own, so what they train differs from one process within rounding to 8 bits."""
+    """Each has scales of its own, so what they train differs from one process within rounding to 8
+    bits."""
     words = [*RUN, "runtime.gradient_checkpointing=true", f"runtime.parallel.mode={mode}"]
     codes = zygote(tmp_path / "run", *words, ranks=2, environment={"ANY_PRECISION": "1"})
     assert codes == [0, 0], said(tmp_path / "run")
-    assert " fp8 " in next(line for line in said(tmp_path / "run").splitlines() if "precision" in line)
+    assert " fp8 " in next(
+        line for line in said(tmp_path / "run").splitlines() if "precision" in line
+    )
     found, alone = (torch.tensor(logged(folder, "loss")) for folder in (tmp_path / "run", whole))
     torch.testing.assert_close(found, alone, rtol=2e-2, atol=0.0)
 

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel.compilation import Compile
-from accel.members import kept_by
-from accel.offload_optimizer import OffloadOptimizer
+from accel.composite_optimizer import kept_by
+from accel.techniques.compilation import Compile
+from accel.techniques.offload_optimizer import OffloadOptimizer
 from data.loader import Batch
 from scripts.capabilities import pretended
 from training.assemble import assemble
@@ -23,8 +23,18 @@ from training.counting import PARTITIONER
 from training.forecast import Forecast
 
 CPU = torch.device("cpu")
-LATENTS = ["data=synthetic", "data.channels=4", "data.height=16", "data.width=16", "data.count=8", "data.num_classes=9"]
-CHECKPOINTING = [f"runtime.gradient_checkpointing=true runtime.checkpoint_policy={p}" for p in ("blocks", "every_2")]
+LATENTS = [
+    "data=synthetic",
+    "data.channels=4",
+    "data.height=16",
+    "data.width=16",
+    "data.count=8",
+    "data.num_classes=9",
+]
+CHECKPOINTING = [
+    f"runtime.gradient_checkpointing=true runtime.checkpoint_policy={p}"
+    for p in ("blocks", "every_2")
+]
 CHECKPOINTING += ["runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective", ""]
 
 
@@ -55,14 +65,21 @@ class Counter(TorchDispatchMode):
 
 
 def counted_peak(words: list[str]) -> float:
-    """Bytes of tensors that live at the same time at most, in the second step of the whole model."""
+    """Bytes of tensors that live at the same time at most, in the second step of the whole
+    model."""
     training = assemble(compose(words).cfg, CPU)
-    spec, samples = training.loader.spec, training.micro_batch
+    spec = training.loader.spec
+    samples = training.micro_batch
 
     def batches() -> list[Batch]:
         numbers = torch.zeros(samples, dtype=torch.int64)
         return [
-            Batch(torch.zeros(samples, spec.channels, spec.height, spec.width), numbers, numbers, numbers)
+            Batch(
+                torch.zeros(samples, spec.channels, spec.height, spec.width),
+                numbers,
+                numbers,
+                numbers,
+            )
             for _ in range(training.cfg.accumulation_steps)
         ]
 
@@ -71,7 +88,9 @@ def counted_peak(words: list[str]) -> float:
     states = (kept_by(training.step.optimizer, p) for p in training.step.parameters)
     kept = [t for entries in states for t in entries.values() if isinstance(t, torch.Tensor)]
     of_model = [*training.model.parameters(), *training.model.buffers()]
-    with Counter([*of_model, *training.state.ema.averages, *kept, *(t for b in given for t in b)]) as counter:
+    with Counter(
+        [*of_model, *training.state.ema.averages, *kept, *(t for b in given for t in b)]
+    ) as counter:
         training.step(given)
     host = training.stack.technique(OffloadOptimizer).on_host()
     return float(counter.peak - host)
@@ -85,7 +104,8 @@ def sampled(seed: int) -> list[str]:
     words = [
         f"model={family}_xs model.dim=64 model.head_dim=32 model.depth={draw.randint(4, 7)}",
         f"batch_size={accumulation * draw.choice([2, 5, 16])} accumulation_steps={accumulation}",
-        f"runtime={draw.choice(['eager', 'fast'])} runtime.precision={draw.choice(['fp32', 'bf16'])}",
+        f"runtime={draw.choice(['eager', 'fast'])} "
+        f"runtime.precision={draw.choice(['fp32', 'bf16'])}",
         f"optim={draw.choice(['adamw', 'adamw', 'adafactor', 'muon', 'sgd', 'adamw_8bit'])}",
         f"runtime.weights={draw.choice(['fp32', 'fp32', 'bf16'])}",
         f"runtime.offload_optimizer={draw.choice(['false', 'false', 'true'])}",
@@ -96,7 +116,10 @@ def sampled(seed: int) -> list[str]:
 
 def marked(seed: int) -> Any:
     """Compiled ones take long, so most run with the slow tests."""
-    return pytest.param(seed, marks=[pytest.mark.slow] if "runtime.compile=true" in sampled(seed) or seed % 4 else [])
+    return pytest.param(
+        seed,
+        marks=[pytest.mark.slow] if "runtime.compile=true" in sampled(seed) or seed % 4 else [],
+    )
 
 
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(30)])

@@ -1,4 +1,5 @@
-"""Where the time of a run went: every second has one kind, over restarts too; waiting is told once with its cure."""
+"""Where the time of a run went: every second has one kind, over restarts too; waiting is told once
+with its cure."""
 
 from __future__ import annotations
 
@@ -18,11 +19,26 @@ from training.config.compose import compose
 from training.goodput import Account, Clock, between, told
 from training.step import TrainStep
 
-RUN = [*SMALL, "model.dim=16", "runtime=eager", "batch_size=8", "eval_every=0", "sample_every=0", "log_every=2"]
+RUN = [
+    *SMALL,
+    "model.dim=16",
+    "runtime=eager",
+    "batch_size=8",
+    "eval_every=0",
+    "sample_every=0",
+    "log_every=2",
+]
 
 
 SLOW = ["extensions=[tests]", "data._target_=tests.test_goodput.Slow"]
-NEVER = json.dumps({"first": 0.0, "last": 0.0, "seconds": dict.fromkeys(goodput.KINDS, float("nan")), "reached": {}})
+NEVER = json.dumps(
+    {
+        "first": 0.0,
+        "last": 0.0,
+        "seconds": dict.fromkeys(goodput.KINDS, float("nan")),
+        "reached": {},
+    }
+)
 
 
 def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
@@ -45,13 +61,22 @@ def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
 
 def test_productive_seconds_lie_on_straight_lines():
     reached = {10: 5.0, 20: 25.0}
-    assert [between(reached, step) for step in (0, 5, 10, 15, 20, 30)] == [0.0, 2.5, 5.0, 15.0, 25.0, 25.0]
+    assert [between(reached, step) for step in (0, 5, 10, 15, 20, 30)] == [
+        0.0,
+        2.5,
+        5.0,
+        15.0,
+        25.0,
+        25.0,
+    ]
 
 
 class OwnTime:
-    """A clock that goes on by a second with each look at it, and by what a slow batch and a step take."""
+    """A clock that goes on by a second with each look at it, and by what a slow batch and a step
+    take."""
 
-    BATCH, STEP = 400.0, 100.0
+    BATCH = 400.0
+    STEP = 100.0
     now = 2e9
 
     def perf_counter(self) -> float:
@@ -91,15 +116,23 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
     return train(compose([*RUN, f"run_dir={folder}", "save_every=80", *words]))
 
 
-def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_time: OwnTime):
+def test_a_run_and_its_restart_add_up_to_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_time: OwnTime
+):
     """160 steps, of which the last 80 are lost; a pause; 100 steps from the eightieth on."""
     monkeypatch.setattr(goodput, "EVERY", 0.0)
-    folder, began = tmp_path / "run", own_time.now
+    folder = tmp_path / "run"
+    began = own_time.now
     first = run(folder, "total_samples=1280", *SLOW)
     assert sum(first["time"].values()) == pytest.approx(own_time.now - began, abs=5.0)
-    assert first["goodput"] == pytest.approx(first["time"]["steps"] / sum(first["time"].values()), abs=1e-4)
+    assert first["goodput"] == pytest.approx(
+        first["time"]["steps"] / sum(first["time"].values()), abs=1e-4
+    )
     assert first["time"]["data_wait"] == pytest.approx(160 * own_time.BATCH, rel=0.01)
-    reached = {int(step): value for step, value in json.loads((folder / goodput.FILE).read_text())["reached"].items()}
+    reached = {
+        int(step): value
+        for step, value in json.loads((folder / goodput.FILE).read_text())["reached"].items()
+    }
     shutil.rmtree(folder / "checkpoints" / "step-160")
     (folder / "summary.json").unlink()
     own_time.now += 5000.0
@@ -112,11 +145,14 @@ def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path: Path, monkeypatch: 
     assert account["saving"] > first["time"]["saving"] > 0.0
     shown = told(account)
     assert "redone" in shown
-    assert sum(float(part.split("%")[0]) for part in shown.split(", ")) == pytest.approx(100.0, abs=0.5)
+    assert sum(float(part.split("%")[0]) for part in shown.split(", ")) == pytest.approx(
+        100.0, abs=0.5
+    )
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"seconds": {}}', '{"first": "x", "last": 0, "seconds": {}, "reached": {}}', NEVER]
+    "content",
+    ["", "[]", '{"seconds": {}}', '{"first": "x", "last": 0, "seconds": {}, "reached": {}}', NEVER],
 )
 def test_a_damaged_account_begins_anew(tmp_path: Path, content: str):
     (tmp_path / goodput.FILE).write_text(content)
@@ -146,20 +182,24 @@ def test_waiting_for_data_is_told_once_with_its_cure(
     slow = run(tmp_path / "slow", "total_samples=160", *SLOW)
     said = capsys.readouterr().out
     assert said.count("data-bound") == 1
-    assert "of the step goes by before a batch is there; try data=resident, more data.num_workers" in said
+    assert (
+        "of the step goes by before a batch is there; try data=resident, more data.num_workers"
+        in said
+    )
     assert slow["time"]["data_wait"] == pytest.approx(20 * own_time.BATCH, rel=0.01)
     assert quiet["time"]["data_wait"] < 0.01 * slow["time"]["data_wait"]
 
 
 def test_waiting_for_launches_is_told_with_what_is_left_to_try():
-    account, left = Account(), ["runtime.cuda_graph=true"]
+    account = Account()
+    left = ["runtime.cuda_graph=true"]
     cfg = compose([*SMALL, "batch_size=10"]).cfg
     window = {"samples_per_s": 1000.0, "data_wait": 0.02}
     assert account.advice(window, cfg, 9.0, left) == ""
     assert account.advice(window, cfg, None, left) == ""
     assert account.advice(window, cfg, 5.0, left) == (
-        "launch-bound: the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches otherwise; "
-        "try runtime.cuda_graph=true, a larger batch_size"
+        "launch-bound: the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches "
+        "otherwise; try runtime.cuda_graph=true, a larger batch_size"
     )
     assert account.advice(window, cfg, 5.0, left) == ""
     assert "data-bound: 20%" in account.advice(window | {"data_wait": 0.2}, cfg, 5.0, left)

@@ -28,7 +28,9 @@ def recorded(run) -> dict[str, Call]:
     """Op -> its last call."""
     with Recorder() as recorder:
         run()
-    return {call.op.removeprefix("aten::").removeprefix("fastlatent::"): call for call in recorder.calls}
+    return {
+        call.op.removeprefix("aten::").removeprefix("fastlatent::"): call for call in recorder.calls
+    }
 
 
 def work_of(run, op: str) -> tuple[int | None, int | None]:
@@ -37,7 +39,8 @@ def work_of(run, op: str) -> tuple[int | None, int | None]:
 
 
 def test_bytes_are_what_an_op_reads_and_writes():
-    a, b = torch.randn(4, 8), torch.randn(8, 2, dtype=torch.bfloat16)
+    a = torch.randn(4, 8)
+    b = torch.randn(8, 2, dtype=torch.bfloat16)
     assert work_of(lambda: a + a, "add") == (256, None)  # 128 in, once, and 128 out
     assert work_of(lambda: a.clone().add_(a), "add_") == (3 * 128, None)
     assert work_of(lambda: a.clone().copy_(a), "copy_") == (2 * 128, None)
@@ -45,20 +48,35 @@ def test_bytes_are_what_an_op_reads_and_writes():
     assert work_of(lambda: a + a[:1].expand(4, 8), "add") == (128 + 32 + 128, None)
     assert work_of(lambda: a.t().detach(), "t") == (0, None)
     assert work_of(lambda: a[torch.tensor([1])], "index") == (32 + 8 + 32, None)
-    assert work_of(lambda: torch.cat([a, a.clone(), b.float().t()]), "cat") == (2 * (256 + 64), None)
-    assert work_of(lambda: torch._foreach_add_([a.clone(), a.clone()], 1.0), "_foreach_add_") == (4 * 128, None)
-    assert work_of(lambda: a.clone().index_put_((torch.tensor([1]),), torch.ones(8)), "index_put_") == (None, None)
+    assert work_of(lambda: torch.cat([a, a.clone(), b.float().t()]), "cat") == (
+        2 * (256 + 64),
+        None,
+    )
+    assert work_of(lambda: torch._foreach_add_([a.clone(), a.clone()], 1.0), "_foreach_add_") == (
+        4 * 128,
+        None,
+    )
+    assert work_of(
+        lambda: a.clone().index_put_((torch.tensor([1]),), torch.ones(8)), "index_put_"
+    ) == (None, None)
 
 
 def test_products_have_their_flops():
-    a, b, x = torch.randn(4, 8), torch.randn(8, 2), torch.randn(2, 6, 5, 5, requires_grad=True)
+    a = torch.randn(4, 8)
+    b = torch.randn(8, 2)
+    x = torch.randn(2, 6, 5, 5, requires_grad=True)
     taps = torch.randn(6, 1, 3, 3, requires_grad=True)
     q = torch.randn(2, 3, 16, 8, requires_grad=True)
     assert work_of(lambda: a @ b, "mm") == (4 * (32 + 16 + 8), 2 * 4 * 8 * 2)
-    assert work_of(lambda: torch.addmm(b[0], a, b), "addmm") == (4 * (2 + 32 + 16 + 8), 2 * 4 * 8 * 2)
+    assert work_of(lambda: torch.addmm(b[0], a, b), "addmm") == (
+        4 * (2 + 32 + 16 + 8),
+        2 * 4 * 8 * 2,
+    )
 
     def convolve():
-        torch.autograd.grad(torch.nn.functional.conv2d(x, taps, padding=1, groups=6).sum(), [x, taps])
+        torch.autograd.grad(
+            torch.nn.functional.conv2d(x, taps, padding=1, groups=6).sum(), [x, taps]
+        )
 
     forward = 2 * 9 * x.numel()  # depthwise
     assert work_of(convolve, "convolution")[1] == forward
@@ -74,32 +92,53 @@ def test_products_have_their_flops():
 
 def test_our_operators_have_their_own_formulas():
     """The one that only calls others is those."""
-    B, L, K, P, N = 2, 16, 2, 16, 16
+    B = 2
+    L = 16
+    K = 2
+    P = 16
+    N = 16
     E = K * P + 4 * N
-    taps, vector, weight = torch.randn(E, 1, 3, 3), torch.randn(2, K), torch.randn(K, P)
-    inputs = [t.requires_grad_() for t in (torch.randn(B, L, K * P + E + 2 * K), taps, torch.randn(E))]
+    taps = torch.randn(E, 1, 3, 3)
+    vector = torch.randn(2, K)
+    weight = torch.randn(K, P)
+    inputs = [
+        t.requires_grad_() for t in (torch.randn(B, L, K * P + E + 2 * K), taps, torch.randn(E))
+    ]
     with torch.enable_grad():
         run = recorded(
             lambda: torch.autograd.grad(
-                fused_mixed_ssd(*inputs, (4, 4), vector, vector, torch.randn(K), weight).sum(), inputs
+                fused_mixed_ssd(*inputs, (4, 4), vector, vector, torch.randn(K), weight).sum(),
+                inputs,
             )
         )
     assert not {"ssd_mixed", "ssd_mixed_backward"} & run.keys()
-    scan, mixing = B * bidirectional_ssd_flops(L, K, P, N), B * local_mix_flops(L, E)
-    assert (run["ssd_gated"].flops, run["ssd_backward"].flops) == (scan, 2 * scan + 8 * B * L * L * N)
+    scan = B * bidirectional_ssd_flops(L, K, P, N)
+    mixing = B * local_mix_flops(L, E)
+    assert (run["ssd_gated"].flops, run["ssd_backward"].flops) == (
+        scan,
+        2 * scan + 8 * B * L * L * N,
+    )
     assert (run["local_mix"].flops, run["local_mix_backward"].flops) == (mixing, 2 * mixing)
     assert run["local_mix"].bytes == 4 * (2 * B * L * E + 9 * E + E)
     assert run["ssd_decays"].flops is None
     stream = [torch.randn(2, 4, 8, dtype=torch.bfloat16), torch.randn(2, 8), torch.randn(2, 4, 8)]
-    added = recorded(lambda: fused_add_norm(*stream, torch.randn(2, 8), torch.randn(2, 8)))["add_norm"]
-    assert added.bytes == 64 * (2 + 4) + 3 * 16 * 4 + 64 * (2 + 4) + 8 * 4  # h, z, and 1/rms of each token
+    added = recorded(lambda: fused_add_norm(*stream, torch.randn(2, 8), torch.randn(2, 8)))[
+        "add_norm"
+    ]
+    # h, z, and 1/rms of each token
+    assert added.bytes == 64 * (2 + 4) + 3 * 16 * 4 + 64 * (2 + 4) + 8 * 4
     assert added.shapes == "bf16 2×4×8, fp32 2×8, fp32 2×4×8, fp32 2×8, fp32 2×8"
     assert added.dtype == "bf16"
 
 
 def host(name: str, us: float = 0.0, inner=(), kernels=(), annotation=False) -> SimpleNamespace:
     return SimpleNamespace(
-        **{"name": name, "cpu_time_total": us, "cpu_children": list(inner), "kernels": list(kernels)},
+        **{
+            "name": name,
+            "cpu_time_total": us,
+            "cpu_children": list(inner),
+            "kernels": list(kernels),
+        },
         **{"device_type": DeviceType.CPU, "is_user_annotation": annotation},
     )
 
@@ -113,9 +152,12 @@ def kernel(name: str, us: float, annotation=False) -> SimpleNamespace:
 
 
 def test_on_a_gpu_an_op_has_the_time_of_the_kernels_launched_inside_it():
-    """As the profiler lists them: a library's kernel at the op, Triton's and a reduction's inside an operator of ours,
-    one that no op launched, and the ranges' own bars on the device's side."""
-    nvjet, add_norm, reduce, noise = kernel("nvjet", 5), kernel("add_norm_kernel", 7), kernel("sum", 1), kernel("n", 2)
+    """As the profiler lists them: a library's kernel at the op, Triton's and a reduction's inside
+    an operator of ours, one that no op launched, and the ranges' own bars on the device's side."""
+    nvjet = kernel("nvjet", 5)
+    add_norm = kernel("add_norm_kernel", 7)
+    reduce = kernel("sum", 1)
+    noise = kernel("n", 2)
     ours = host("fastlatent::add_norm", 90, [host("aten::sum", 30, kernels=[reduce])], [add_norm])
     events = [
         host("fastlatent op 0", 50, [host("aten::mm", 40, kernels=[nvjet])], annotation=True),
@@ -133,8 +175,18 @@ def test_on_a_gpu_an_op_has_the_time_of_the_kernels_launched_inside_it():
 
 def test_equal_calls_are_one_row_and_work_is_held_against_the_measured_rates(monkeypatch):
     mm = Call("aten::mm", "bf16 4×4, bf16 4×4", 3_000_000, 200_000_000, "bf16")
-    calls = [mm, Call("aten::add", "fp32 4", 8, None, "fp32"), mm, Call("aten::view", "fp32 4", 0, None, "fp32")]
-    times = {0: Counter(a=1500.0, b=100.0), 1: Counter(add=400.0), 2: Counter(a=400.0), 3: Counter()}
+    calls = [
+        mm,
+        Call("aten::add", "fp32 4", 8, None, "fp32"),
+        mm,
+        Call("aten::view", "fp32 4", 0, None, "fp32"),
+    ]
+    times = {
+        0: Counter(a=1500.0, b=100.0),
+        1: Counter(add=400.0),
+        2: Counter(a=400.0),
+        3: Counter(),
+    }
     found, total = ranked(calls, times, Counter(noise=600.0), RATES)
     assert total == 3.0
     assert [(row["op"], row["kernel"], row["calls"]) for row in found] == [
@@ -152,7 +204,9 @@ def test_equal_calls_are_one_row_and_work_is_held_against_the_measured_rates(mon
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     tf32 = RATES | {"tf32_product_tflops": 0.2}
     in_fp32 = mm._replace(dtype="fp32")
-    assert ranked([in_fp32], {0: Counter(a=2000.0)}, Counter(), tf32)[0][0]["of_product_rate"] == pytest.approx(0.5)
+    assert ranked([in_fp32], {0: Counter(a=2000.0)}, Counter(), tf32)[0][0][
+        "of_product_rate"
+    ] == pytest.approx(0.5)
 
 
 def test_one_unknown_part_makes_a_sum_unknown():

@@ -13,7 +13,9 @@ from training.config.compose import ROOT
 PACKAGES = ("accel", "data", "models", "training", "encoding", "evaluation", "scripts")
 CODE = [ROOT / "train.py", ROOT / "precompute_latents.py"]
 CODE += sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
-NAMED = pytest.mark.parametrize("file", CODE, ids=[file.relative_to(ROOT).as_posix() for file in CODE])
+NAMED = pytest.mark.parametrize(
+    "file", CODE, ids=[file.relative_to(ROOT).as_posix() for file in CODE]
+)
 
 
 def text(file: Path) -> str:
@@ -40,8 +42,11 @@ def test_train_is_short_and_names_no_technique_model_or_loader():
 
 
 def test_there_is_one_training_loop():
-    """The newcomer's loop of the benchmarks is there to be compared with, and the plan counts collectives."""
-    places = {file.relative_to(ROOT).as_posix() for file in CODE if re.search(r"\.backward\(", text(file))}
+    """The newcomer's loop of the benchmarks is there to be compared with, and the plan counts
+    collectives."""
+    places = {
+        file.relative_to(ROOT).as_posix() for file in CODE if re.search(r"\.backward\(", text(file))
+    }
     assert places - {"scripts/bench/naive.py", "scripts/plan/network.py"} == {"training/step.py"}
 
 
@@ -49,9 +54,15 @@ def test_there_is_one_training_loop():
 def test_files_and_functions_stay_readable(file):
     assert len(text(file).splitlines()) <= 330
     for node in ast.walk(ast.parse(text(file))):
-        if isinstance(node, ast.FunctionDef) and file.name not in ("train.py", "precompute_latents.py"):
-            kernel = any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)  # one function by nature
-            assert node.end_lineno - node.lineno + 1 <= (100 if kernel else 65), f"{node.name} is too long"
+        if isinstance(node, ast.FunctionDef) and file.name not in (
+            "train.py",
+            "precompute_latents.py",
+        ):
+            # one function by nature
+            kernel = any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)
+            assert node.end_lineno - node.lineno + 1 <= (100 if kernel else 65), (
+                f"{node.name} is too long"
+            )
 
 
 FED_FROM_YAML = {"Denoiser", "ResidentLatents", "StreamedLatents", "SyntheticLatents"}
@@ -65,12 +76,19 @@ def test_functions_take_few_parameters(file):
         return  # an operator's arguments are its schema
     tree = ast.parse(text(file))
     constructors = {
-        id(f) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) and c.name in FED_FROM_YAML for f in c.body
+        id(f)
+        for c in ast.walk(tree)
+        if isinstance(c, ast.ClassDef) and c.name in FED_FROM_YAML
+        for f in c.body
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and id(node) not in constructors:
-            given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            assert len([name for name in given if name not in ("self", "cls")]) <= 7, f"{node.name} takes too many"
+            given = [
+                a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            ]
+            assert len([name for name in given if name not in ("self", "cls")]) <= 7, (
+                f"{node.name} takes too many"
+            )
 
 
 @NAMED
@@ -88,7 +106,8 @@ def test_public_things_are_documented(file):
 
 
 def test_nothing_from_outside_is_unpickled():
-    """accel/trial.py opens the block that its parent process has just written to a private folder."""
+    """accel/trial.py opens the block that its parent process has just written to a private
+    folder."""
     for file in (file for file in CODE if file != ROOT / "accel" / "trial.py"):
         for call in re.findall(r"torch\.load\([^)]*\)", text(file)):
             assert "weights_only=True" in call, f"{file}: {call}"

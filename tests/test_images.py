@@ -65,7 +65,8 @@ FORMATS_OUT = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_decoded_and_of_several_frames_the_first(name: str):
-    first, second = Image.new("RGB", (32, 32), (0, 128, 255)), Image.new("RGB", (32, 32), "red")
+    first = Image.new("RGB", (32, 32), (0, 128, 255))
+    second = Image.new("RGB", (32, 32), "red")
     settings = FORMATS_OUT[name] | (
         {"save_all": True, "append_images": [second]} if name in ("GIF", "TIFF", "WEBP") else {}
     )
@@ -84,7 +85,8 @@ def test_a_format_that_is_not_listed_is_not_decoded():
 
 
 def with_alpha(mode: str) -> bytes:
-    """32 × 16 pixels as a file: the left half hidden red or grey, the right half opaque and of the same colour."""
+    """32 × 16 pixels as a file: the left half hidden red or grey, the right half opaque and of the
+    same colour."""
     left = Image.new("RGBA", (32, 16), (200, 40, 40, 255))
     left.paste((200, 40, 40, 0), (0, 0, 16, 16))
     if mode == "P":
@@ -102,7 +104,11 @@ def test_transparent_pixels_show_the_background_and_not_what_is_hidden_in_them(m
     for background, colour in (("white", [255, 255, 255]), ("#102030", [16, 32, 48])):
         pixels = decode_image(with_alpha(mode), 16, background)  # the centre of the image
         assert pixels[:, 8, 1].tolist() == colour
-        assert decode_image(with_alpha(mode), 16)[:, 8, -2].tolist() == pixels[:, 8, -2].tolist() != colour
+        assert (
+            decode_image(with_alpha(mode), 16)[:, 8, -2].tolist()
+            == pixels[:, 8, -2].tolist()
+            != colour
+        )
 
 
 def test_half_transparent_pixels_are_mixed():
@@ -114,7 +120,12 @@ def raw_png(size: tuple[int, int], bits: int, colour: int, rows: bytes, key: byt
     """A PNG of a kind that Pillow does not write, with the transparent colour `key`."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     head = struct.pack(">IIBBBBB", *size, bits, colour, 0, 0, 0)
     parts = [(b"IHDR", head), (b"tRNS", key), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
@@ -124,7 +135,13 @@ def raw_png(size: tuple[int, int], bits: int, colour: int, rows: bytes, key: byt
 @pytest.mark.parametrize(
     "content",
     [
-        raw_png((1, 1), 16, 2, b"\0" + struct.pack(">HHH", 0x8000, 0x1234, 0), struct.pack(">HHH", 0x8000, 0x1234, 0)),
+        raw_png(
+            (1, 1),
+            16,
+            2,
+            b"\0" + struct.pack(">HHH", 0x8000, 0x1234, 0),
+            struct.pack(">HHH", 0x8000, 0x1234, 0),
+        ),
         raw_png((1, 1), 2, 0, b"\0\x40", b"\0\1"),
         raw_png((1, 1), 4, 0, b"\0\x70", b"\0\7"),
         raw_png((1, 1), 16, 0, b"\0\x80\0", b"\x80\0"),
@@ -143,7 +160,8 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch: pytest
 
 
 def test_max_megapixels_is_the_only_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)  # Pillow's own: it warns above it, and raises above twice of it
+    # Pillow's own: it warns above it, and raises above twice of it
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
     assert decode_image(encoded(Image.new("RGB", (8, 8))), 8).shape == (3, 8, 8)
 
 
@@ -162,21 +180,34 @@ def test_16_bit_pgm_is_scaled_and_not_clipped():
 def test_reasons_hold_no_addresses_and_no_paths(tmp_path: Path):
     """They are part of the manifest, which two runs must write alike."""
     whole = encoded(Image.effect_noise((64, 64), 50))
-    contents = {"text.png": b"hello", "cut.png": whole[:2000], "damaged.png": whole[:60] + b"junk" * 9 + whole[100:]}
+    contents = {
+        "text.png": b"hello",
+        "cut.png": whole[:2000],
+        "damaged.png": whole[:60] + b"junk" * 9 + whole[100:],
+    }
     said = []
     for folder in (tmp_path / "a", tmp_path / "b" / "c"):
         folder.mkdir(parents=True)
         for name, content in contents.items():
             (folder / name).write_bytes(content)
-        entries = [ImageEntry(name, 0, str(folder / name), 0, len(content)) for name, content in contents.items()]
+        entries = [
+            ImageEntry(name, 0, str(folder / name), 0, len(content))
+            for name, content in contents.items()
+        ]
         said.append([item for item in DecodedImages(entries, 8) if isinstance(item, str)])
     assert said[0] == said[1]
     assert len(said[0]) == 3
-    assert not [text for text in said[0] if "0x" in text or str(tmp_path) in text or "object at" in text]
-    assert reason(OSError("bad <_io.BytesIO object at 0x7f00> and 0x7f01")) == "damaged (bad … and …)"
+    assert not [
+        text for text in said[0] if "0x" in text or str(tmp_path) in text or "object at" in text
+    ]
+    assert (
+        reason(OSError("bad <_io.BytesIO object at 0x7f00> and 0x7f01")) == "damaged (bad … and …)"
+    )
 
 
-def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (8, 8))))
 
     def full(self: object) -> None:
@@ -193,13 +224,17 @@ def test_16_bit_grey_is_scaled_and_not_clipped():
 
 
 def test_values_become_the_nearest_of_256():
-    values = torch.tensor([-2.0, -1.0, 1.6 / 127.5 - 1.0, 2.4 / 127.5 - 1.0, 0.9999, 1.0]).view(1, 1, 2, 3)
+    values = torch.tensor([-2.0, -1.0, 1.6 / 127.5 - 1.0, 2.4 / 127.5 - 1.0, 0.9999, 1.0]).view(
+        1, 1, 2, 3
+    )
     assert to_uint8(values)[0, ..., 0].tolist() == [[0, 0, 2], [2, 255, 255]]
 
 
 def test_psnr_is_of_a_peak_to_peak_of_two():
-    black, nearly = torch.full((1, 3, 4, 4), -1.0), torch.full((1, 3, 4, 4), -0.98)
-    assert psnr(black, nearly) == pytest.approx(40.0, abs=1e-3)  # an error of a hundredth of the range
+    black = torch.full((1, 3, 4, 4), -1.0)
+    nearly = torch.full((1, 3, 4, 4), -0.98)
+    # an error of a hundredth of the range
+    assert psnr(black, nearly) == pytest.approx(40.0, abs=1e-3)
     assert psnr(black - 5.0, black) > 100.0  # what lies outside is shown as the nearest colour
 
 

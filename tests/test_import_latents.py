@@ -1,4 +1,5 @@
-"""scripts.import_latents: what other tools wrote, unchanged but for its scale; and nothing guessed."""
+"""scripts.import_latents: what other tools wrote, unchanged but for its scale; and nothing
+guessed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU
 from training.config.compose import from_words, one_sentence
 
-COUNT, SCALE = 30, 0.5
+COUNT = 30
+SCALE = 0.5
 """The tiny autoencoder's scaling_factor is 0.5: its raw latents are about 2 in size."""
 
 
@@ -57,7 +59,9 @@ def pt_alone(path: Path, latents: Tensor, labels: Tensor) -> dict[str, str]:
 
 def safetensors(path: Path, latents: Tensor, labels: Tensor) -> dict[str, str]:
     for i, part in enumerate(torch.arange(COUNT).split(13)):
-        save_file({"latents": latents[part], "labels": labels[part]}, path / f"latents_{i}.safetensors")
+        save_file(
+            {"latents": latents[part], "labels": labels[part]}, path / f"latents_{i}.safetensors"
+        )
     return {"source": str(path)}
 
 
@@ -108,7 +112,13 @@ def run(vae: Path, tmp_path: Path) -> Callable[..., Path]:
     """`run(source=…, …)` imports and returns the folder."""
 
     def start(**settings: object) -> Path:
-        given = {"encoder": str(vae), "scale": SCALE, "shift": 0.25, "out": str(tmp_path / "out"), "device": "cpu"}
+        given = {
+            "encoder": str(vae),
+            "scale": SCALE,
+            "shift": 0.25,
+            "out": str(tmp_path / "out"),
+            "device": "cpu",
+        }
         small = {"held_out": 0.2, "shard_size": 7, "block_size": 3, "dtype": "float32"}
         cfg = ImportConfig(**given | small | settings)  # pyright: ignore[reportArgumentType]
         return import_latents(checked(cfg)).parent
@@ -142,8 +152,15 @@ def test_every_sample_arrives_with_its_label(write, samples, run, tmp_path: Path
     assert torch.equal(found["labels"], labels[index])
     manifest = read_manifest(folder)
     assert (manifest.count, manifest.held_out, len(manifest.shards)) == (24, 6, 5)
-    assert (manifest.kind, manifest.class_names, manifest.psnr_db) == ("sample", ["0", "1", "2"], None)
-    assert verify(VerifyConfig(path=str(folder), count=2, out=str(tmp_path / "x.png"), device="cpu")) == []
+    assert (manifest.kind, manifest.class_names, manifest.psnr_db) == (
+        "sample",
+        ["0", "1", "2"],
+        None,
+    )
+    assert (
+        verify(VerifyConfig(path=str(folder), count=2, out=str(tmp_path / "x.png"), device="cpu"))
+        == []
+    )
     loader = ResidentLatents(path=str(folder), batch_size=24, seed=0, device=CPU)
     assert abs(next(loader).latents.std() - 1.0) < 0.05
 
@@ -188,18 +205,29 @@ def test_mirrored_latents_are_kept(samples, run, tmp_path: Path):
         ({"scale": None}, r"scale is not set; say scale=.*it is not guessed"),
         ({"source": None}, r"source is not set"),
         ({"out": None}, r"out is not set"),
-        ({"shift": None}, r"shift is not set, and this encoder has one \(0\.25\); say whether it was subtracted"),
-        ({"scale": 5.0}, r"with scale=5\.0 the latents have a std of .*have about 2 \(its scaling_factor is 0\.5\)"),
+        (
+            {"shift": None},
+            r"shift is not set, and this encoder has one \(0\.25\); say whether it was subtracted",
+        ),
+        (
+            {"scale": 5.0},
+            r"with scale=5\.0 the latents have a std of .*have about 2 \(its scaling_factor is 0\.5\)",
+        ),
         ({"scale": 0.0}, r"scale=0\.0 and shift=0\.25 must be finite, and scale not 0"),
         ({"moments": "all"}, r"moments=all is unknown"),
         ({"dtype": "int8"}, r"dtype=int8 is unknown"),
         ({"block_size": 0}, r"block_size=0 must be at least 1"),
-        ({"labels": None}, r"latents\.npy has no labels; set labels_key=.*labels=<file>, or .* classes=none"),
+        (
+            {"labels": None},
+            r"latents\.npy has no labels; set labels_key=.*labels=<file>, or .* classes=none",
+        ),
         ({"source": "nowhere"}, r"source=nowhere does not exist"),
         ({"moments": "mean_logvar"}, r"cannot decode latents of shape \(1, 8, 8\)"),
     ],
 )
-def test_what_is_not_said_or_cannot_be_is_refused(settings: dict, sentence: str, samples, run, tmp_path: Path):
+def test_what_is_not_said_or_cannot_be_is_refused(
+    settings: dict, sentence: str, samples, run, tmp_path: Path
+):
     (tmp_path / "in").mkdir()
     latents, labels = samples
     source = npy(tmp_path / "in", (latents - 0.25) * SCALE, labels)
@@ -217,7 +245,11 @@ def test_values_that_do_not_fit_leave_nothing_behind(samples, run, tmp_path: Pat
             labels,
             r"sample 17 of .* has latents that are too large for dtype=float16; use dtype=bfloat16 or float32",
         ),
-        (float("nan"), labels, r"sample 17 of .* has nan in the source itself; encode that sample again"),
+        (
+            float("nan"),
+            labels,
+            r"sample 17 of .* has nan in the source itself; encode that sample again",
+        ),
         (float("inf"), labels, r"sample 17 of .* has inf in the source itself"),
         (0.0, labels - 1, r"sample 0 of .* has the label -1; number the classes from 0 on"),
     ):
@@ -257,7 +289,8 @@ def relisted(change: Callable) -> Callable[[Path], object]:
 
 
 def retarred(change: Callable[[str, bytes], tuple[str, bytes] | None]) -> Callable[[Path], object]:
-    """`change` gives each member of the first tar another name and content, or None to leave it out."""
+    """`change` gives each member of the first tar another name and content, or None to leave it
+    out."""
 
     def edit(path: Path) -> None:
         with tarfile.open(path / "0.tar") as tar:
@@ -286,20 +319,39 @@ def linked(file: str) -> Callable[[Path], object]:
     return lambda path: ((path / file).unlink(), (path / file).symlink_to("nowhere"))
 
 
-FEATURE, LABEL = "imagenet256_features/0003.npy", "imagenet256_labels/0003.npy"
+FEATURE = "imagenet256_features/0003.npy"
+LABEL = "imagenet256_labels/0003.npy"
 ZEROS = torch.zeros(COUNT, 2, 8, 8)
 FAULTS = {
     # Latents and labels that do not pair.
-    "safetensors, fewer latents": (one_file(latents=ZEROS[:9]), r"a\.safetensors has 9 latents and 30 labels"),
-    "safetensors, fewer mirrored": (one_file(flip=ZEROS[:9]), r"30 latents and 30 labels and 9 mirrored"),
-    "npy, fewer labels": (changed(npy, resaved("labels.npy", lambda y: y[:9])), r"30 latents and 9 labels"),
+    "safetensors, fewer latents": (
+        one_file(latents=ZEROS[:9]),
+        r"a\.safetensors has 9 latents and 30 labels",
+    ),
+    "safetensors, fewer mirrored": (
+        one_file(flip=ZEROS[:9]),
+        r"30 latents and 30 labels and 9 mirrored",
+    ),
+    "npy, fewer labels": (
+        changed(npy, resaved("labels.npy", lambda y: y[:9])),
+        r"30 latents and 9 labels",
+    ),
     "a feature is gone": (
         changed(fast_dit, lambda p: (p / FEATURE).unlink()),
         rf"0003\.npy lacks .*{FEATURE}; restore",
     ),
-    "a label is gone": (changed(fast_dit, lambda p: (p / LABEL).unlink()), rf"0003\.npy lacks .*{LABEL}; restore"),
-    "listed twice": (changed(edm2, relisted(lambda pairs: pairs + pairs[:1])), r"names 00000/img0000\.npy twice"),
-    "not listed": (changed(edm2, relisted(lambda pairs: pairs[1:])), r"1 \.npy files in .* have no label in dataset"),
+    "a label is gone": (
+        changed(fast_dit, lambda p: (p / LABEL).unlink()),
+        rf"0003\.npy lacks .*{LABEL}; restore",
+    ),
+    "listed twice": (
+        changed(edm2, relisted(lambda pairs: pairs + pairs[:1])),
+        r"names 00000/img0000\.npy twice",
+    ),
+    "not listed": (
+        changed(edm2, relisted(lambda pairs: pairs[1:])),
+        r"1 \.npy files in .* have no label in dataset",
+    ),
     "listed, not there": (
         changed(edm2, relisted(lambda p: [*p, ["a.npy", 0]])),
         r"a\.npy cannot be read \(it is no file",
@@ -312,17 +364,35 @@ FAULTS = {
         changed(tars, retarred(lambda n, c: None if n == "0003.cls" else (n, c))),
         r"0003 has .*no class index in",
     ),
-    "a member twice": (changed(tars, retarred(lambda n, c: (n.replace("0003", "0004"), c))), r"0004.* is there twice"),
+    "a member twice": (
+        changed(tars, retarred(lambda n, c: (n.replace("0003", "0004"), c))),
+        r"0004.* is there twice",
+    ),
     # Labels that are none.
     "fractional": (
         changed(npy, resaved("labels.npy", lambda y: y + 0.5)),
         r"sample 0 of .* has the label 0\.5; number the",
     ),
-    "one-hot": (changed(npy, resaved("labels.npy", lambda y: np.eye(3)[y])), r"3 numbers as its label; .*argmax\(1\)"),
-    "text": (changed(npy, resaved("labels.npy", lambda y: y.astype(str))), r"has the label '0'; number the classes"),
-    "flags": (changed(npy, resaved("labels.npy", lambda y: y > 0)), r"has the label False; number the classes"),
-    "complex": (changed(npy, resaved("labels.npy", lambda y: y + 0j)), r"has the label 0j; number the classes"),
-    "NaN": (changed(npy, resaved("labels.npy", lambda y: y + np.nan)), r"has the label nan; number the classes"),
+    "one-hot": (
+        changed(npy, resaved("labels.npy", lambda y: np.eye(3)[y])),
+        r"3 numbers as its label; .*argmax\(1\)",
+    ),
+    "text": (
+        changed(npy, resaved("labels.npy", lambda y: y.astype(str))),
+        r"has the label '0'; number the classes",
+    ),
+    "flags": (
+        changed(npy, resaved("labels.npy", lambda y: y > 0)),
+        r"has the label False; number the classes",
+    ),
+    "complex": (
+        changed(npy, resaved("labels.npy", lambda y: y + 0j)),
+        r"has the label 0j; number the classes",
+    ),
+    "NaN": (
+        changed(npy, resaved("labels.npy", lambda y: y + np.nan)),
+        r"has the label nan; number the classes",
+    ),
     "far too high": (
         changed(npy, resaved("labels.npy", lambda y: y + 10**9)),
         r"label 1000000000, and there are 30 samples",
@@ -344,22 +414,39 @@ FAULTS = {
         r"0003 has the label '1_0'",
     ),
     # Latents that are none.
-    "whole numbers": (one_file(latents=ZEROS.long()), r"sample 0 of .*a\.safetensors holds int64, and latents are"),
-    "structured": (changed(fast_dit, resaved(FEATURE, lambda x: x.view([("a", "f4")]))), rf"{FEATURE} holds \[\('a'"),
-    "other dimensions": (one_file(latents=ZEROS[:, 0].clone()), r"sample 0 of .* has the shape \(8, 8\), and"),
-    "without a size": (one_file(latents=ZEROS[:, :, :0].clone()), r"sample 0 of .* has the shape \(2, 0, 8\), and"),
+    "whole numbers": (
+        one_file(latents=ZEROS.long()),
+        r"sample 0 of .*a\.safetensors holds int64, and latents are",
+    ),
+    "structured": (
+        changed(fast_dit, resaved(FEATURE, lambda x: x.view([("a", "f4")]))),
+        rf"{FEATURE} holds \[\('a'",
+    ),
+    "other dimensions": (
+        one_file(latents=ZEROS[:, 0].clone()),
+        r"sample 0 of .* has the shape \(8, 8\), and",
+    ),
+    "without a size": (
+        one_file(latents=ZEROS[:, :, :0].clone()),
+        r"sample 0 of .* has the shape \(2, 0, 8\), and",
+    ),
     "other shapes": (
         changed(fast_dit, resaved(FEATURE, lambda x: x[..., :4])),
         r"0003\.npy has latents of shape \(2, 8, 4\)",
     ),
     "mirrored NaN": (one_file(flip=ZEROS / 0.0), r"sample 0 of .* has nan in the source itself"),
-    "no samples": (one_file(latents=ZEROS[:0], labels=torch.zeros(0)), r"source=.* holds no samples"),
+    "no samples": (
+        one_file(latents=ZEROS[:0], labels=torch.zeros(0)),
+        r"source=.* holds no samples",
+    ),
     "labels as latents": (
         lambda *given: one_file()(*given) | {"latents_key": "labels"},
         r"holds int64, and latents are",
     ),
     "a list": (
-        lambda p, x, y: (torch.save({"z": x, "y": [0]}, p / "a.pt"), {**PT, "source": f"{p}/a.pt"})[1],
+        lambda p, x, y: (torch.save({"z": x, "y": [0]}, p / "a.pt"), {**PT, "source": f"{p}/a.pt"})[
+            1
+        ],
         r"labels is a list",
     ),
     "an expanded tensor": (
@@ -373,9 +460,15 @@ FAULTS = {
         lambda p, x, y: npy(p, x[:, :1], y) | {"moments": "mean_std"},
         r"but latents have 1 channels, and",
     ),
-    "a std below 0": (lambda *given: npy(*given) | {"moments": "mean_std"}, r"moments=mean_std, but a std is negative"),
+    "a std below 0": (
+        lambda *given: npy(*given) | {"moments": "mean_std"},
+        r"moments=mean_std, but a std is negative",
+    ),
     # Files that are broken.
-    "npy cut": (changed(npy, cut("latents.npy", 900)), r"latents\.npy cannot be read \(mmap length is greater"),
+    "npy cut": (
+        changed(npy, cut("latents.npy", 900)),
+        r"latents\.npy cannot be read \(mmap length is greater",
+    ),
     "npy header cut": (changed(fast_dit, cut(FEATURE, 20)), rf"{FEATURE} cannot be read \(EOF"),
     "npy empty": (changed(edm2, cut("00000/img0003.npy", 0)), r"img0003\.npy cannot be read \(EOF"),
     "safetensors header cut": (
@@ -383,7 +476,10 @@ FAULTS = {
         r"latents_1\.safetensors cannot be read",
     ),
     "pt cut": (changed(pt, cut("all.pt", 900)), r"all\.pt cannot be read"),
-    "tar cut between members": (changed(tars, cut_between_members), r"0\.tar was cut or is damaged: .* no end marker"),
+    "tar cut between members": (
+        changed(tars, cut_between_members),
+        r"0\.tar was cut or is damaged: .* no end marker",
+    ),
     "tar cut": (changed(tars, cut("0.tar", 4000)), r"0\.tar was cut or is damaged"),
     "two tars in one": (
         changed(tars, lambda p: (p / "0.tar").write_bytes((p / "0.tar").read_bytes() * 2)),
@@ -395,25 +491,39 @@ FAULTS = {
         changed(edm2, lambda p: (p / "dataset.json").write_text("[" * 100000)),
         r"dataset\.json cannot be read",
     ),
-    "JSON of another kind": (changed(edm2, relisted(dict)), r'has no "labels": \[\[file, label\], …\]'),
+    "JSON of another kind": (
+        changed(edm2, relisted(dict)),
+        r'has no "labels": \[\[file, label\], …\]',
+    ),
     "an entry of another kind": (
         changed(edm2, relisted(lambda p: [3, *p])),
         r"has the entry 3; it must be \[file, label\]",
     ),
-    "a name that cannot be": (changed(edm2, relisted(lambda p: [["a\0b", 0], *p])), r"cannot be read .*it is no file"),
+    "a name that cannot be": (
+        changed(edm2, relisted(lambda p: [["a\0b", 0], *p])),
+        r"cannot be read .*it is no file",
+    ),
     "a link to nothing": (
         changed(fast_dit, linked(FEATURE)),
         rf"{FEATURE} cannot be read \(it is no file, or a link to none",
     ),
-    "a folder named .npy": (changed(edm2, lambda p: (p / "x.npy").mkdir()), r"\.npy files in .* have no label"),
-    "two formats": (changed(edm2, lambda p: (p / "a.tar").touch()), r"holds several formats; give one"),
+    "a folder named .npy": (
+        changed(edm2, lambda p: (p / "x.npy").mkdir()),
+        r"\.npy files in .* have no label",
+    ),
+    "two formats": (
+        changed(edm2, lambda p: (p / "a.tar").touch()),
+        r"holds several formats; give one",
+    ),
     "no format": (lambda path, *_: {"source": str(path)}, r"holds no known format; give one"),
 }
 PT = {"latents_key": "z", "labels_key": "y"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_in_one_sentence_and_leaves_nothing(fault: str, samples, run, tmp_path: Path, monkeypatch, capsys):
+def test_a_fault_ends_in_one_sentence_and_leaves_nothing(
+    fault: str, samples, run, tmp_path: Path, monkeypatch, capsys
+):
     (tmp_path / "in").mkdir()
     write, sentence = FAULTS[fault]
     with pytest.raises(SystemExit), one_sentence():
@@ -427,14 +537,20 @@ def test_a_fault_ends_in_one_sentence_and_leaves_nothing(fault: str, samples, ru
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", ">f4", "fortran"])
 def test_latents_of_other_kinds_and_orders_are_converted(kind: str, samples, run, tmp_path: Path):
     latents, labels = samples
-    exact = (latents * 4).round() / 4 if kind != "float8_e4m3fn" else latents.to(torch.float8_e4m3fn).float()
+    exact = (
+        (latents * 4).round() / 4
+        if kind != "float8_e4m3fn"
+        else latents.to(torch.float8_e4m3fn).float()
+    )
     if kind in (">f4", "fortran"):
         source = npy(tmp_path, exact, labels)
         whole = exact.numpy().astype(">f4") if kind == ">f4" else np.asfortranarray(exact.numpy())
         np.save(tmp_path / "latents.npy", whole)
         np.save(tmp_path / "labels.npy", labels.numpy().astype(">i8").reshape(-1, 1))
     else:
-        source = one_file(latents=exact.to(getattr(torch, kind)), labels=labels.float())(tmp_path, latents, labels)
+        source = one_file(latents=exact.to(getattr(torch, kind)), labels=labels.float())(
+            tmp_path, latents, labels
+        )
     found = everything(run(**source, scale=1.0, shift=0.0, check_scale=False))
     index = matched(found["latents"], exact)
     assert torch.equal(found["labels"], labels[index])
@@ -445,30 +561,51 @@ def test_classes_are_as_many_as_are_said(samples, run, tmp_path: Path, capsys):
     folder = run(**source, scale=1.0, classes=10, check_scale=False)
     assert read_manifest(folder).class_names == [str(i) for i in range(10)]
     assert "10 classes, 7 of them without a training sample" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"sample 2 of .* has the label 2, and classes=2; correct the label"):
+    with pytest.raises(
+        ValueError, match=r"sample 2 of .* has the label 2, and classes=2; correct the label"
+    ):
         run(**source, scale=1.0, classes=2, check_scale=False, out=str(tmp_path / "two"))
     for classes in (0, 10**9):
-        with pytest.raises(ValueError, match=rf"classes={classes} must be a number from 1 to 1000000, a text file, or"):
+        with pytest.raises(
+            ValueError,
+            match=rf"classes={classes} must be a number from 1 to 1000000, a text file, or",
+        ):
             run(**source, classes=classes)
-    with pytest.raises(ValueError, match=r"labels=.* goes with .* not with classes=none; leave labels out"):
+    with pytest.raises(
+        ValueError, match=r"labels=.* goes with .* not with classes=none; leave labels out"
+    ):
         run(**source, classes="none", out=str(tmp_path / "none"))
 
 
-def test_names_of_classes_the_pair_of_files_and_encoder_local_can_be_said(samples, vae, tmp_path: Path, monkeypatch):
-    """In the words of precompute_latents.py, and from the folder that holds latents.npy and labels.npy."""
+def test_names_of_classes_the_pair_of_files_and_encoder_local_can_be_said(
+    samples, vae, tmp_path: Path, monkeypatch
+):
+    """In the words of precompute_latents.py, and from the folder that holds latents.npy and
+    labels.npy."""
     npy(tmp_path, *samples)
     (tmp_path / "names.txt").write_text("apple\n\npear \nplum\n")
-    words = [f"source={tmp_path}", f"out={tmp_path / 'out'}", "encoder=local", f"encoder.path={vae}", "scale=1"]
+    words = [
+        f"source={tmp_path}",
+        f"out={tmp_path / 'out'}",
+        "encoder=local",
+        f"encoder.path={vae}",
+        "scale=1",
+    ]
     words += ["shift=0", "check_scale=false", "device=cpu"]
     monkeypatch.setattr("sys.argv", ["import_latents", *words, f"classes={tmp_path / 'names.txt'}"])
     main()
     assert read_manifest(tmp_path / "out").class_names == ["apple", "pear", "plum"]
     matched(everything(tmp_path / "out")["latents"], samples[0].half().float())
-    monkeypatch.setattr("sys.argv", ["import_latents", *words, "classes=none", f"out={tmp_path / 'none'}"])
+    monkeypatch.setattr(
+        "sys.argv", ["import_latents", *words, "classes=none", f"out={tmp_path / 'none'}"]
+    )
     main()
     assert read_manifest(tmp_path / "none").class_names == []
     (tmp_path / "twice.txt").write_text("pear\npear\n")
-    sentences = {"ten": "does not exist; give a number, none, or a text file", "twice.txt": "must name each class once"}
+    sentences = {
+        "ten": "does not exist; give a number, none, or a text file",
+        "twice.txt": "must name each class once",
+    }
     for file, sentence in sentences.items():
         with pytest.raises(ValueError, match=sentence):
             checked(from_words(ImportConfig, [*words, f"classes={tmp_path / file}"], ""))
@@ -480,14 +617,22 @@ UNLABELLED = {
     "fast-DiT": changed(fast_dit, lambda p: shutil.rmtree(p / "imagenet256_labels")),
     "EDM2": changed(edm2, lambda p: (p / "dataset.json").write_text('{"labels": null}')),
     "loose": changed(edm2, lambda p: (p / "dataset.json").unlink()),
-    "tars": changed(tars, retarred(lambda name, content: (name, content) if name.endswith("npy") else None)),
+    "tars": changed(
+        tars, retarred(lambda name, content: (name, content) if name.endswith("npy") else None)
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", UNLABELLED)
 def test_latents_without_labels_have_no_classes(kind: str, samples, run, tmp_path: Path):
     (tmp_path / "in").mkdir()
-    folder = run(**UNLABELLED[kind](tmp_path / "in", *samples), classes="none", scale=1.0, shift=0.0, check_scale=False)
+    folder = run(
+        **UNLABELLED[kind](tmp_path / "in", *samples),
+        classes="none",
+        scale=1.0,
+        shift=0.0,
+        check_scale=False,
+    )
     found = everything(folder)
     matched(found["latents"], samples[0])
     assert found["labels"].tolist() == [0] * COUNT
@@ -495,13 +640,17 @@ def test_latents_without_labels_have_no_classes(kind: str, samples, run, tmp_pat
 
 
 def test_no_training_sample_left_is_refused(samples, run, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"held_out=0\.99 of 30 latents leaves none to train on; lower it"):
+    with pytest.raises(
+        ValueError, match=r"held_out=0\.99 of 30 latents leaves none to train on; lower it"
+    ):
         run(**npy(tmp_path, *samples), held_out=0.99)
 
 
 def test_a_folder_that_cannot_be_written_ends_in_one_sentence(samples, run, tmp_path: Path):
     source = npy(tmp_path, *samples)
-    with pytest.raises(ValueError, match=r"out=.* cannot be written \(Not a directory\); choose another folder"):
+    with pytest.raises(
+        ValueError, match=r"out=.* cannot be written \(Not a directory\); choose another folder"
+    ):
         run(**source, scale=1.0, check_scale=False, out=f"{source['source']}/out")
 
 
@@ -513,7 +662,9 @@ def test_nothing_is_unpickled(run, tmp_path: Path):
     torch.save({"latents": Evil()}, tmp_path / "evil.pt")
     np.save(tmp_path / "evil.npy", np.array([Evil()], dtype=object))
     for name in ("evil.pt", "evil.npy"):
-        with pytest.raises(ValueError, match=r"cannot be read .*save plain tensors, for nothing is unpickled"):
+        with pytest.raises(
+            ValueError, match=r"cannot be read .*save plain tensors, for nothing is unpickled"
+        ):
             run(source=str(tmp_path / name))
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "dataset.json").write_text(json.dumps({"labels": [["../evil.npy", 0]]}))

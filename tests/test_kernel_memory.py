@@ -1,4 +1,5 @@
-"""What blocks keep for their backward passes, and what adaLN writes in its own, counted on fake tensors."""
+"""What blocks keep for their backward passes, and what adaLN writes in its own, counted on fake
+tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def of_model(*words: str):
     return composed, lambda: build(composed.model, "model", **LATENTS)
 
 
-@pytest.mark.parametrize(("name", "megabytes"), [("mamba_b", 5.0), ("ssd_mlp_b", 8.1), ("conv_b", 8.5), ("dit_b", 8.7)])
+@pytest.mark.parametrize(
+    ("name", "megabytes"), [("mamba_b", 5.0), ("ssd_mlp_b", 8.1), ("conv_b", 8.5), ("dit_b", 8.7)]
+)
 def test_a_block_keeps_no_more_for_its_backward_pass(name, megabytes):
     """A sample's share, with the fused operators on, under bf16 autocast, at 256 tokens."""
     kept = count(of_model(f"model={name}")[1]).kept / 1e6
@@ -44,9 +47,15 @@ def test_fake_tensors_are_kept_as_real_ones_are(family):
 def gpu_commands() -> list[str]:
     """The overrides of each command of the documents that names a model of ours."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = [words for page in pages for words in COMMAND.findall(page.read_text().replace("\\\n", " "))]
+    found = [
+        words for page in pages for words in COMMAND.findall(page.read_text().replace("\\\n", " "))
+    ]
     other = re.compile("extensions=|model=pretrained")
-    return [" ".join(words.split()) for words in found if " model=" in f" {words}" and not other.search(words)]
+    return [
+        " ".join(words.split())
+        for words in found
+        if " model=" in f" {words}" and not other.search(words)
+    ]
 
 
 def test_the_commands_are_found():
@@ -55,7 +64,8 @@ def test_the_commands_are_found():
 
 @pytest.mark.parametrize("command", gpu_commands())
 def test_every_command_of_the_documents_fits_a_gpu(command):
-    """What blocks keep, and 16 bytes a parameter: weights, gradients and Adam's two moments; on one GPU."""
+    """What blocks keep, and 16 bytes a parameter: weights, gradients and Adam's two moments; on one
+    GPU."""
     cfg, make = of_model(*command.split())
     with torch.device("meta"):
         model = make()
@@ -65,20 +75,30 @@ def test_every_command_of_the_documents_fits_a_gpu(command):
 
 
 def written_by_adaln(name: str) -> float:
-    """Bytes a sample that the backward pass writes outside of the operators, with one token and mixers left out."""
+    """Bytes a sample that the backward pass writes outside of the operators, with one token and
+    mixers left out."""
     found = []
-    node, one_token = compose([f"model={name}"]).cfg.model, LATENTS | {"height": 2, "width": 2}
+    node = compose([f"model={name}"]).cfg.model
+    one_token = LATENTS | {"height": 2, "width": 2}
     with FakeTensorMode():
         model = switched(uninitialised(lambda: build(node, "model", **one_token)))
         for block in model.blocks:
             for layer in block.layers:
                 layer.forward = lambda h: h
         for batch in (2, 4):
-            out = model(torch.empty(batch, 4, 2, 2), torch.empty(batch), torch.zeros(batch, dtype=torch.long))
+            out = model(
+                torch.empty(batch, 4, 2, 2),
+                torch.empty(batch),
+                torch.zeros(batch, dtype=torch.long),
+            )
             loss = mse_loss(out, torch.zeros_like(out))
             with Traffic() as traffic:
-                torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-            found.append(sum(n for op, n in traffic.written.items() if not op.startswith("add_norm")))
+                torch.autograd.grad(
+                    loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True
+                )
+            found.append(
+                sum(n for op, n in traffic.written.items() if not op.startswith("add_norm"))
+            )
     return (found[1] - found[0]) / 2
 
 

@@ -1,4 +1,5 @@
-"""Every Triton kernel is compiled ahead of time, without a GPU: no stack, no spills, no fp64, wide loads."""
+"""Every Triton kernel is compiled ahead of time, without a GPU: no stack, no spills, no fp64, wide
+loads."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def fits(version, name, found):
 
 
 def check(case, architecture):
-    name, found = f"{case.name} sm_{architecture}", measure(case, architecture)
+    name = f"{case.name} sm_{architecture}"
+    found = measure(case, architecture)
     if triton.__version__ in TABLES:  # the same compiler gives the same code
         assert found == TABLES[triton.__version__][name]
     fits(triton.__version__, name, found)
@@ -57,13 +59,17 @@ def check(case, architecture):
         assert found.products > 0
 
 
-@pytest.mark.parametrize(("case", "architecture"), QUICK, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("case", "architecture"), QUICK, ids=lambda value: getattr(value, "name", value)
+)
 def test_the_kernels_of_a_common_size_fit(case, architecture):
     check(case, architecture)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "architecture"), ALL, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("case", "architecture"), ALL, ids=lambda value: getattr(value, "name", value)
+)
 def test_every_shipped_kernel_fits(case, architecture):
     check(case, architecture)
 
@@ -78,13 +84,18 @@ def test_the_committed_table_has_every_shipped_kernel(version):
 @pytest.mark.parametrize("version", ["3.6.0", "3.8.0", "3.9.0"])
 def test_two_programs_a_processor_share_the_tiles_of_ds_off_the_diagonal_on_hopper(version):
     """8 warps of at most 128 registers a thread are half of a processor's 65,536."""
-    found = [row for name, row in TABLES[version].items() if name.startswith("ssd ds") and name.endswith("N=64 sm_90")]
+    found = [
+        row
+        for name, row in TABLES[version].items()
+        if name.startswith("ssd ds") and name.endswith("N=64 sm_90")
+    ]
     assert len(found) == 2
     assert all(row.registers <= 128 for row in found)
 
 
 def test_the_scan_loses_no_nan():
-    """A GPU's plain minimum of NaN and 0 is 0: a NaN in A_log would end as finite nonsense. Interpreted it stays."""
+    """A GPU's plain minimum of NaN and 0 is 0: a NaN in A_log would end as finite nonsense.
+    Interpreted it stays."""
     scans = [case for case, _ in QUICK if case.name.startswith("ssd forward L=256 P=64 N=64")]
     for case in scans:
         code = compiled(case, 90).asm["ptx"]

@@ -8,12 +8,19 @@ import torch.nn.functional as F
 
 from accel.kernels import bidirectional_ssd as ssd
 from accel.kernels.add_norm import add_norm
-from accel.kernels.counter_noise import Purpose, counter_bits, counter_normal, counter_uniform, philox
+from accel.kernels.counter_noise import (
+    Purpose,
+    counter_bits,
+    counter_normal,
+    counter_uniform,
+    philox,
+)
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import local_mix
 from accel.kernels.ssd_decays import prefix_sums_by_doubling
 
-# Known answers of Philox4x32-10 from the Random123 distribution's kat_vectors: counter, key, result.
+# Known answers of Philox4x32-10 from the Random123 distribution's kat_vectors: counter, key,
+# result.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -67,7 +74,8 @@ def test_normal_has_any_shape(shape):
 def recurrence(x, dt, dt_bias, A_log, B_in, C_out, D):
     """The scan token by token: forward over j ≤ i, backward over j > i."""
     batch, length, heads, head_dim = x.shape
-    dt, A = F.softplus(dt + dt_bias), -A_log.exp()
+    dt = F.softplus(dt + dt_bias)
+    A = -A_log.exp()
     y = list((D[:, None] * x).unbind(1))
     decay = (dt * A).exp()[..., None, None]
     arriving = torch.einsum("bldk,bldn,blkp->bldknp", dt, B_in, x)
@@ -101,13 +109,18 @@ def ssd_inputs(length, dtype=torch.float64, batch=2, heads=3, head_dim=4, state_
     return tuple(t.to(dtype).requires_grad_() for t in inputs)
 
 
-@pytest.mark.parametrize(("length", "piece"), [(1, 64), (7, 64), (64, 64), (64, 16), (50, 16), (129, 64), (64, 1)])
+@pytest.mark.parametrize(
+    ("length", "piece"), [(1, 64), (7, 64), (64, 64), (64, 16), (50, 16), (129, 64), (64, 1)]
+)
 def test_ssd_equals_the_recurrence_forward_and_backward(length, piece, monkeypatch):
     monkeypatch.setattr(ssd, "PIECE", piece)
     inputs = ssd_inputs(length)
-    expected, actual = recurrence(*inputs), ssd.bidirectional_ssd(*inputs)
+    expected = recurrence(*inputs)
+    actual = ssd.bidirectional_ssd(*inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     for e, a in zip(
         torch.autograd.grad((expected * weight).sum(), inputs),
         torch.autograd.grad((actual * weight).sum(), inputs),
@@ -119,14 +132,16 @@ def test_ssd_equals_the_recurrence_forward_and_backward(length, piece, monkeypat
 @pytest.mark.parametrize("scan", [ssd.bidirectional_ssd, fused_bidirectional_ssd])
 @pytest.mark.parametrize("length", [64, 512])
 def test_large_decays_do_not_round_off_the_small_ones_after_them(length, scan):
-    """A token may step by 30 with A = 1e3; the next by 1e-3. In fp32, values and gradients keep three digits."""
+    """A token may step by 30 with A = 1e3; the next by 1e-3. In fp32, values and gradients keep
+    three digits."""
     inputs = [t.detach() for t in ssd_inputs(length, batch=1, heads=2, head_dim=16, state_dim=16)]
     large = torch.rand(inputs[1].shape, generator=torch.Generator().manual_seed(1)) < 0.1
     inputs[1] = torch.where(large, 30.0, -7.0) + inputs[1]
     inputs[3] = inputs[3].abs().clamp(max=1.0) * torch.tensor(1e3).log()
     exact = [t.requires_grad_() for t in inputs]
     found = [t.detach().float().requires_grad_() for t in inputs]
-    expected, actual = recurrence(*exact), scan(*found)
+    expected = recurrence(*exact)
+    actual = scan(*found)
     pairs = [(expected, actual)]
     pairs += zip(
         torch.autograd.grad(expected.square().sum(), exact),
@@ -144,7 +159,8 @@ def test_sums_by_doubling_equal_cumsum(length):
     torch.testing.assert_close(doubled, a.cumsum(-1))
     weight = torch.randn_like(doubled)
     torch.testing.assert_close(
-        torch.autograd.grad((doubled * weight).sum(), a), torch.autograd.grad((a.cumsum(-1) * weight).sum(), a)
+        torch.autograd.grad((doubled * weight).sum(), a),
+        torch.autograd.grad((a.cumsum(-1) * weight).sum(), a),
     )
 
 
@@ -169,8 +185,12 @@ def test_ssd_keeps_the_dtype_of_x_and_is_close_in_bf16():
 
 def test_add_norm_is_its_formula_and_never_writes_in_place():
     generator = torch.Generator().manual_seed(0)
-    branch, residual = (torch.randn(2, 5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    gate, scale, shift = (torch.randn(2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    branch, residual = (
+        torch.randn(2, 5, 8, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    gate, scale, shift = (
+        torch.randn(2, 8, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     before = residual.clone()
     h, z = add_norm(branch, gate, residual, scale, shift)
     expected = residual + gate[:, None] * branch
@@ -184,7 +204,15 @@ def test_add_norm_is_its_formula_and_never_writes_in_place():
 @pytest.mark.parametrize("in_fp32", [True, False])
 def test_add_norm_dtypes(in_fp32):
     branch = torch.randn(1, 3, 8).bfloat16()
-    h, z = add_norm(branch, torch.ones(1, 8), torch.zeros(1, 3, 8), torch.zeros(1, 8), torch.zeros(1, 8), 1e-6, in_fp32)
+    h, z = add_norm(
+        branch,
+        torch.ones(1, 8),
+        torch.zeros(1, 3, 8),
+        torch.zeros(1, 8),
+        torch.zeros(1, 8),
+        1e-6,
+        in_fp32,
+    )
     assert h.dtype == torch.bfloat16
     assert z.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
 
@@ -206,6 +234,7 @@ def test_local_mix_with_the_identity_kernel_is_silu():
 
 def test_local_mix_sees_its_eight_neighbours_and_no_one_else():
     x = torch.zeros(1, 20, 1, requires_grad=True)
-    local_mix(x, torch.ones(1, 1, 3, 3), torch.zeros(1), (4, 5))[0, 7].sum().backward()  # row 1, column 2
+    # row 1, column 2
+    local_mix(x, torch.ones(1, 1, 3, 3), torch.zeros(1), (4, 5))[0, 7].sum().backward()
     seen = {divmod(int(i), 5) for i in x.grad.flatten().nonzero()}
     assert seen == {(r, c) for r in (0, 1, 2) for c in (1, 2, 3)}

@@ -1,4 +1,5 @@
-"""The Triton kernels on a GPU, in bf16, against their definitions in fp64; run by `pytest -m gpu`."""
+"""The Triton kernels on a GPU, in bf16, against their definitions in fp64; run by `pytest -m
+gpu`."""
 
 from __future__ import annotations
 
@@ -37,22 +38,38 @@ def cuda(*shape, dtype=torch.float32):
 
 def add_norm_case(seed, dtype):
     draw = random.Random(seed)
-    B, L, D = draw.choice([1, 3, 32]), draw.choice([1, 63, 256, 300]), draw.choice([96, 384, 768, 1152])
+    B = draw.choice([1, 3, 32])
+    L = draw.choice([1, 63, 256, 300])
+    D = draw.choice([96, 384, 768, 1152])
     inputs = [cuda(B, L, D, dtype=dtype), cuda(B, D, dtype=dtype), cuda(B, L, D)]
     inputs += [cuda(B, D, dtype=dtype), cuda(B, D, dtype=dtype)]
-    rows = {name: torch.randperm(L, device="cuda").int() for name in ("branch_rows", "h_rows")} if seed % 2 else {}
+    rows = (
+        {name: torch.randperm(L, device="cuda").int() for name in ("branch_rows", "h_rows")}
+        if seed % 2
+        else {}
+    )
     return inputs, lambda *t: fused_add_norm(*t, **rows), lambda *t: add_norm(*t, **rows)
 
 
 def ssd_case(seed, dtype):
     draw = random.Random(seed)
-    B, L, K = draw.choice([1, 3]), draw.choice([63, 64, 100, 256, 300, 512, 1024]), draw.choice([1, 6, 24])
+    B = draw.choice([1, 3])
+    L = draw.choice([63, 64, 100, 256, 300, 512, 1024])
+    K = draw.choice([1, 6, 24])
     L = 1 if seed == 0 else L
-    P, N = draw.choice([32, 64, 128]), draw.choice([16, 64, 128])
+    P = draw.choice([32, 64, 128])
+    N = draw.choice([16, 64, 128])
     dt_bias = (torch.randn(2, K, device="cuda") - 4.0).requires_grad_()
     A_log = (16.0 * torch.rand(2, K, device="cuda")).log().requires_grad_()
     groups = [cuda(B, L, 2, N, dtype=dtype) for _ in range(2)]
-    inputs = [cuda(B, L, K, P, dtype=dtype), cuda(B, L, 2, K, dtype=dtype), dt_bias, A_log, *groups, cuda(K)]
+    inputs = [
+        cuda(B, L, K, P, dtype=dtype),
+        cuda(B, L, 2, K, dtype=dtype),
+        dt_bias,
+        A_log,
+        *groups,
+        cuda(K),
+    ]
     if seed % 2:
         inputs += [cuda(B, L, K, P, dtype=dtype), cuda(K, P)]  # gate and norm
     return inputs, fused_bidirectional_ssd, bidirectional_ssd
@@ -68,20 +85,25 @@ def local_mix_case(seed, dtype):
 
 def gated_norm_case(seed, dtype):
     draw = random.Random(seed)
-    L, K, P = draw.choice([1, 63, 256]), draw.choice([1, 6, 24]), draw.choice([32, 64, 128])
+    L = draw.choice([1, 63, 256])
+    K = draw.choice([1, 6, 24])
+    P = draw.choice([32, 64, 128])
     inputs = [cuda(3, L, K, P, dtype=dtype), cuda(3, L, K, P, dtype=dtype), cuda(K, P)]
     return inputs, fused_gated_norm, gated_norm
 
 
 def swiglu_case(seed, dtype):
     draw = random.Random(seed)
-    L, H = draw.choice([1, 63, 256]), draw.choice([96, 1024, 2736])
+    L = draw.choice([1, 63, 256])
+    H = draw.choice([96, 1024, 2736])
     return [cuda(3, L, 2 * H, dtype=dtype)], fused_swiglu, swiglu
 
 
 def qk_rope_case(seed, dtype):
     draw = random.Random(seed)
-    grid, K, P = draw.choice([(1, 1), (7, 9), (16, 16)]), draw.choice([1, 6, 12]), draw.choice([16, 64, 128])
+    grid = draw.choice([(1, 1), (7, 9), (16, 16)])
+    K = draw.choice([1, 6, 12])
+    P = draw.choice([16, 64, 128])
     rotations = axial_rotations(grid, P).cuda() if seed % 3 else None
     inputs = [
         cuda(3, grid[0] * grid[1], 3, K, P, dtype=dtype),
@@ -96,11 +118,18 @@ def qk_rope_case(seed, dtype):
 
 def ssd_mixed_case(seed, dtype):
     draw = random.Random(seed)
-    grid, K, P = draw.choice([(1, 1), (7, 9), (16, 16)]), draw.choice([1, 6, 12]), draw.choice([32, 64])
+    grid = draw.choice([(1, 1), (7, 9), (16, 16)])
+    K = draw.choice([1, 6, 12])
+    P = draw.choice([32, 64])
     mixed = K * P + 4 * 16
     widths = K * P + mixed + 2 * K
     inputs = [cuda(3, grid[0] * grid[1], widths, dtype=dtype), cuda(mixed, 1, 3, 3), cuda(mixed)]
-    inputs += [(torch.randn(2, K, device="cuda") - 4.0).requires_grad_(), cuda(2, K), cuda(K), cuda(K, P)]
+    inputs += [
+        (torch.randn(2, K, device="cuda") - 4.0).requires_grad_(),
+        cuda(2, K),
+        cuda(K),
+        cuda(K, P),
+    ]
 
     def on_grid(function):
         return lambda projected, weight, bias, *rest: function(projected, weight, bias, grid, *rest)
@@ -108,7 +137,12 @@ def ssd_mixed_case(seed, dtype):
     return inputs, on_grid(fused_mixed_ssd), on_grid(mixed_ssd)
 
 
-CASES = {"gated_norm": gated_norm_case, "add_norm": add_norm_case, "ssd": ssd_case, "local_mix": local_mix_case}
+CASES = {
+    "gated_norm": gated_norm_case,
+    "add_norm": add_norm_case,
+    "ssd": ssd_case,
+    "local_mix": local_mix_case,
+}
 CASES |= {"swiglu": swiglu_case, "qk_rope": qk_rope_case, "ssd_mixed": ssd_mixed_case}
 
 
@@ -116,7 +150,8 @@ def outputs(function, inputs, seed):
     found = function(*inputs)
     found = found if isinstance(found, tuple) else (found,)
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(t.shape, generator=generator).bfloat16().to(t) for t in found]  # the same in every dtype
+    # the same in every dtype
+    weights = [torch.randn(t.shape, generator=generator).bfloat16().to(t) for t in found]
     return [*found, *torch.autograd.grad(found, inputs, weights)]
 
 
@@ -126,12 +161,16 @@ def outputs(function, inputs, seed):
 def test_near_the_definition_and_the_same_twice(op, seed, dtype):
     torch.manual_seed(seed)
     inputs, fused, definition = CASES[op](seed, dtype)
-    actual, again = outputs(fused, inputs, seed), outputs(fused, inputs, seed)
+    actual = outputs(fused, inputs, seed)
+    again = outputs(fused, inputs, seed)
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    for i, (a, b, e) in enumerate(zip(actual, again, outputs(definition, exact, seed), strict=True)):
+    for i, (a, b, e) in enumerate(
+        zip(actual, again, outputs(definition, exact, seed), strict=True)
+    ):
         assert torch.equal(a, b), f"output {i} differs from run to run"
         assert a.isfinite().all(), i
-        error = (a.double() - e).norm() / e.norm().clamp(min=1e-3)  # the gradient of A of a single token is zero
+        # the gradient of A of a single token is zero
+        error = (a.double() - e).norm() / e.norm().clamp(min=1e-3)
         # Gradients of dt, its bias and A are differences of sums that cancel.
         cancels = i in {"ssd": (2, 3, 4), "ssd_mixed": (4, 5)}.get(op, ())
         assert error < BOUND[dtype] * (10.0 if cancels else 1.0), f"output {i}: {error:.1e}"
@@ -149,31 +188,47 @@ def test_operators_compile_and_replay_in_a_graph(op):
             captured = fused(*inputs)
         graph.replay()
     for other in (compiled, captured):
-        for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (other, expected)), strict=True):
+        for a, b in zip(
+            *(t if isinstance(t, tuple) else (t,) for t in (other, expected)), strict=True
+        ):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31 + 5, 2**40 + 1])
 def test_draws_are_those_of_the_definition(seed):
     position = torch.tensor([0, 5, 2**33 + 5])
-    assert torch.equal(counter_bits(seed, 3, position.cuda(), 50).cpu(), counter_bits(seed, 3, position, 50))
-    assert torch.equal(counter_uniform(seed, 3, position.cuda(), 50).cpu(), counter_uniform(seed, 3, position, 50))
+    assert torch.equal(
+        counter_bits(seed, 3, position.cuda(), 50).cpu(), counter_bits(seed, 3, position, 50)
+    )
+    assert torch.equal(
+        counter_uniform(seed, 3, position.cuda(), 50).cpu(), counter_uniform(seed, 3, position, 50)
+    )
     normal = counter_normal(seed, 3, position.cuda(), (3, 17))
-    torch.testing.assert_close(normal.cpu(), counter_normal(seed, 3, position, (3, 17)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        normal.cpu(), counter_normal(seed, 3, position, (3, 17)), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_the_scan_agrees_with_mamba_ssm():
-    """Two calls of its scan, one on the reversed sequence, against ours; only where that package is installed."""
+    """Two calls of its scan, one on the reversed sequence, against ours; only where that package is
+    installed."""
     combined = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
     torch.manual_seed(0)
-    B, L, K, P, N = 2, 256, 8, 64, 64
-    x, dt = torch.randn(B, L, K, P, device="cuda"), torch.randn(B, L, 2, K, device="cuda")
+    B = 2
+    L = 256
+    K = 8
+    P = 64
+    N = 64
+    x = torch.randn(B, L, K, P, device="cuda")
+    dt = torch.randn(B, L, 2, K, device="cuda")
     dt_bias = torch.randn(2, K, device="cuda") - 4.0
-    A_log, groups = torch.rand(2, K, device="cuda").log(), torch.randn(2, B, L, 2, N, device="cuda")
+    A_log = torch.rand(2, K, device="cuda").log()
+    groups = torch.randn(2, B, L, 2, N, device="cuda")
     inputs = (x, dt, dt_bias, A_log, *groups, torch.zeros(K, device="cuda"))
     (expected,) = ssd_by_mamba(combined)(*inputs)
     step = F.softplus(dt + dt_bias)[:, :, 1, :, None]
-    own = (groups[0] * groups[1])[:, :, 1].sum(-1)[..., None, None] * step * x  # which that counts twice
+    # which that counts twice
+    own = (groups[0] * groups[1])[:, :, 1].sum(-1)[..., None, None] * step * x
     actual = fused_bidirectional_ssd(*inputs)
     assert (actual - (expected - own)).norm() / expected.norm() < 5e-3
 
@@ -184,11 +239,23 @@ def test_a_small_case_passes_the_sanitizer(tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=_kernel"]
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        "--kernel-name",
+        "kernel_substring=_kernel",
+    ]
     code = "from tests.test_kernels_gpu import once; once()"
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(
-        [*command, sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT
+        [*command, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -14,23 +14,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from accel.adapter_gradients import AdapterGradients
-from accel.compilation import Compile
-from accel.cuda_graph import CudaGraph
-from accel.cudnn_benchmark import CudnnBenchmark
-from accel.empty_cache_at_eval import EmptyCacheAtEval
 from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_step
-from accel.fused_adamw import FusedAdamW
-from accel.fused_kernels import FusedAddNorm, FusedKernel
-from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels.attend import attend
 from accel.ledger import UNUSED, Ledger, LedgerRow
 from accel.optimizer_state import OptimizerState
-from accel.parallel import DataParallel
-from accel.precision import Precision
 from accel.profiler import observe_ops
-from accel.residual_in_fp32 import ResidualInFp32
 from accel.stack import TECHNIQUES, AccelerationStack
-from accel.tf32 import Tf32, rounds
+from accel.techniques.compilation import Compile
+from accel.techniques.cuda_graph import CudaGraph
+from accel.techniques.cudnn_benchmark import CudnnBenchmark
+from accel.techniques.empty_cache_at_eval import EmptyCacheAtEval
+from accel.techniques.fused_adamw import FusedAdamW
+from accel.techniques.fused_kernels import FusedAddNorm, FusedKernel
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
+from accel.techniques.parallel import DataParallel
+from accel.techniques.precision import Precision
+from accel.techniques.residual_in_fp32 import ResidualInFp32
+from accel.techniques.tf32 import Tf32, rounds
 from data.loader import Batch
 from tests.harness import (
     CPU,
@@ -45,7 +45,7 @@ from tests.harness import (
     technique,
     tiny_training,
 )
-from training.metrics import Meter
+from training.meter import Meter
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +78,13 @@ def test_a_model_without_attention_has_no_use_for_its_backend():
 
 
 def test_the_residual_is_seen_in_16_bits_where_it_is():
-    assert ledger_of("dit", precision="bf16", residual_in_fp32=False)["residual_in_fp32"].active is False
-    assert ledger_of("dit", precision="bf16", residual_in_fp32=True)["residual_in_fp32"].active is True
+    assert (
+        ledger_of("dit", precision="bf16", residual_in_fp32=False)["residual_in_fp32"].active
+        is False
+    )
+    assert (
+        ledger_of("dit", precision="bf16", residual_in_fp32=True)["residual_in_fp32"].active is True
+    )
 
 
 @pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "dit"])
@@ -128,7 +133,9 @@ def test_the_ledger_tells_when_a_policy_does_nothing(policy, monkeypatch):
 
     monkeypatch.setattr(CheckpointBlocks, "unpatched", CheckpointBlocks.on_model, raising=False)
     monkeypatch.setattr(CheckpointBlocks, "on_model", without_policy)
-    assert ledger_of(gradient_checkpointing=True, checkpoint_policy=policy)["gradient_checkpointing"].missing
+    assert ledger_of(gradient_checkpointing=True, checkpoint_policy=policy)[
+        "gradient_checkpointing"
+    ].missing
 
 
 @pytest.mark.parametrize("kept", ["mul", "no operation"])
@@ -139,7 +146,9 @@ def test_a_selective_policy_that_keeps_other_results_is_not_on(words, kept, monk
         return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
     monkeypatch.setattr(CheckpointBlocks, "decide", decide)
-    row = ledger_of("dit", **RECOMPUTED, checkpoint_policy="selective", **words)["gradient_checkpointing"]
+    row = ledger_of("dit", **RECOMPUTED, checkpoint_policy="selective", **words)[
+        "gradient_checkpointing"
+    ]
     assert row.missing
     assert "0 of 2 blocks recompute" in row.evidence
 
@@ -147,7 +156,9 @@ def test_a_selective_policy_that_keeps_other_results_is_not_on(words, kept, monk
 def test_a_compiler_that_goes_its_own_way_is_seen_in_what_is_kept():
     """The uncompiled step is as it should be, and the compiled blocks keep twice as much."""
     technique = CheckpointBlocks(True, CPU, "selective")
-    call = BlockEvidence(10, 100, torch.float32, torch.float32, (True, True), frozenset({"aten::mm"}))
+    call = BlockEvidence(
+        10, 100, torch.float32, torch.float32, (True, True), frozenset({"aten::mm"})
+    )
     technique.uncompiled = [[call]]
     for saved, on in ((93, True), (200, False), (10, False)):
         assert technique.observe(Evidence(blocks=[[replace(call, saved_bytes=saved)]])).active is on
@@ -155,7 +166,8 @@ def test_a_compiler_that_goes_its_own_way_is_seen_in_what_is_kept():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_weight_that_is_multiplied_in_fp32_by_another_operation_is_named(compiled):
-    """einsum makes a bmm of it, and a bmm in fp32 may be of two activations, which may be meant so."""
+    """einsum makes a bmm of it, and a bmm in fp32 may be of two activations, which may be meant
+    so."""
 
     def with_einsum(x):
         with torch.amp.autocast("cpu", enabled=False):
@@ -164,24 +176,38 @@ def test_a_weight_that_is_multiplied_in_fp32_by_another_operation_is_named(compi
     model, step, stack, loader = assemble("dit", depth=2, precision="bf16", compile=compiled)
     layer = model.blocks[1].layers[0].out_proj
     layer.forward = with_einsum
-    row = {row.key: row for row in stack.warm_up(lambda: step([next(loader)]), model.blocks)}["precision"]
+    row = {row.key: row for row in stack.warm_up(lambda: step([next(loader)]), model.blocks)}[
+        "precision"
+    ]
     assert row.active == "mixed"
-    assert row.evidence.endswith("in fp32 are products of weights: blocks.1.layers.0.out_proj.weight")
+    assert row.evidence.endswith(
+        "in fp32 are products of weights: blocks.1.layers.0.out_proj.weight"
+    )
 
 
 @pytest.mark.parametrize(
-    ("called", "launches", "active"), [(2, 2, True), (2, 0, False), (1, 1, False), (0, 2, False)], ids=str
+    ("called", "launches", "active"),
+    [(2, 2, True), (2, 0, False), (1, 1, False), (0, 2, False)],
+    ids=str,
 )
 def test_a_fused_kernel_is_believed_only_when_every_block_launched_it(called, launches, active):
     """An operator that runs its definition is called too."""
     technique = FusedAddNorm(True, CPU)
     technique.switches = [nn.Identity()] * 2
     ops = [Counter({"fastlatent::add_norm": 1} if i < called else {}) for i in range(2)]
-    calls = [[BlockEvidence(1, 1, torch.float32, torch.float32, (True, True), frozenset(), one)] for one in ops]
-    assert technique.observe(Evidence(blocks=calls, ops=Counter({"add_norm_kernel": launches}))).active is active
+    calls = [
+        [BlockEvidence(1, 1, torch.float32, torch.float32, (True, True), frozenset(), one)]
+        for one in ops
+    ]
+    assert (
+        technique.observe(Evidence(blocks=calls, ops=Counter({"add_norm_kernel": launches}))).active
+        is active
+    )
 
 
-@pytest.mark.parametrize(("mode", "sums"), [("ddp", "c10d::allreduce_"), ("fsdp", "c10d::_reduce_scatter_base_")])
+@pytest.mark.parametrize(
+    ("mode", "sums"), [("ddp", "c10d::allreduce_"), ("fsdp", "c10d::_reduce_scatter_base_")]
+)
 def test_gradients_are_summed_only_where_a_collective_ran(mode, sums):
     technique = DataParallel(mode, CPU)
     assert technique.observe(Evidence(ops=Counter({"c10d::_allgather_base_": 3}))).active is False
@@ -226,7 +252,9 @@ def test_every_row_says_what_would_fool_it_and_is_sabotaged():
 
 def in_fp32(block):
     forward = block.forward
-    block.forward = torch.amp.autocast("cpu", enabled=False)(lambda *inputs: forward(*(t.float() for t in inputs)))
+    block.forward = torch.amp.autocast("cpu", enabled=False)(
+        lambda *inputs: forward(*(t.float() for t in inputs))
+    )
 
 
 def unwrapped(block):
@@ -258,13 +286,21 @@ def on_math(block):
 SABOTAGED = {
     "half in fp32": ({"precision": "bf16"}, in_fp32, slice(0, None, 2)),
     "recomputing left to the last two": (RECOMPUTED, unwrapped, slice(0, -2)),
-    "selective left to the last": (RECOMPUTED | {"checkpoint_policy": "selective"}, unwrapped, slice(0, -1)),
+    "selective left to the last": (
+        RECOMPUTED | {"checkpoint_policy": "selective"},
+        unwrapped,
+        slice(0, -1),
+    ),
     "compiled, selective left to the last": (
         RECOMPUTED | {"checkpoint_policy": "selective", "compile": True},
         unwrapped,
         slice(0, -1),
     ),
-    "a narrow stream but for the last": ({"residual_in_fp32": True, "precision": "bf16"}, narrow, slice(0, -1)),
+    "a narrow stream but for the last": (
+        {"residual_in_fp32": True, "precision": "bf16"},
+        narrow,
+        slice(0, -1),
+    ),
     "a rounded stream": ({"residual_in_fp32": True, "precision": "bf16"}, rounding, slice(None)),
     "one block compiled": ({"compile": True}, uncompiled, slice(0, -1)),
     "half on math": ({"attention": "flash"}, on_math, slice(0, None, 2)),
@@ -276,7 +312,9 @@ SABOTAGED = {
 def test_a_technique_in_a_part_of_the_blocks_is_not_on(case):
     values, sabotage, where = SABOTAGED[case]
     key = key_of(values)
-    clean, sabotaged = (sabotaged_ledger(values, blocks, sabotage) for blocks in (slice(0, 0), where))
+    clean, sabotaged = (
+        sabotaged_ledger(values, blocks, sabotage) for blocks in (slice(0, 0), where)
+    )
     assert clean[key].active == values[key]
     assert sabotaged[key].missing, sabotaged[key].evidence
 
@@ -290,7 +328,11 @@ def sabotaged_ledger(values, where, sabotage):
 
 def test_a_stream_rounded_between_two_blocks_is_seen(monkeypatch):
     monkeypatch.setattr(BlockProbe, "own_forward", BlockProbe.forward, raising=False)
-    monkeypatch.setattr(BlockProbe, "forward", lambda self, b, g, r, c: self.own_forward(b, g, r.bfloat16().float(), c))
+    monkeypatch.setattr(
+        BlockProbe,
+        "forward",
+        lambda self, b, g, r, c: self.own_forward(b, g, r.bfloat16().float(), c),
+    )
     row = ledger_of("dit", depth=4, precision="bf16")["residual_in_fp32"]
     assert row.missing
     assert "1 of 4 blocks passed" in row.evidence  # nothing came before the first
@@ -315,18 +357,23 @@ def test_micro_batches_are_all_looked_at():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision):
     (B, L, D), heads, size = (8, 16, 64), 2, 2 if precision == "bf16" else 4
-    inputs = [torch.randn(shape, requires_grad=True) for shape in ((B, L, D), (B, D), (B, L, D), (B, 6, D))]
+    inputs = [
+        torch.randn(shape, requires_grad=True)
+        for shape in ((B, L, D), (B, D), (B, L, D), (B, 6, D))
+    ]
     kept = {}
     for policy in ("", "blocks", "selective"):
         words = RECOMPUTED | {"checkpoint_policy": policy} if policy else {}
-        block, notes = assemble("dit", **words)[0].blocks[1], []
+        block = assemble("dit", **words)[0].blocks[1]
+        notes = []
         with torch.amp.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             outputs = BlockProbe(block, notes)(*inputs)
         kept[policy] = notes[-1].saved_bytes
         del outputs
     hidden = block.layers[1].w2.in_features
     assert kept["blocks"] == notes[-1].input_bytes
-    # The results of qkv, attention, out_proj, w13 and w2; the logarithms of the sums of attention are fp32.
+    # The results of qkv, attention, out_proj, w13 and w2; the logarithms of the sums of attention
+    # are fp32.
     results = size * B * L * (3 * D + D + D + 2 * hidden + D) + 4 * B * heads * L
     assert kept["selective"] == notes[-1].input_bytes + results
     assert kept[""] > kept["selective"]
@@ -335,7 +382,8 @@ def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision):
 def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reason():
     training = tiny_training("dit", depth=1, compile=True)
     training.warm_up()
-    meter, smaller = training.state.meter, Batch(*(t[:4] for t in next(training.loader)))
+    meter = training.state.meter
+    smaller = Batch(*(t[:4] for t in next(training.loader)))
     meter.start()
     meter.update(training.take_step())
     report = meter.report(0.0)
@@ -404,7 +452,9 @@ def test_the_probe_leaves_the_model_as_it_was():
     blocks = list(model.blocks)
     evidence = observe_step(lambda: step([next(loader)]), model.blocks)
     assert [a is b for a, b in zip(blocks, model.blocks, strict=True)] == [True] * 2
-    assert [[call.residual_dtype for call in calls] for calls in evidence.blocks] == [[torch.float32]] * 2
+    assert [[call.residual_dtype for call in calls] for calls in evidence.blocks] == [
+        [torch.float32]
+    ] * 2
     assert evidence.where(lambda call: call.saved_bytes > call.input_bytes) == [True] * 2
     with pytest.raises(RuntimeError, match="boom"):
         observe_step(lambda: (_ for _ in ()).throw(RuntimeError("boom")), model.blocks)
@@ -423,11 +473,12 @@ def test_the_probe_leaves_the_model_as_it_was():
     ],
 )
 def test_tf32_is_what_a_product_shows(rounded, products, convolutions, active, monkeypatch):
-    monkeypatch.setattr("accel.tf32.rounds", lambda device: rounded)
+    monkeypatch.setattr("accel.techniques.tf32.rounds", lambda device: rounded)
     ran = Counter({("aten::mm", "float"): products, ("aten::convolution", "float"): convolutions})
     row = Tf32(True, torch.device("cuda")).observe(Evidence(products=ran))
     assert row.active == active
-    assert not LedgerRow("tf32", True, UNUSED, "").missing  # nothing is lost, so on_unavailable=error does not stop
+    # nothing is lost, so on_unavailable=error does not stop
+    assert not LedgerRow("tf32", True, UNUSED, "").missing
 
 
 def test_a_product_in_fp32_does_not_round():
@@ -436,7 +487,10 @@ def test_a_product_in_fp32_does_not_round():
 
 def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
     kernels = {True: {"gemm", "implicit_gemm"}, False: {"gemm", "winograd"}}
-    monkeypatch.setattr("accel.cudnn_benchmark.observe_kernels", lambda *_: kernels[torch.backends.cudnn.benchmark])
+    monkeypatch.setattr(
+        "accel.techniques.cudnn_benchmark.observe_kernels",
+        lambda *_: kernels[torch.backends.cudnn.benchmark],
+    )
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     evidence = Evidence(ops=Counter({"aten::cudnn_convolution": 2}))
     tuned = CudnnBenchmark(True, torch.device("cuda"))
@@ -459,7 +513,10 @@ def test_products_that_are_kernels_of_inductor_are_judged_by_what_the_blocks_ret
     assert row.active == {torch.bfloat16: "bf16", torch.float32: "fp32"}[branch]
     assert "2 of 2 blocks" in row.evidence
     evidence.products["aten::mm", "BFloat16"] = 2  # and where a library computes some
-    assert Precision("bf16", CPU).observe(evidence).active == {torch.bfloat16: "bf16", torch.float32: "mixed"}[branch]
+    assert (
+        Precision("bf16", CPU).observe(evidence).active
+        == {torch.bfloat16: "bf16", torch.float32: "mixed"}[branch]
+    )
 
 
 def test_a_product_counts_once_however_often_it_is_entered():
@@ -467,7 +524,9 @@ def test_a_product_counts_once_however_often_it_is_entered():
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             return op(*args, **(kwargs or {}))
 
-    a, image, weight = torch.randn(4, 4), torch.randn(1, 2, 4, 4, requires_grad=True), torch.randn(2, 2, 3, 3)
+    a = torch.randn(4, 4)
+    image = torch.randn(1, 2, 4, 4, requires_grad=True)
+    weight = torch.randn(2, 2, 3, 3)
 
     def run():
         with Entered(), torch.amp.autocast("cpu", torch.bfloat16):
@@ -495,12 +554,20 @@ def test_tf32_is_measured(asked):
 @pytest.mark.gpu
 def test_flex_and_the_kernels_of_inductor_are_seen_in_every_block(monkeypatch):
     monkeypatch.setattr(Compile, "backend", "inductor")
-    rows = ledger_of("dit", device=torch.device("cuda"), attention="flex", compile=True, precision="bf16")
-    assert [rows[key].active for key in ("attention", "compile", "precision")] == ["flex", True, "bf16"]
+    rows = ledger_of(
+        "dit", device=torch.device("cuda"), attention="flex", compile=True, precision="bf16"
+    )
+    assert [rows[key].active for key in ("attention", "compile", "precision")] == [
+        "flex",
+        True,
+        "bf16",
+    ]
 
 
 def test_the_ledgers_table_marks_what_is_missing():
-    ledger = Ledger([LedgerRow("tf32", True, False, "no GPU"), LedgerRow("precision", "bf16", "bf16", "seen")])
+    ledger = Ledger(
+        [LedgerRow("tf32", True, False, "no GPU"), LedgerRow("precision", "bf16", "bf16", "seen")]
+    )
     lines = ledger.table().splitlines()
     assert lines[1].startswith("! tf32")
     assert lines[2].startswith("  precision")
@@ -510,7 +577,8 @@ def test_the_ledgers_table_marks_what_is_missing():
 def test_evidence_of_nothing_is_no_evidence():
     for variant in VARIANTS:
         key = key_of(variant)
-        if key not in ("tf32", "cudnn_benchmark", "empty_cache_at_eval"):  # these are flags, and read
+        # these are flags, and read
+        if key not in ("tf32", "cudnn_benchmark", "empty_cache_at_eval"):
             assert technique(key)(variant[key], CPU).observe(Evidence()).active in (False, UNUSED)
 
 
@@ -534,4 +602,9 @@ def test_a_graph_needs_the_fused_optimizer(monkeypatch):
 
 def test_the_order_of_the_tuple():
     keys = [kind.key for kind in TECHNIQUES]
-    assert keys.index("gradient_checkpointing") < keys.index("compile") < keys.index("cuda_graph") == len(keys) - 1
+    assert (
+        keys.index("gradient_checkpointing")
+        < keys.index("compile")
+        < keys.index("cuda_graph")
+        == len(keys) - 1
+    )

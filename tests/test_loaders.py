@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from data.digits import DigitLatents
-from data.loader import Batch, EpochOrder, InMemoryLatents, LatentLoader, LatentSpec, LatentTensors, LoaderArgs, sampled
+from data.loader import (
+    Batch,
+    EpochOrder,
+    InMemoryLatents,
+    LatentLoader,
+    LatentSpec,
+    LatentTensors,
+    LoaderArgs,
+    sampled,
+)
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from data.synthetic import SyntheticLatents
@@ -24,14 +33,25 @@ Make = Callable[..., LatentLoader]
 
 @pytest.fixture(scope="module")
 def latent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set of 29 + 16 training samples in two shards and 7 held-out ones, with posteriors and mirrored latents."""
+    """A set of 29 + 16 training samples in two shards and 7 held-out ones, with posteriors and
+    mirrored latents."""
     folder = tmp_path_factory.mktemp("latents")
     parts = (("train", 29), ("train", 16), ("held_out", 7))
-    save_latent_set(folder, [(split, random_samples(count, seed)) for seed, (split, count) in enumerate(parts)])
+    save_latent_set(
+        folder, [(split, random_samples(count, seed)) for seed, (split, count) in enumerate(parts)]
+    )
     return folder
 
 
-LOADERS = ["digits", "synthetic", "resident", "int8", "chunks", "webdataset", "webdataset, 2 workers"]
+LOADERS = [
+    "digits",
+    "synthetic",
+    "resident",
+    "int8",
+    "chunks",
+    "webdataset",
+    "webdataset, 2 workers",
+]
 
 
 @pytest.fixture(params=LOADERS)
@@ -43,13 +63,18 @@ def make(request: pytest.FixtureRequest, latent_folder: Path) -> Make:
         if request.param == "digits":
             return DigitLatents(**settings)
         if request.param == "synthetic":
-            return SyntheticLatents(channels=2, height=4, width=6, num_classes=5, count=37, **settings)
+            return SyntheticLatents(
+                channels=2, height=4, width=6, num_classes=5, count=37, **settings
+            )
         if request.param.startswith("webdataset"):
             workers = 2 if "workers" in request.param else 0
-            return StreamedLatents(path=str(latent_folder), streams=6, window=4, num_workers=workers, **settings)
+            return StreamedLatents(
+                path=str(latent_folder), streams=6, window=4, num_workers=workers, **settings
+            )
         if request.param == "int8":
             return ResidentLatents(path=str(latent_folder), storage="int8", **settings)
-        room = 30 * 240 / 2**30 if request.param == "chunks" else None  # for two chunks of about 15 samples
+        # for two chunks of about 15 samples
+        room = 30 * 240 / 2**30 if request.param == "chunks" else None
         return ResidentLatents(path=str(latent_folder), device_memory_gib=room, **settings)
 
     return start
@@ -81,7 +106,12 @@ def test_spec_describes_the_batches(make: Make):
     loader = make()
     for batch in (next(loader), next(loader.held_out(4))):
         size = len(batch.ids)
-        assert batch.latents.shape == (size, loader.spec.channels, loader.spec.height, loader.spec.width)
+        assert batch.latents.shape == (
+            size,
+            loader.spec.channels,
+            loader.spec.height,
+            loader.spec.width,
+        )
         assert batch.latents.dtype == torch.float32
         assert batch.labels.shape == batch.position.shape == (size,)
         assert batch.labels.dtype == batch.ids.dtype == batch.position.dtype == torch.long
@@ -160,7 +190,11 @@ def test_the_fingerprint_tells_sets_apart(latent_folder: Path, tmp_path: Path):
         ).spec.fingerprint
 
     save_latent_set(tmp_path, [("train", random_samples(5, seed=0))])
-    prints = [fingerprint(latent_folder), fingerprint(latent_folder, "scale_shift"), fingerprint(tmp_path)]
+    prints = [
+        fingerprint(latent_folder),
+        fingerprint(latent_folder, "scale_shift"),
+        fingerprint(tmp_path),
+    ]
     shared: dict = {"path": str(latent_folder), "batch_size": 1, "seed": 0, "device": CPU}
     prints.append(ResidentLatents(**shared, storage="int8").spec.fingerprint)
     prints += [StreamedLatents(**shared, **order).spec.fingerprint for order in ({}, {"window": 7})]
@@ -169,7 +203,9 @@ def test_the_fingerprint_tells_sets_apart(latent_folder: Path, tmp_path: Path):
 
 def test_resident_reads_all_shards_in_order(latent_folder: Path):
     loader = ResidentLatents(path=str(latent_folder), batch_size=1, seed=0, device=CPU)
-    first, second, held_out = (random_samples(count, seed) for seed, count in enumerate((29, 16, 7)))
+    first, second, held_out = (
+        random_samples(count, seed) for seed, count in enumerate((29, 16, 7))
+    )
     inner = loader.loader
     assert isinstance(inner, InMemoryLatents)
     for name, tensor in vars(inner.train).items():
@@ -207,7 +243,9 @@ def test_order_is_a_pure_function_of_the_position():
     asked_backwards = EpochOrder(5, seed=3, device=CPU)
     for start in reversed(range(23)):
         for count in (1, 4, 23 - start):
-            assert torch.equal(asked_backwards.ids(start, count)[: 23 - start], stream[start : start + count])
+            assert torch.equal(
+                asked_backwards.ids(start, count)[: 23 - start], stream[start : start + count]
+            )
 
 
 def test_a_batch_may_be_larger_than_several_epochs():
@@ -222,7 +260,14 @@ def in_memory(seed: int = 0, **tensors: Tensor) -> InMemoryLatents:
     split = LatentTensors(labels=torch.zeros(len(tensors["latents"]), dtype=torch.long), **tensors)
     channels, height, width = tensors["latents"].shape[1:]
     spec = LatentSpec(
-        channels, height, width, 1, len(split.labels), ["one"], mean=[0.0] * channels, std=[1.0] * channels
+        channels,
+        height,
+        width,
+        1,
+        len(split.labels),
+        ["one"],
+        mean=[0.0] * channels,
+        std=[1.0] * channels,
     )
     return InMemoryLatents(spec, split, split, LoaderArgs(batch_size=8, seed=seed, device=CPU))
 
@@ -238,7 +283,9 @@ def test_mirroring_depends_on_seed_and_position_only():
     position = torch.arange(2000)
     flips = [gather(loader, torch.full((2000,), i), position).flatten() < 0 for i in (0, 5)]
     assert torch.equal(*flips)
-    assert not torch.equal(flips[0], gather(other_seed, torch.zeros(2000, dtype=torch.long), position).flatten() < 0)
+    assert not torch.equal(
+        flips[0], gather(other_seed, torch.zeros(2000, dtype=torch.long), position).flatten() < 0
+    )
     assert abs(flips[0].float().mean() - 0.5) < 0.05
     stream = take(loader, 20)
     assert torch.equal(stream.latents.abs().flatten(), stream.ids + 1.0)
@@ -252,7 +299,8 @@ def test_held_out_is_neither_mirrored_nor_sampled():
 
 
 def test_posterior_has_the_stored_mean_and_std():
-    mean, std = torch.tensor([[-3.0, 5.0], [1.0, 2.0]]), torch.tensor([[0.5, 2.0], [0.1, 4.0]])
+    mean = torch.tensor([[-3.0, 5.0], [1.0, 2.0]])
+    std = torch.tensor([[0.5, 2.0], [0.1, 4.0]])
     loader = in_memory(latents=mean.view(2, 2, 1, 1), std=std.view(2, 2, 1, 1))
     draws = 20_000
     for i in range(2):
@@ -261,11 +309,13 @@ def test_posterior_has_the_stored_mean_and_std():
         assert standard.mean(0).abs().max() < 5 / draws**0.5
         assert (standard.var(0) - 1.0).abs().max() < 5 * (2 / draws) ** 0.5
         assert abs(standard.prod(1).mean()) < 5 / draws**0.5  # the channels are independent
-        assert abs((standard[1:] * standard[:-1]).mean()) < 5 / draws**0.5  # and so are the positions
+        # and so are the positions
+        assert abs((standard[1:] * standard[:-1]).mean()) < 5 / draws**0.5
 
 
 def test_posterior_depends_on_seed_and_position_only():
-    zero, one = torch.zeros(3, 2, 2, 2), torch.ones(3, 2, 2, 2)
+    zero = torch.zeros(3, 2, 2, 2)
+    one = torch.ones(3, 2, 2, 2)
     loader, again, other_seed = (in_memory(seed, latents=zero, std=one) for seed in (0, 0, 1))
     position = torch.tensor([7, 100, 3])
     noise = gather(loader, torch.tensor([0, 1, 2]), position)
@@ -278,7 +328,8 @@ def test_mirrored_latents_are_drawn_from_their_own_posterior():
     one = torch.ones(1, 1, 1, 1)
     loader = in_memory(latents=100 * one, mirrored=-100 * one, std=0.1 * one, mirrored_std=10 * one)
     drawn = gather(loader, torch.zeros(4000, dtype=torch.long), torch.arange(4000)).flatten()
-    plain, mirrored = drawn[drawn > 0], drawn[drawn < 0]
+    plain = drawn[drawn > 0]
+    mirrored = drawn[drawn < 0]
     assert abs(plain.std() - 0.1) < 0.01
     assert abs(mirrored.std() - 10.0) < 1.0
 
@@ -294,7 +345,9 @@ def test_denormalise_inverts_normalise():
 
 
 def test_scale_shift_is_the_convention_of_diffusers(latent_folder: Path):
-    loader = ResidentLatents(path=str(latent_folder), normalisation="scale_shift", batch_size=1, seed=0, device=CPU)
+    loader = ResidentLatents(
+        path=str(latent_folder), normalisation="scale_shift", batch_size=1, seed=0, device=CPU
+    )
     raw = random_samples(29, 0)["latents"]
     torch.testing.assert_close(loader.loader.normalise(raw), (raw.float() - 0.25) * 0.5)
 
@@ -302,9 +355,14 @@ def test_scale_shift_is_the_convention_of_diffusers(latent_folder: Path):
 def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_folder: Path):
     """A copy that outlives the CUDA context would end a finished run with an error."""
     room = 30 * 240 / 2**30
-    resident = ResidentLatents(path=str(latent_folder), device_memory_gib=room, batch_size=10, seed=0, device=CPU)
+    resident = ResidentLatents(
+        path=str(latent_folder), device_memory_gib=room, batch_size=10, seed=0, device=CPU
+    )
     loader = resident.loader
-    own, reading, go_on, read = loader.blocks.read, threading.Event(), threading.Event(), []
+    own = loader.blocks.read
+    reading = threading.Event()
+    go_on = threading.Event()
+    read = []
 
     def slow(number: int):
         read.append(number)

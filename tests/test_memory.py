@@ -1,4 +1,5 @@
-"""Small optimizer states, bf16 weights and offload: what they compute, exact resume, what the ledger sees."""
+"""Small optimizer states, bf16 weights and offload: what they compute, exact resume, what the
+ledger sees."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from accel import members, offload_optimizer, saved_tensors
-from accel.compilation import Compile
+from accel import composite_optimizer as members
+from accel import saved_tensors
+from accel.composite_optimizer import COMPENSATION, Members, innermost, kept_by, parts_of
 from accel.evidence import Evidence
-from accel.gradient_checkpointing import CheckpointBlocks
-from accel.members import COMPENSATION, Members, innermost, kept_by, parts_of
-from accel.offload_activations import OffloadActivations
-from accel.offload_optimizer import HostState, OffloadOptimizer
-from accel.weights import NarrowLinear, RoundedUpdate, Weights, stochastically_rounded
+from accel.techniques import offload_optimizer
+from accel.techniques.compilation import Compile
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
+from accel.techniques.offload_activations import OffloadActivations
+from accel.techniques.offload_optimizer import HostState, OffloadOptimizer
+from accel.techniques.weights import NarrowLinear, RoundedUpdate, Weights, stochastically_rounded
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import outcome
 from tests.harness import CPU, allow_any_precision, tiny_training
@@ -41,7 +44,12 @@ WAYS = [
     ["runtime.weights=bf16"],
     ["runtime.weights=bf16", "runtime.rounding=kahan", "runtime.fused_adamw=true"],
     ["runtime.offload_optimizer=true", "runtime.fused_adamw=true"],
-    ["runtime.weights=bf16", "optim=adamw_8bit", "runtime.offload_optimizer=true", "runtime.offload_activations=true"],
+    [
+        "runtime.weights=bf16",
+        "optim=adamw_8bit",
+        "runtime.offload_optimizer=true",
+        "runtime.offload_activations=true",
+    ],
 ]
 SELECTIVE = ("gradient_checkpointing=true", "checkpoint_policy=selective")
 LONGER = ("optim=adamw_4bit", "optim=adafactor", "optim=sgd", "runtime.offload_optimizer=true")
@@ -86,7 +94,14 @@ def warmed(training):
     "words", [pytest.param(w, marks=[pytest.mark.slow] * (w[0] in LONGER)) for w in WAYS], ids=named
 )
 def test_a_resumed_run_ends_bit_for_bit_the_same(words, tmp_path):
-    common = [*TINY_RUN, "model=dit_s", "runtime=eager", "deterministic=true", "total_samples=32", "save_every=2"]
+    common = [
+        *TINY_RUN,
+        "model=dit_s",
+        "runtime=eager",
+        "deterministic=true",
+        "total_samples=32",
+        "save_every=2",
+    ]
     train(compose([*common, *words, f"run_dir={tmp_path / 'whole'}", "keep_checkpoints=9"]))
     middle = complete(tmp_path / "whole" / "checkpoints")[0]
     train(compose([*common, *words, f"run_dir={tmp_path / 'resumed'}", f"resume={middle}"]))
@@ -95,8 +110,15 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(words, tmp_path):
 
 
 def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(tmp_path, capsys):
-    """The state has the same names and numbers with and without; what only one has starts at zero."""
-    common = [*TINY_RUN, "model=dit_s", "runtime=eager", "save_every=2", f"run_dir={tmp_path / 'run'}"]
+    """The state has the same names and numbers with and without; what only one has starts at
+    zero."""
+    common = [
+        *TINY_RUN,
+        "model=dit_s",
+        "runtime=eager",
+        "save_every=2",
+        f"run_dir={tmp_path / 'run'}",
+    ]
     kahan = ["runtime.weights=bf16", "runtime.rounding=kahan", "runtime.offload_optimizer=true"]
     for end, words in enumerate(([], kahan, [], ["runtime.weights=bf16"]), start=1):
         summary = train(compose([*common, *words, f"total_samples={16 * end}"]))
@@ -107,26 +129,41 @@ def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(tmp_pat
 
 @pytest.mark.parametrize("words", WAYS, ids=named)
 def test_each_is_counted_learns_and_leaves_a_skipped_step_alone(words, plain_losses):
-    """Warming up leaves no trace; four steps are AdamW's but for rounding, or other optimizers' and not far away; then
-    a step without finite gradients changes no bit."""
+    """Warming up leaves no trace; four steps are AdamW's but for rounding, or other optimizers' and
+    not far away; then a step without finite gradients changes no bit."""
     training = training_of(*words)
     before = [p.detach().clone() for p in training.model.parameters()]
     rows = warmed(training)
     assert not [row for row in rows.values() if row.missing]
     state = training.state.optimizer.state_dict()["state"]
-    assert not any(t.any() for entries in state.values() for t in entries.values() if isinstance(t, torch.Tensor))
+    assert not any(
+        t.any()
+        for entries in state.values()
+        for t in entries.values()
+        if isinstance(t, torch.Tensor)
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
-    form = next((OPTIMIZERS[w.removeprefix("optim=")] for w in words if w.startswith("optim=")), "fp32")
+    form = next(
+        (OPTIMIZERS[w.removeprefix("optim=")] for w in words if w.startswith("optim=")), "fp32"
+    )
     assert rows["optim"].requested == rows["optim"].active == form
-    assert ("the host reads one flag" in rows["optim"].evidence) == ("runtime.fused_adamw=true" not in words)
+    assert ("the host reads one flag" in rows["optim"].evidence) == (
+        "runtime.fused_adamw=true" not in words
+    )
 
     found = [training.take_step().loss.item() for _ in range(4)]
     assert found[0] == pytest.approx(plain_losses[0], rel=1e-3)
-    assert found == pytest.approx(plain_losses, rel=1e-2 if "adamw" in named(words) or form == "fp32" else 0.5)
+    assert found == pytest.approx(
+        plain_losses, rel=1e-2 if "adamw" in named(words) or form == "fp32" else 0.5
+    )
 
-    kept = copy.deepcopy([list(training.model.parameters()), training.state.optimizer.state_dict()["state"]])
+    kept = copy.deepcopy(
+        [list(training.model.parameters()), training.state.optimizer.state_dict()["state"]]
+    )
     losses = training.step.objective.losses
-    training.step.objective.losses = lambda *a, **k: tuple(t * float("nan") for t in losses(*a, **k))
+    training.step.objective.losses = lambda *a, **k: tuple(
+        t * float("nan") for t in losses(*a, **k)
+    )
     assert training.take_step().skipped == 1
     assert all(torch.equal(a, b) for a, b in zip(kept[0], training.model.parameters(), strict=True))
     for i, entries in training.state.optimizer.state_dict()["state"].items():
@@ -135,7 +172,8 @@ def test_each_is_counted_learns_and_leaves_a_skipped_step_alone(words, plain_los
 
 
 def test_the_bytes_are_those_of_the_tensors():
-    """By hand: AdamW 8 bytes a parameter, 8-bit moments 2 and two fp32 scales for 256, those of small ones 8."""
+    """By hand: AdamW 8 bytes a parameter, 8-bit moments 2 and two fp32 scales for 256, those of
+    small ones 8."""
     pytest.importorskip("bitsandbytes")
     training = training_of("optim=adamw_8bit", "runtime.weights=bf16")
     training.take_step()
@@ -165,7 +203,11 @@ class TestSabotage:
     def test_states_kept_in_fp32(self, monkeypatch):
         optim = pytest.importorskip("bitsandbytes").optim
         own = optim.AdamW8bit.__init__
-        monkeypatch.setattr(optim.AdamW8bit, "__init__", lambda self, *a, **k: own(self, *a, **k, min_8bit_size=20_000))
+        monkeypatch.setattr(
+            optim.AdamW8bit,
+            "__init__",
+            lambda self, *a, **k: own(self, *a, **k, min_8bit_size=20_000),
+        )
         row = warmed(training_of("optim=adamw_8bit"))["optim"]
         assert (row.requested, row.active, row.missing) == ("8bit", "mixed", True)
         assert "fp32)" in row.evidence
@@ -175,7 +217,9 @@ class TestSabotage:
 
         def forgetful(self, model):
             model = on_model(self, model)
-            model.blocks[1].layers[0].qkv.weight.data = model.blocks[1].layers[0].qkv.weight.data.float()
+            model.blocks[1].layers[0].qkv.weight.data = (
+                model.blocks[1].layers[0].qkv.weight.data.float()
+            )
             return model
 
         monkeypatch.setattr(Weights, "on_model", forgetful)
@@ -196,7 +240,9 @@ class TestSabotage:
         technique = training.stack.technique(OffloadOptimizer)
         parameter = training.model.head.weight
         optimizer = next(o for o in innermost(training.state.optimizer) if parameter in o.state)
-        optimizer.state[parameter]["exp_avg"] = torch.empty(parameter.shape, device="meta").expand(64, -1, -1)
+        optimizer.state[parameter]["exp_avg"] = torch.empty(parameter.shape, device="meta").expand(
+            64, -1, -1
+        )
         assert technique.observe(Evidence()).active is False
 
     def test_activations_that_stay_on_the_device(self, monkeypatch):
@@ -207,7 +253,9 @@ class TestSabotage:
     def test_large_activations_that_stay_on_the_device(self, monkeypatch):
         pack = OffloadActivations.pack
         monkeypatch.setattr(
-            OffloadActivations, "pack", lambda self, t: t.detach() if t.nbytes > 2**15 else pack(self, t)
+            OffloadActivations,
+            "pack",
+            lambda self, t: t.detach() if t.nbytes > 2**15 else pack(self, t),
         )
         assert warmed(training_of(offload_activations=True))["offload_activations"].missing
 
@@ -223,7 +271,10 @@ class TestSabotage:
         block.forward = hooked
         row = warmed(training)["offload_activations"]
         assert row.missing
-        assert f"{len(training.model.blocks) - 1} of {len(training.model.blocks)} blocks" in row.evidence
+        assert (
+            f"{len(training.model.blocks) - 1} of {len(training.model.blocks)} blocks"
+            in row.evidence
+        )
 
     def test_activations_in_a_cache_that_no_hook_sees(self):
         """The configuration refuses the pair; the ledger would tell."""
@@ -241,7 +292,7 @@ class TestSabotage:
         ids=["nearest", "down"],
     )
     def test_weights_that_are_not_rounded_at_random(self, rounded, monkeypatch):
-        monkeypatch.setattr("accel.weights.stochastically_rounded", rounded)
+        monkeypatch.setattr("accel.techniques.weights.stochastically_rounded", rounded)
         row = warmed(training_of(weights="bf16"))["weights"]
         assert (row.active, row.missing) == ("mixed", True)
 
@@ -257,15 +308,18 @@ class TestSabotage:
         assert warmed(training_of(weights="bf16", rounding="kahan"))["weights"].missing
 
     def test_rests_that_are_not_used(self, monkeypatch):
-        monkeypatch.setattr(RoundedUpdate, "widened", lambda self, parameter: parameter.detach().float())
+        monkeypatch.setattr(
+            RoundedUpdate, "widened", lambda self, parameter: parameter.detach().float()
+        )
         assert warmed(training_of(weights="bf16", rounding="kahan"))["weights"].missing
 
 
 def test_parts_are_updated_as_the_whole_is(monkeypatch):
-    """AdamW is elementwise, so its parts end bit for bit where the whole does; 8-bit blocks do not cross parameters."""
+    """AdamW is elementwise, so its parts end bit for bit where the whole does; 8-bit blocks do not
+    cross parameters."""
     expected = training_of()
     monkeypatch.setattr(members, "PART", 5000)
-    monkeypatch.setattr("accel.weights.PART", 5000)
+    monkeypatch.setattr("accel.techniques.weights.PART", 5000)
     found = training_of(offload_optimizer=True)
     assert len(found.state.optimizer.members) > 5
     for _ in range(3):
@@ -273,9 +327,9 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch):
         found.take_step()
     pairs = zip(expected.model.parameters(), found.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert sum(len(g["params"]) for part in parts_of(expected.state.optimizer.param_groups) for g in part) == len(
-        list(expected.model.parameters())
-    )
+    assert sum(
+        len(g["params"]) for part in parts_of(expected.state.optimizer.param_groups) for g in part
+    ) == len(list(expected.model.parameters()))
 
 
 def test_muon_takes_the_matrices_and_adamw_the_rest():
@@ -285,14 +339,18 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
     assert isinstance(optimizer, Members)
     for parameter in training.model.parameters():
         names = set(kept_by(optimizer, parameter))
-        assert names == ({"momentum_buffer"} if parameter.ndim == 2 else {"step", "exp_avg", "exp_avg_sq"})
+        assert names == (
+            {"momentum_buffer"} if parameter.ndim == 2 else {"step", "exp_avg", "exp_avg_sq"}
+        )
     assert optimizer.members[0].defaults["adjust_lr_fn"] == "match_rms_adamw"
 
 
 class TestRounding:
     def test_stochastic_rounding_is_right_on_average(self):
         value = torch.tensor([1.0 + 2.0**-7 * 0.3, -3.0e-5, 7.77e7]).repeat(20_000, 1)
-        bits = torch.randint(0, 2**16, value.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+        bits = torch.randint(
+            0, 2**16, value.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+        )
         rounded = stochastically_rounded(value, bits).double()
         ulp = 2.0 ** (value[0].double().abs().log2().floor() - 7)
         assert ((rounded.mean(0) - value[0].double()).abs() < 0.02 * ulp).all()
@@ -301,14 +359,17 @@ class TestRounding:
 
     @pytest.mark.parametrize("bits", [0, 1, 2**16 - 1])
     def test_what_bf16_holds_stays(self, bits):
-        exact = torch.tensor([0.0, -0.0, 1.0, -2.5, 3.0e38, float("inf"), -float("inf"), float("nan"), 1e-40])
+        exact = torch.tensor(
+            [0.0, -0.0, 1.0, -2.5, 3.0e38, float("inf"), -float("inf"), float("nan"), 1e-40]
+        )
         exact = exact.bfloat16().float()
         rounded = stochastically_rounded(exact, torch.full_like(exact, bits, dtype=torch.int32))
         assert torch.equal(rounded.float().nan_to_num(7.0), exact.nan_to_num(7.0))
 
     @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
     def test_small_updates_are_not_lost(self, rounding):
-        """1,000 steps of 1e-4 on weights of 1: plain bf16 would not move; both roundings arrive near 0.9."""
+        """1,000 steps of 1e-4 on weights of 1: plain bf16 would not move; both roundings arrive
+        near 0.9."""
         weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         groups = [{"params": [weight], "weight_decay": 0.0}]
         optimizer = RoundedUpdate(groups, lambda g: torch.optim.SGD(g, lr=1e-4), rounding)
@@ -325,7 +386,9 @@ class TestRounding:
     def test_the_bits_follow_from_seed_and_position_alone(self):
         def after(seed, position):
             weight = nn.Parameter(torch.linspace(-1, 1, 9000).bfloat16())
-            optimizer = RoundedUpdate([{"params": [weight]}], lambda g: torch.optim.SGD(g, lr=1e-3), "stochastic")
+            optimizer = RoundedUpdate(
+                [{"params": [weight]}], lambda g: torch.optim.SGD(g, lr=1e-3), "stochastic"
+            )
             optimizer.seed = seed
             optimizer.position.fill_(position)
             weight.grad = torch.ones_like(weight)
@@ -350,9 +413,13 @@ class TestRounding:
         for _ in range(2):
             training.take_step()
         ema = training.state.ema
-        before = [t.clone() for t in (*ema.averages, *(p.detach() for p in training.model.parameters()))]
+        before = [
+            t.clone() for t in (*ema.averages, *(p.detach() for p in training.model.parameters()))
+        ]
         with training.state.averaged():
-            assert torch.equal(training.model.head.weight, ema.state_dict()["head.weight"].bfloat16())
+            assert torch.equal(
+                training.model.head.weight, ema.state_dict()["head.weight"].bfloat16()
+            )
         after = [*ema.averages, *(p.detach() for p in training.model.parameters())]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert {average.dtype for average in ema.averages} == {torch.float32}
@@ -374,19 +441,36 @@ def test_all_of_it_together(precision, monkeypatch):
     rows = warmed(training)
     assert not [(row.key, row.evidence) for row in rows.values() if row.missing]
     for _ in range(3):
-        torch.testing.assert_close(training.take_step().loss, plain.take_step().loss, rtol=3e-2, atol=0.0)
+        torch.testing.assert_close(
+            training.take_step().loss, plain.take_step().loss, rtol=3e-2, atol=0.0
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["optim=adamw_8bit", "runtime.cuda_graph=true"], r"AdamW8bit decides on the host; use optim=adamw"),
+        (
+            ["optim=adamw_8bit", "runtime.cuda_graph=true"],
+            r"AdamW8bit decides on the host; use optim=adamw",
+        ),
         (["optim=muon", "runtime.cuda_graph=true"], r"use optim=adamw"),
-        (["runtime.offload_optimizer=true", "runtime.cuda_graph=true"], "never tried in a captured one"),
+        (
+            ["runtime.offload_optimizer=true", "runtime.cuda_graph=true"],
+            "never tried in a captured one",
+        ),
         (["runtime.weights=bf16", "runtime.parallel.mode=fsdp"], "shards parameters of one dtype"),
-        (["optim=adafactor", "runtime.parallel.mode=fsdp"], r"use optim=adamw, or runtime.parallel.mode=ddp"),
-        (["optim=muon", "runtime.parallel.mode=hsdp"], r"use optim=adamw, or runtime.parallel.mode=ddp"),
-        (["runtime.offload_optimizer=true", "runtime.parallel.mode=hsdp"], r"parallel.cpu_offload=true"),
+        (
+            ["optim=adafactor", "runtime.parallel.mode=fsdp"],
+            r"use optim=adamw, or runtime.parallel.mode=ddp",
+        ),
+        (
+            ["optim=muon", "runtime.parallel.mode=hsdp"],
+            r"use optim=adamw, or runtime.parallel.mode=ddp",
+        ),
+        (
+            ["runtime.offload_optimizer=true", "runtime.parallel.mode=hsdp"],
+            r"parallel.cpu_offload=true",
+        ),
         (["runtime.offload_activations=true", "runtime.parallel.mode=fsdp"], "mode=ddp"),
         (
             [f"runtime.{word}" for word in ("offload_activations=true", *SELECTIVE)],
@@ -402,12 +486,15 @@ def test_what_does_not_go_together_is_refused(words, sentence):
 @pytest.mark.parametrize(("name", "package"), NEEDS.items())
 def test_a_missing_library_is_one_sentence(name, package, monkeypatch):
     monkeypatch.setitem(sys.modules, f"{package}.optim", None)
-    with pytest.raises(ValueError, match=rf"{name}.* needs the package {package} .*pip install {package}"):
+    with pytest.raises(
+        ValueError, match=rf"{name}.* needs the package {package} .*pip install {package}"
+    ):
         training_of(f"optim={name}")
 
 
 def test_a_state_of_another_kind_is_refused():
-    training, other = training_of("optim=muon"), training_of()
+    training = training_of("optim=muon")
+    other = training_of()
     for one in (training, other):
         one.take_step()
     with pytest.raises(ValueError, match="has no momentum_buffer for parameter 0"):

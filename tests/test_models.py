@@ -20,7 +20,8 @@ from training.config.build import build
 from training.config.compose import compose
 
 SPEC = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
-# Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and every comparison.
+# Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and
+# every comparison.
 PARAMETERS = {
     "conv_xs": 511_952,
     "conv_s": 32_977_168,
@@ -63,7 +64,9 @@ FAMILIES = {
 def tiny(family: str, **changes) -> Denoiser:
     """A small denoiser of a family, initialised."""
     torch.manual_seed(0)
-    arguments = dict(channels=4, height=8, width=8, num_classes=3, dim=64, depth=2, head_dim=32, patch_size=2)
+    arguments = dict(
+        channels=4, height=8, width=8, num_classes=3, dim=64, depth=2, head_dim=32, patch_size=2
+    )
     return Denoiser(**arguments | FAMILIES[family] | changes)
 
 
@@ -106,7 +109,8 @@ def test_any_channels_and_any_rectangle(family, channels, height, width):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_block_starts_as_the_identity(family):
     model = tiny(family)
-    branch, residual = torch.randn(2, 16, 64), torch.randn(2, 16, 64)
+    branch = torch.randn(2, 16, 64)
+    residual = torch.randn(2, 16, 64)
     gate = torch.rand(2, 64)
     stream = residual + gate[:, None] * branch
     cond = model.modulation(torch.randn(2, 64)).unflatten(1, (-1, 64))[:, : model.modulations]
@@ -120,12 +124,17 @@ def test_every_block_starts_as_the_identity(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_returns_its_increment_not_its_norm(family):
-    """With zero gates the stream must not grow, however deep: two published Mamba models get this wrong."""
+    """With zero gates the stream must not grow, however deep: two published Mamba models get this
+    wrong."""
     model = tiny(family, depth=6)
-    branch, gate, residual = torch.zeros(1, 16, 64), torch.ones(1, 64), torch.randn(1, 16, 64)
+    branch = torch.zeros(1, 16, 64)
+    gate = torch.ones(1, 64)
+    residual = torch.randn(1, 16, 64)
     size = residual.norm()
     for block in model.blocks:
-        branch, gate, residual = block(branch, gate, residual, torch.zeros(1, model.modulations, 64))
+        branch, gate, residual = block(
+            branch, gate, residual, torch.zeros(1, model.modulations, 64)
+        )
     torch.testing.assert_close(residual.norm(), size)
 
 
@@ -201,7 +210,8 @@ def test_weight_decay_leaves_vectors_embeddings_and_the_scan_alone():
 
 def test_rotary_positions_make_scores_depend_on_offsets_only():
     rotations = axial_rotations((4, 4), 16)
-    q, k = torch.randn(16), torch.randn(16)
+    q = torch.randn(16)
+    k = torch.randn(16)
     full = rotate(q.expand(1, 1, 16, 16), rotations) @ rotate(k.expand(1, 1, 16, 16), rotations).mT
     scores = full[0, 0].view(4, 4, 4, 4)
     torch.testing.assert_close(scores[0, 0, 1, 2], scores[2, 1, 3, 3])
@@ -222,7 +232,9 @@ def test_positions_are_all_different():
     assert distances.min() > 0.1
 
 
-@pytest.mark.parametrize(("key", "value"), [("patch_size", 3), ("head_dim", 48), ("drop_path", 1.0)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("patch_size", 3), ("head_dim", 48), ("drop_path", 1.0)]
+)
 def test_impossible_sizes_are_refused(key, value):
     with pytest.raises(ValueError, match=f"model.{key}={value}"):
         tiny("mamba", **{key: value})
@@ -234,7 +246,8 @@ def attention_flops(query, key, value, *_, **__):
 
 @pytest.fixture
 def whole_sequences(monkeypatch):
-    """The definition of the scan takes all tokens at once, as the kernels do and the closed form counts."""
+    """The definition of the scan takes all tokens at once, as the kernels do and the closed form
+    counts."""
     monkeypatch.setattr(bidirectional_ssd, "PIECE", bidirectional_ssd.MAX_QUADRATIC)
 
 
@@ -242,14 +255,16 @@ def whole_sequences(monkeypatch):
 @pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "zigzag", "conv", "dit"])
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_flops_agree_with_a_counter(family, size):
-    """PyTorch's counter, which counts what runs, against the closed form, which counts what is needed."""
+    """PyTorch's counter, which counts what runs, against the closed form, which counts what is
+    needed."""
     model = tiny(family, height=size, width=size).requires_grad_(False)
     x, t, y = inputs(height=size, width=size, batch=1)
     sdpa = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=sdpa) as counter:
         model(x, t, y)
     counted = counter.get_total_flops()
-    # The reference scan computes scores of both directions for all pairs and then masks: N more products a pair.
+    # The reference scan computes scores of both directions for all pairs and then masks: N more
+    # products a pair.
     extra = 2 * model.tokens**2 * 16 * model.depth if family in SCANS else 0
     assert counted == model.flops_per_sample() + extra
 
@@ -261,7 +276,9 @@ def test_flops_of_real_sizes_agree_with_a_counter(name):
     node = compose([f"model={name}"]).cfg.model
     with torch.device("meta"):
         model = build(node, "model", **SPEC).requires_grad_(False)
-        x, t, y = torch.empty(1, 4, 32, 32), torch.empty(1), torch.zeros(1, dtype=torch.long)
+        x = torch.empty(1, 4, 32, 32)
+        t = torch.empty(1)
+        y = torch.zeros(1, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             model(x, t, y)
     extra = (
@@ -273,11 +290,15 @@ def test_flops_of_real_sizes_agree_with_a_counter(name):
 
 
 def test_a_training_step_costs_three_forward_passes():
-    """The counter sees the backward pass of products; inputs that need no gradient save a little of it."""
+    """The counter sees the backward pass of products; inputs that need no gradient save a little of
+    it."""
     model = woken(tiny("dit", depth=6))
     sdpa = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    mapping = {sdpa: attention_flops, backward: lambda grad, *shapes, **_: 2 * attention_flops(*shapes[:3])}
+    mapping = {
+        sdpa: attention_flops,
+        backward: lambda grad, *shapes, **_: 2 * attention_flops(*shapes[:3]),
+    }
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         model(*inputs(batch=1)).sum().backward()
     assert abs(counter.get_total_flops() / (3 * model.flops_per_sample()) - 1.0) < 0.02
@@ -288,24 +309,32 @@ def test_a_training_step_costs_three_forward_passes():
 def test_a_zigzag_path_visits_every_token_and_steps_to_neighbours(grid, layer):
     path = zigzag_path(grid, layer)
     assert sorted(path.tolist()) == list(range(grid[0] * grid[1]))
-    rows, columns = path // grid[1], path % grid[1]
+    rows = path // grid[1]
+    columns = path % grid[1]
     assert ((rows.diff().abs() + columns.diff().abs()) == 1).all()
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5), (3, 3), (4, 6), (16, 16)])
 def test_the_four_paths_differ_in_both_directions(grid):
     paths = [zigzag_path(grid, layer) for layer in range(PATHS)]
-    assert len({tuple(way.tolist()) for path in paths for way in (path, path.flip(0))}) == 2 * PATHS == 8
+    assert (
+        len({tuple(way.tolist()) for path in paths for way in (path, path.flip(0))})
+        == 2 * PATHS
+        == 8
+    )
     assert torch.equal(zigzag_path(grid, PATHS), paths[0])
 
 
 def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer():
-    """The norms apply the orders; here the same is done by gathers around each mixer, with no order in the norms."""
-    model, reference = woken(tiny("zigzag", depth=5)), woken(tiny("zigzag", depth=5))
+    """The norms apply the orders; here the same is done by gathers around each mixer, with no order
+    in the norms."""
+    model = woken(tiny("zigzag", depth=5))
+    reference = woken(tiny("zigzag", depth=5))
     reference.load_state_dict(model.state_dict())
     for block in reference.blocks:
         mixer = block.layers[0]
-        order, plain = mixer.order, mixer.forward
+        order = mixer.order
+        plain = mixer.forward
         mixer.forward = lambda h, order=order, plain=plain: plain(h[:, order])[:, order.argsort()]
         block.rows_0 = block.rows_1 = None
     reference.rows = None

@@ -1,4 +1,5 @@
-"""The fused operators, on a CPU, where they compute their definition: gradients, compile, checkpointing, autocast."""
+"""The fused operators, on a CPU, where they compute their definition: gradients, compile,
+checkpointing, autocast."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accel.gradient_checkpointing import CheckpointBlocks
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.attend import attend
@@ -22,6 +22,7 @@ from accel.kernels.ssd_decays import fused_ssd_decays
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from accel.saved_tensors import keeping
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from models.mixers.attention import axial_rotations
 from tests.harness import CPU
 from training.config.schema import KERNELS
@@ -50,13 +51,15 @@ def assert_equal_with_gradients(actual, expected, inputs, rtol=1e-10):
 
 @pytest.mark.parametrize("maps", [(), ("branch_rows",), ("h_rows",), ("branch_rows", "h_rows")])
 def test_fused_add_norm_has_the_gradients_of_its_definition(maps):
-    inputs, rows = add_norm_inputs(), {name: torch.randperm(5) for name in maps}
+    inputs = add_norm_inputs()
+    rows = {name: torch.randperm(5) for name in maps}
     assert_equal_with_gradients(fused_add_norm(*inputs, **rows), add_norm(*inputs, **rows), inputs)
 
 
 def test_row_maps_are_gathers_left_out():
     branch, gate, residual, scale, shift = add_norm_inputs()
-    there, back = torch.randperm(5), torch.randperm(5)
+    there = torch.randperm(5)
+    back = torch.randperm(5)
     h, z = add_norm(branch, gate, residual, scale, shift, branch_rows=there, h_rows=back)
     plain, z_plain = add_norm(branch[:, there], gate, residual, scale, shift)
     assert torch.equal(z, z_plain)
@@ -64,7 +67,8 @@ def test_row_maps_are_gathers_left_out():
 
 
 def test_one_map_may_serve_both_ways():
-    inputs, rows = add_norm_inputs(), torch.randperm(5)
+    inputs = add_norm_inputs()
+    rows = torch.randperm(5)
     compiled = torch.compile(fused_add_norm, fullgraph=True, backend="aot_eager")
     actual = compiled(*inputs, branch_rows=rows, h_rows=rows)
     assert_equal_with_gradients(actual, add_norm(*inputs, branch_rows=rows, h_rows=rows), inputs)
@@ -73,11 +77,14 @@ def test_one_map_may_serve_both_ways():
 @pytest.mark.parametrize("unused", [0, 1])
 def test_an_output_without_gradient_costs_none(unused):
     inputs = add_norm_inputs()
-    actual, expected = fused_add_norm(*inputs)[1 - unused], add_norm(*inputs)[1 - unused]
+    actual = fused_add_norm(*inputs)[1 - unused]
+    expected = add_norm(*inputs)[1 - unused]
     needed = inputs if unused == 1 else inputs[:3]  # z does not depend on scale and shift
     weight = torch.randn_like(expected)
     for a, e in zip(
-        torch.autograd.grad(actual, needed, weight), torch.autograd.grad(expected, needed, weight), strict=True
+        torch.autograd.grad(actual, needed, weight),
+        torch.autograd.grad(expected, needed, weight),
+        strict=True,
     ):
         torch.testing.assert_close(a, e)
 
@@ -96,10 +103,14 @@ def test_strided_inputs_are_handled():
 def test_under_autocast_the_stream_keeps_its_dtype(residual_in_fp32):
     branch, gate, residual, scale, shift = add_norm_inputs(torch.bfloat16)
     with torch.amp.autocast("cpu", torch.bfloat16):
-        h, z = fused_add_norm(branch, gate, residual.float(), scale, shift, residual_in_fp32=residual_in_fp32)
+        h, z = fused_add_norm(
+            branch, gate, residual.float(), scale, shift, residual_in_fp32=residual_in_fp32
+        )
     assert h.dtype == torch.bfloat16
     assert z.dtype == (torch.float32 if residual_in_fp32 else torch.bfloat16)
-    grads = torch.autograd.grad(h.float().sum() + z.float().sum(), (branch, gate, residual, scale, shift))
+    grads = torch.autograd.grad(
+        h.float().sum() + z.float().sum(), (branch, gate, residual, scale, shift)
+    )
     assert [g.dtype for g in grads] == [torch.bfloat16] * 2 + [torch.float64] + [torch.bfloat16] * 2
 
 
@@ -112,7 +123,9 @@ def test_the_operators_are_well_formed(centred):
     h, z, rstd = torch.ops.fastlatent.add_norm(*arguments)
     branch, gate, _, scale, _ = inputs
     backward = (h, None, z, branch, gate, scale, None, None, rstd, torch.float32, centred)
-    torch.library.opcheck(torch.ops.fastlatent.add_norm_backward.default, backward, test_utils=CHECKS)
+    torch.library.opcheck(
+        torch.ops.fastlatent.add_norm_backward.default, backward, test_utils=CHECKS
+    )
 
 
 def ssd_inputs(length=9, dtype=torch.float64, B=2, K=3, P=16, N=16):
@@ -133,7 +146,9 @@ def test_the_fused_scan_has_the_gradients_of_its_definition(gated, length, longe
     monkeypatch.setattr(definition, "CHUNK", min(longest, 256))
     inputs = ssd_inputs(length)
     inputs = (*inputs, *gate_inputs(inputs[0])) if gated else inputs
-    assert_equal_with_gradients([fused_bidirectional_ssd(*inputs)], [bidirectional_ssd(*inputs)], inputs, rtol=1e-9)
+    assert_equal_with_gradients(
+        [fused_bidirectional_ssd(*inputs)], [bidirectional_ssd(*inputs)], inputs, rtol=1e-9
+    )
 
 
 def test_the_fused_scan_takes_slices_and_copies_what_it_must():
@@ -141,10 +156,21 @@ def test_the_fused_scan_takes_slices_and_copies_what_it_must():
     z, weight = gate_inputs(x)
     joined = torch.cat([t.flatten(2) for t in (x, B_in, C_out, dt, z)], dim=-1)
     parts = [
-        p.unflatten(-1, (g, -1)) for p, g in zip(joined.split((48, 32, 32, 6, 48), -1), (3, 2, 2, 2, 3), strict=True)
+        p.unflatten(-1, (g, -1))
+        for p, g in zip(joined.split((48, 32, 32, 6, 48), -1), (3, 2, 2, 2, 3), strict=True)
     ]
     slices = (parts[0], parts[3], dt_bias, A_log, parts[1], parts[2], D, parts[4], weight)
-    turned = (x.transpose(2, 3).contiguous().transpose(2, 3), dt, dt_bias, A_log, B_in, C_out, D, z, weight)
+    turned = (
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+        dt,
+        dt_bias,
+        A_log,
+        B_in,
+        C_out,
+        D,
+        z,
+        weight,
+    )
     expected = bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, weight)
     for values in (slices, turned):
         torch.testing.assert_close(fused_bidirectional_ssd(*values), expected)
@@ -164,7 +190,13 @@ def test_no_samples_and_no_tokens_are_refused(batch, length):
         lambda: fused_swiglu(normal(batch, length, 8)),
         lambda: fused_qk_rope(normal(batch, length, 3, 2, 8), None, None, None),
         lambda: fused_mixed_ssd(
-            normal(batch, length, 166), normal(112, 1, 3, 3), normal(112), (3, 3), *scan[2:4], scan[6], gate[1]
+            normal(batch, length, 166),
+            normal(112, 1, 3, 3),
+            normal(112),
+            (3, 3),
+            *scan[2:4],
+            scan[6],
+            gate[1],
         ),
     ):
         with pytest.raises(ValueError, match="give it at least one sample, token and channel"):
@@ -172,12 +204,16 @@ def test_no_samples_and_no_tokens_are_refused(batch, length):
 
 
 def test_impossible_shapes_are_refused():
-    wide, vector = torch.zeros(1, 1, 8193), torch.zeros(1, 8193)
-    with pytest.raises(ValueError, match=r"at most 8192 channels, and got 8193.*fused_add_norm=false"):
+    wide = torch.zeros(1, 1, 8193)
+    vector = torch.zeros(1, 8193)
+    with pytest.raises(
+        ValueError, match=r"at most 8192 channels, and got 8193.*fused_add_norm=false"
+    ):
         fused_add_norm(wide, vector, wide, vector, vector)
     with pytest.raises(ValueError, match=r"branch \(1, 1, 8193\) and residual \(1, 8193\)"):
         fused_add_norm(wide, vector, vector, vector, vector)
-    x, bias = torch.zeros(1, 12, 5), torch.zeros(5)
+    x = torch.zeros(1, 12, 5)
+    bias = torch.zeros(5)
     with pytest.raises(ValueError, match="3 × 2 taps"):
         fused_local_mix(x, torch.zeros(5, 1, 3, 2), bias, (3, 4))
     with pytest.raises(ValueError, match="swiglu got 5 channels"):
@@ -223,7 +259,9 @@ def test_the_scans_operators_are_well_formed():
     torch.library.opcheck(ops.ssd_states.default, (x, B_in, arguments[1]), test_utils=CHECKS)
     states = ops.ssd_states(x, B_in, arguments[1])
     for more in ((x, None), (None, x)):
-        torch.library.opcheck(ops.ssd_read.default, (states, C_out, arguments[1], *more), test_utils=CHECKS)
+        torch.library.opcheck(
+            ops.ssd_read.default, (states, C_out, arguments[1], *more), test_utils=CHECKS
+        )
     torch.library.opcheck(ops.ssd_groups.default, (states, x, arguments[1]), test_utils=CHECKS)
 
 
@@ -231,7 +269,8 @@ def test_the_scans_operators_are_well_formed():
 def test_fused_local_mixing_has_the_gradients_of_its_definition(grid, taps):
     torch.manual_seed(0)
     inputs = (normal(2, 12, 5), normal(5, 1, *taps), normal(5))
-    actual, expected = fused_local_mix(*inputs, grid), local_mix(*inputs, grid)
+    actual = fused_local_mix(*inputs, grid)
+    expected = local_mix(*inputs, grid)
     assert_equal_with_gradients([actual], [expected], inputs)
     turned = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(fused_local_mix(turned, *inputs[1:], grid), expected)
@@ -247,17 +286,29 @@ def test_the_fused_gated_norm_has_the_gradients_of_its_definition():
         return [function(inputs[0], z, inputs[2])]
 
     assert_equal_with_gradients(both_ways(fused_gated_norm), both_ways(gated_norm), inputs)
-    y, z, weight = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16), torch.randn(3, 16)
-    torch.library.opcheck(torch.ops.fastlatent.gated_norm.default, (y, z, weight, 1e-6), test_utils=CHECKS)
+    y = torch.randn(2, 5, 3, 16)
+    z = torch.randn(2, 5, 3, 16)
+    weight = torch.randn(3, 16)
+    torch.library.opcheck(
+        torch.ops.fastlatent.gated_norm.default, (y, z, weight, 1e-6), test_utils=CHECKS
+    )
     backward = torch.ops.fastlatent.gated_norm_backward.default
     torch.library.opcheck(backward, (z, y, z, weight, 1e-6, torch.empty_like(z)), test_utils=CHECKS)
 
 
 def mixed_inputs():
-    """The projection (z, xBC and dt), weight and bias of the convolution, dt's bias, A_log, D and the weight of the
-    head norm, on a grid of 3 × 4."""
+    """The projection (z, xBC and dt), weight and bias of the convolution, dt's bias, A_log, D and
+    the weight of the head norm, on a grid of 3 × 4."""
     _, _, dt_bias, A_log, *_, D = ssd_inputs(length=12)
-    return normal(2, 12, 48 + 112 + 6), normal(112, 1, 3, 3), normal(112), dt_bias, A_log, D, normal(3, 16)
+    return (
+        normal(2, 12, 48 + 112 + 6),
+        normal(112, 1, 3, 3),
+        normal(112),
+        dt_bias,
+        A_log,
+        D,
+        normal(3, 16),
+    )
 
 
 def mixed_then_scanned(projected, weight, bias, *rest):
@@ -270,9 +321,13 @@ def all_in_one(projected, weight, bias, *rest):
 
 def test_mixing_and_scan_in_one_operator_have_the_gradients_of_the_two():
     inputs = mixed_inputs()
-    assert_equal_with_gradients([all_in_one(*inputs)], [mixed_then_scanned(*inputs)], inputs, rtol=1e-9)
+    assert_equal_with_gradients(
+        [all_in_one(*inputs)], [mixed_then_scanned(*inputs)], inputs, rtol=1e-9
+    )
     with pytest.raises(ValueError, match=r"fused_scan=true.*got 16 and 15"):
-        all_in_one(*(t[..., :-4] if i == 0 else t[:-4] if i in (1, 2) else t for i, t in enumerate(inputs)))
+        all_in_one(
+            *(t[..., :-4] if i == 0 else t[:-4] if i in (1, 2) else t for i, t in enumerate(inputs))
+        )
 
 
 def test_mixing_and_scan_in_one_operator_are_well_formed_and_count_their_flops():
@@ -282,30 +337,45 @@ def test_mixing_and_scan_in_one_operator_are_well_formed_and_count_their_flops()
     inputs = [t.detach().float() for t in mixed_inputs()]
     arguments = (*inputs[:3], 3, 4, *inputs[3:], 1e-6)
     torch.library.opcheck(ops.ssd_mixed.default, arguments, test_utils=CHECKS)
-    torch.library.opcheck(ops.ssd_mixed_backward.default, (*ops.ssd_mixed(*arguments), *arguments), test_utils=CHECKS)
+    torch.library.opcheck(
+        ops.ssd_mixed_backward.default, (*ops.ssd_mixed(*arguments), *arguments), test_utils=CHECKS
+    )
     with FlopCounterMode(display=False) as counter:
         all_in_one(*mixed_inputs()).sum().backward()
     once = 2 * (definition.bidirectional_ssd_flops(12, 3, 16, 16) + local_mix_flops(12, 112))
-    assert counter.get_total_flops() == 3 * once + 2 * (2 * 2 * 2 * 12 * 12 * 16)  # and dB and dC of two samples
+    # and dB and dC of two samples
+    assert counter.get_total_flops() == 3 * once + 2 * (2 * 2 * 2 * 12 * 12 * 16)
 
 
 def test_local_mixings_operators_are_well_formed():
-    x, weight, bias = torch.randn(2, 12, 5), torch.randn(5, 1, 3, 3), torch.randn(5)
-    torch.library.opcheck(torch.ops.fastlatent.local_mix.default, (x, weight, bias, 3, 4), test_utils=CHECKS)
+    x = torch.randn(2, 12, 5)
+    weight = torch.randn(5, 1, 3, 3)
+    bias = torch.randn(5)
+    torch.library.opcheck(
+        torch.ops.fastlatent.local_mix.default, (x, weight, bias, 3, 4), test_utils=CHECKS
+    )
     backward = torch.ops.fastlatent.local_mix_backward.default
-    torch.library.opcheck(backward, (x, x, weight, bias, 3, 4, torch.empty_like(x)), test_utils=CHECKS)
+    torch.library.opcheck(
+        backward, (x, x, weight, bias, 3, 4, torch.empty_like(x)), test_utils=CHECKS
+    )
 
 
 def test_the_fused_swiglu_has_the_gradients_of_its_definition():
     joined = normal(2, 5, 12)
-    assert_equal_with_gradients([fused_swiglu(joined)], [silu_product(*joined.chunk(2, -1))], [joined])
-    ops, joined = torch.ops.fastlatent, torch.randn(2, 5, 12)
+    assert_equal_with_gradients(
+        [fused_swiglu(joined)], [silu_product(*joined.chunk(2, -1))], [joined]
+    )
+    ops = torch.ops.fastlatent
+    joined = torch.randn(2, 5, 12)
     torch.library.opcheck(ops.swiglu.default, (joined,), test_utils=CHECKS)
-    torch.library.opcheck(ops.swiglu_backward.default, (joined[..., :6].contiguous(), joined), test_utils=CHECKS)
+    torch.library.opcheck(
+        ops.swiglu_backward.default, (joined[..., :6].contiguous(), joined), test_utils=CHECKS
+    )
 
 
 def qk_inputs(normed=True, rotated=True):
-    qkv, weights = normal(2, 6, 3, 2, 8), [normal(8), normal(8)] if normed else [None, None]
+    qkv = normal(2, 6, 3, 2, 8)
+    weights = [normal(8), normal(8)] if normed else [None, None]
     return qkv, *weights, axial_rotations((2, 3), 8).double() if rotated else None
 
 
@@ -330,7 +400,12 @@ def test_fused_queries_and_keys_have_the_gradients_of_their_definition(normed, r
         (72, (None, None), (2, 2, 72), r"fused_rope=true.*got 72.*fused_rope=false"),
         (8, (None, None), (2, 3, 8), r"rotations of shape \(2, 3, 8\); it must be \(2, 2, 8\)"),
         (8, (None, None), (2, 1, 8), r"rotations of shape \(2, 1, 8\)"),
-        (8, (torch.ones(8), torch.ones(4)), (2, 2, 8), r"k_weight of shape \(4,\); it must be \(8,\)"),
+        (
+            8,
+            (torch.ones(8), torch.ones(4)),
+            (2, 2, 8),
+            r"k_weight of shape \(4,\); it must be \(8,\)",
+        ),
         (8, (None, torch.ones(8)), (2, 2, 8), "for queries or for keys alone"),
     ],
 )
@@ -362,12 +437,15 @@ def test_a_model_with_fused_operators_is_the_same_model(family):
 
 @pytest.fixture
 def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a block returns a view, the gate; nobody writes to it
+# a block returns a view, the gate; nobody writes to it
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_sharded_parameters_reach_the_operators_whole(process_group):
     """FSDP2: the same gradients as without it."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -383,7 +461,10 @@ def test_sharded_parameters_reach_the_operators_whole(process_group):
         torch.manual_seed(0)
         x = torch.randn(2, *next(loader).latents.shape[1:])
         model(x, torch.rand(2), torch.zeros(2, dtype=torch.long)).square().sum().backward()
-        grads = {name: p.grad.full_tensor() if sharded else p.grad for name, p in model.named_parameters()}
+        grads = {
+            name: p.grad.full_tensor() if sharded else p.grad
+            for name, p in model.named_parameters()
+        }
         found.append(grads)
     assert any(g.abs().max() > 0 for name, g in found[0].items() if "A_log" in name)
     for name, expected in found[0].items():
@@ -411,9 +492,13 @@ def test_operators_survive_compiling_and_checkpointing():
     with keeping(nn.Module()) as kept:
         policy.selectively_recomputed(both)(*inputs)
     compiled_too = through(
-        inputs, lambda f: torch.compile(policy.selectively_recomputed(f), fullgraph=True, backend="aot_eager")
+        inputs,
+        lambda f: torch.compile(
+            policy.selectively_recomputed(f), fullgraph=True, backend="aot_eager"
+        ),
     )
-    assert {name.split("::")[1].split("_")[0] for name in kept.cached} == {"ssd"}  # the scan is kept, the norm is not
+    # the scan is kept, the norm is not
+    assert {name.split("::")[1].split("_")[0] for name in kept.cached} == {"ssd"}
     for other in (compiled, recomputed, selective, compiled_too):
         for a, e in zip(other, plain, strict=True):
             torch.testing.assert_close(a, e)
@@ -422,14 +507,17 @@ def test_operators_survive_compiling_and_checkpointing():
 @pytest.mark.parametrize("mix", [local_mix, fused_local_mix])
 def test_the_gradient_of_a_convolution_has_its_usual_strides(mix):
     """Otherwise ddp warns, and copies it into its bucket."""
-    x, weight, bias = (normal(*shape, dtype=torch.float32) for shape in ((2, 12, 32), (32, 1, 3, 3), (32,)))
+    x, weight, bias = (
+        normal(*shape, dtype=torch.float32) for shape in ((2, 12, 32), (32, 1, 3, 3), (32,))
+    )
     (gradient,) = torch.autograd.grad(mix(x, weight, bias, (3, 4)).sum(), weight)
     assert gradient.stride() == weight.stride()
 
 
 def second_order_inputs() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
     """Each autograd function of accel/kernels with its inputs; gradients are taken of the first."""
-    scan, mix = ssd_inputs(), (normal(2, 12, 5), normal(5, 1, 3, 3), normal(5))
+    scan = ssd_inputs()
+    mix = (normal(2, 12, 5), normal(5, 1, 3, 3), normal(5))
     gated = (*scan, *gate_inputs(scan[0]))
     return {
         "add_norm": (lambda *t: fused_add_norm(*t)[0], add_norm_inputs()),
@@ -465,5 +553,7 @@ def test_a_second_derivative_is_refused(operator, way, in_a_sum):
         (gradient,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
         torch.autograd.grad(gradient.square().sum(), inputs[0])
 
-    with pytest.raises(RuntimeError, match=r"no second derivative|not currently support double backward"):
+    with pytest.raises(
+        RuntimeError, match=r"no second derivative|not currently support double backward"
+    ):
         second_derivative()

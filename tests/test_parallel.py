@@ -1,4 +1,5 @@
-"""Several processes do what one does: real ones on gloo, forked, and where a launcher has a part, torchrun's."""
+"""Several processes do what one does: real ones on gloo, forked, and where a launcher has a part,
+torchrun's."""
 
 from __future__ import annotations
 
@@ -21,16 +22,28 @@ from safetensors.torch import load_file
 from tests.faults.zygote import Zygote, said
 from tests.helpers import pairwise
 from training.config.compose import ROOT, compose
+from training.distributed.ranks import Ranks
 from training.environment import refuse_contradictions
 from training.evaluate import dealt
-from training.process.ranks import Ranks
 
 WORDS = [
-    *("runtime=eager", "total_samples=48", "batch_size=12", "log_every=1", "schedule.kind=constant"),
+    *(
+        "runtime=eager",
+        "total_samples=48",
+        "batch_size=12",
+        "log_every=1",
+        "schedule.kind=constant",
+    ),
     *("schedule.warmup_samples=0", "deterministic=true", "runtime.parallel.timeout_minutes=10"),
 ]
 """Four steps."""
-EXTRAS = ["eval_every=2", "sample_every=4", "save_every=2", "sampling.steps=2", "sampling.per_class=3"]
+EXTRAS = [
+    "eval_every=2",
+    "sample_every=4",
+    "save_every=2",
+    "sampling.steps=2",
+    "sampling.per_class=3",
+]
 EXTRAS += ["fd_every=4", "fd.count=150", "fd.features=[encoder]"]
 
 
@@ -54,7 +67,16 @@ def launch(folder: Path, *words: str, **environment: str) -> subprocess.Popen[by
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # as in scripts/slurm/train.sbatch
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, "-m", "tests.parallel_worker", *WORDS, *words, f"run_dir={folder}"],
+        [
+            sys.executable,
+            "-m",
+            *launcher,
+            "-m",
+            "tests.parallel_worker",
+            *WORDS,
+            *words,
+            f"run_dir={folder}",
+        ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
@@ -70,7 +92,9 @@ def logged(folder: Path, *names: str) -> list[list[Any]]:
 
 def close(folder: Path, expected: Path, *names: str) -> None:
     """Same losses, within rounding: a sum over a batch is taken in another order."""
-    found, wanted = (torch.tensor(logged(f, *names), dtype=torch.float64) for f in (folder, expected))
+    found, wanted = (
+        torch.tensor(logged(f, *names), dtype=torch.float64) for f in (folder, expected)
+    )
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=0.0)
 
 
@@ -98,25 +122,37 @@ def single(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_the_same_run_at_any_number_of_processes(
     mode: str, ranks: int, finished: Finished, single: Path, tmp_path: Path
 ):
-    """Losses, held-out losses, distances, samples, and the averages in the checkpoint; one folder, one voice."""
-    extras = EXTRAS + (["runtime.parallel.shard_degree=2"] if mode == "hsdp" else [])  # two copies of two parts each
+    """Losses, held-out losses, distances, samples, and the averages in the checkpoint; one folder,
+    one voice."""
+    # two copies of two parts each
+    extras = EXTRAS + (["runtime.parallel.shard_degree=2"] if mode == "hsdp" else [])
     printed = finished(tmp_path / "run", *extras, f"runtime.parallel.mode={mode}", ranks=ranks)
     close(tmp_path / "run", single, "loss", "grad_norm", "lr", "step", "samples")
     assert printed.count("summary") == 1
     assert f"in one step of {ranks} processes" in printed
     evaluated = [row for row in logged(tmp_path / "run", "eval_loss") if row[0] is not None]
     torch.testing.assert_close(
-        torch.tensor(evaluated), torch.tensor([r for r in logged(single, "eval_loss") if r[0] is not None])
+        torch.tensor(evaluated),
+        torch.tensor([r for r in logged(single, "eval_loss") if r[0] is not None]),
     )
-    for name in ("fd_encoder", "kd_encoder"):  # of 8-bit images: rounding moves a few pixels by one level
-        mine, alone = ([row[0] for row in logged(f, name) if row[0] is not None] for f in (tmp_path / "run", single))
+    # of 8-bit images: rounding moves a few pixels by one level
+    for name in ("fd_encoder", "kd_encoder"):
+        mine, alone = (
+            [row[0] for row in logged(f, name) if row[0] is not None]
+            for f in (tmp_path / "run", single)
+        )
         assert len(mine) == 1
         assert mine == pytest.approx(alone, rel=1e-3), name
     for name, tensor in weights(tmp_path / "run", 4).items():
         torch.testing.assert_close(tensor, weights(single, 4)[name], rtol=1e-4, atol=1e-6, msg=name)
-    mine, other = (Image.open(folder / "samples" / "step-4.png") for folder in (tmp_path / "run", single))
+    mine, other = (
+        Image.open(folder / "samples" / "step-4.png") for folder in (tmp_path / "run", single)
+    )
     assert mine.size == other.size
-    assert np.abs(np.asarray(mine, dtype=np.float32) - np.asarray(other, dtype=np.float32)).mean() < 1.0
+    assert (
+        np.abs(np.asarray(mine, dtype=np.float32) - np.asarray(other, dtype=np.float32)).mean()
+        < 1.0
+    )
 
 
 PAIRS = """
@@ -162,14 +198,21 @@ ROWS = pairwise(["ddp", "fsdp", "hsdp"], *([0, 1] for _ in TECHNIQUES))
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=pytest.mark.slow) if i % 3 != 1 else row for i, row in enumerate(ROWS)], ids=str
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.slow) if i % 3 != 1 else row
+        for i, row in enumerate(ROWS)
+    ],
+    ids=str,
 )
 def test_techniques_and_processes_do_not_disturb_each_other(
     row: tuple, finished: Finished, single: Path, tmp_path: Path
 ):
     mode, *chosen = row
     words = [w for options, i in zip(TECHNIQUES.values(), chosen, strict=True) for w in options[i]]
-    finished(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error")
+    finished(
+        tmp_path / "run", *words, f"runtime.parallel.mode={mode}", "runtime.on_unavailable=error"
+    )
     close(tmp_path / "run", single, "loss", "grad_norm")
 
 
@@ -182,9 +225,13 @@ def test_techniques_and_processes_do_not_disturb_each_other(
         ),
         ["runtime.parallel.mode=fsdp", "runtime.parallel.cpu_offload=true"],
         ["optim=adamw_8bit", "runtime.weights=bf16"],
-        pytest.param(["runtime.parallel.mode=fsdp", "runtime.parallel.reduce_dtype=bf16"], marks=pytest.mark.slow),
         pytest.param(
-            ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false"], marks=pytest.mark.slow
+            ["runtime.parallel.mode=fsdp", "runtime.parallel.reduce_dtype=bf16"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false"],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda words: words[-1].rpartition(".")[2],
@@ -196,8 +243,14 @@ def test_every_option_trains(words: list[str], finished: Finished, single: Path,
 
 
 @pytest.mark.slow
-def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(finished: Finished, tmp_path: Path):
-    words = ["runtime.parallel.mode=fsdp", "runtime.parallel.reshard_after_forward=false", "save_every=4"]
+def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(
+    finished: Finished, tmp_path: Path
+):
+    words = [
+        "runtime.parallel.mode=fsdp",
+        "runtime.parallel.reshard_after_forward=false",
+        "save_every=4",
+    ]
     for every in (0, 1):
         finished(tmp_path / str(every), *words, f"eval_every={every}")
     one, other = (weights(tmp_path / str(every), 4, "model") for every in (0, 1))
@@ -207,7 +260,10 @@ def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(finished: 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["runtime.parallel.mode=none"], "mode=none with 2 processes: Each would train a model of its own"),
+        (
+            ["runtime.parallel.mode=none"],
+            "mode=none with 2 processes: Each would train a model of its own",
+        ),
         pytest.param(
             ["runtime.parallel.reduce_dtype=bf16"],
             "over NCCL only, which needs NVIDIA GPUs; use reduce_dtype=fp32",
@@ -215,7 +271,9 @@ def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(finished: 
         ),
     ],
 )
-def test_processes_never_train_apart(words: list[str], sentence: str, zygote: Zygote, tmp_path: Path):
+def test_processes_never_train_apart(
+    words: list[str], sentence: str, zygote: Zygote, tmp_path: Path
+):
     """Even where what cannot be had is left out otherwise."""
     assert 0 not in zygote(tmp_path / "run", *WORDS, *words, ranks=2)
     assert sentence in said(tmp_path / "run")
@@ -223,13 +281,23 @@ def test_processes_never_train_apart(words: list[str], sentence: str, zygote: Zy
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "more"), [("ddp", []), ("fsdp", []), ("fsdp", ["runtime.parallel.cpu_offload=true"])])
+@pytest.mark.parametrize(
+    ("mode", "more"), [("ddp", []), ("fsdp", []), ("fsdp", ["runtime.parallel.cpu_offload=true"])]
+)
 def test_one_gpu_on_the_path_of_many(mode: str, more: list[str], tmp_path: Path):
     """NCCL with one process: the same losses as without it."""
-    for name, chosen in (("plain", ["none"]), ("many", [mode, *more])):  # not forked, for CUDA's sake
-        words = [*WORDS, f"run_dir={tmp_path / name}", "runtime.device=cuda", f"runtime.parallel.mode={chosen[0]}"]
+    # not forked, for CUDA's sake
+    for name, chosen in (("plain", ["none"]), ("many", [mode, *more])):
+        words = [
+            *WORDS,
+            f"run_dir={tmp_path / name}",
+            "runtime.device=cuda",
+            f"runtime.parallel.mode={chosen[0]}",
+        ]
         words += chosen[1:]
-        subprocess.run([sys.executable, "-m", "tests.parallel_worker", *words], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "tests.parallel_worker", *words], cwd=ROOT, check=True
+        )
     close(tmp_path / "many", tmp_path / "plain", "loss", "grad_norm")
 
 
@@ -237,14 +305,20 @@ def test_one_gpu_on_the_path_of_many(mode: str, more: list[str], tmp_path: Path)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("bits", range(16))
-def test_the_whole_matrix(mode: str, ranks: int, bits: int, finished: Finished, single: Path, tmp_path: Path):
+def test_the_whole_matrix(
+    mode: str, ranks: int, bits: int, finished: Finished, single: Path, tmp_path: Path
+):
     words = [w for i, options in enumerate(TECHNIQUES.values()) for w in options[bits >> i & 1]]
     finished(tmp_path / "run", *words, f"runtime.parallel.mode={mode}", ranks=ranks)
     close(tmp_path / "run", single, "loss", "grad_norm")
 
 
-@pytest.mark.fault("another number of processes: 2, 3, 1", "the same samples; the same losses within rounding")
-def test_a_checkpoint_fits_any_number_of_processes(finished: Finished, single: Path, tmp_path: Path):
+@pytest.mark.fault(
+    "another number of processes: 2, 3, 1", "the same samples; the same losses within rounding"
+)
+def test_a_checkpoint_fits_any_number_of_processes(
+    finished: Finished, single: Path, tmp_path: Path
+):
     """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run."""
     folder = tmp_path / "run"
     stages = [(24, 2, "fsdp"), (36, 3, "ddp"), (48, 1, "none")]
@@ -256,8 +330,15 @@ def test_a_checkpoint_fits_any_number_of_processes(finished: Finished, single: P
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.fault("a NaN in one of two processes", "a step skipped by both; weights bit-identical")
-def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, finished: Finished, tmp_path: Path):
-    words = ["save_every=1", "keep_checkpoints=9", f"runtime.parallel.mode={mode}", "runtime.fused_adamw=true"]
+def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(
+    mode: str, finished: Finished, tmp_path: Path
+):
+    words = [
+        "save_every=1",
+        "keep_checkpoints=9",
+        f"runtime.parallel.mode={mode}",
+        "runtime.fused_adamw=true",
+    ]
     finished(tmp_path / "run", *words, FAULT="nan:1:4")
     skipped = [row[0] for row in logged(tmp_path / "run", "skipped")]
     assert sum(skipped) == 1
@@ -267,9 +348,13 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode: str, finis
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.fault("kill -9 of one process under torchrun --max-restarts", "all start again; the same losses")
+@pytest.mark.fault(
+    "kill -9 of one process under torchrun --max-restarts", "all start again; the same losses"
+)
 def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Path, tmp_path: Path):
-    process = launch(tmp_path / "run", "save_every=1", FAULT="die:1:3", FAULT_MARKER=str(tmp_path / "died"))
+    process = launch(
+        tmp_path / "run", "save_every=1", FAULT="die:1:3", FAULT_MARKER=str(tmp_path / "died")
+    )
     _, errors = process.communicate()
     assert process.returncode == 0, errors.decode()[-3000:]
     assert (tmp_path / "died").exists()
@@ -279,13 +364,18 @@ def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Pat
 @pytest.mark.fault("a process that hangs", "the run ends within runtime.parallel.timeout_minutes")
 def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote: Zygote, tmp_path: Path):
     words = [*WORDS, "runtime.parallel.timeout_minutes=0.1"]
-    assert zygote(tmp_path / "run", *words, ranks=2, environment={"FAULT": "hang:1:4"}) == [1, -9]  # it never ends
+    # it never ends
+    assert zygote(tmp_path / "run", *words, ranks=2, environment={"FAULT": "hang:1:4"}) == [1, -9]
     assert "imed out" in said(tmp_path / "run") or "imeout" in said(tmp_path / "run")
 
 
-@pytest.mark.fault("SIGTERM or SIGUSR1 to torchrun", "saved at the next step; the same command goes on")
+@pytest.mark.fault(
+    "SIGTERM or SIGUSR1 to torchrun", "saved at the next step; the same command goes on"
+)
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
-def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name: str, finished: Finished, tmp_path: Path):
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(
+    name: str, finished: Finished, tmp_path: Path
+):
     words = ["total_samples=1200000", "save_every=100000", "log_every=5"]
     process = launch(tmp_path / "run", *words)
     while not (tmp_path / "run" / "metrics.jsonl").exists():
@@ -303,7 +393,11 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name: str, 
 @pytest.mark.parametrize(
     ("words", "environment", "sentence"),
     [
-        (["batch_size=10"], {}, "batch_size=10 (global) is not a multiple of accumulation_steps=1 × 4 processes"),
+        (
+            ["batch_size=10"],
+            {},
+            "batch_size=10 (global) is not a multiple of accumulation_steps=1 × 4 processes",
+        ),
         ([], {"RANK": "7"}, "RANK=7 does not fit WORLD_SIZE=4"),
         ([], {"MASTER_ADDR": ""}, "MASTER_PORT is not set, and WORLD_SIZE is 4"),
         (
@@ -339,7 +433,9 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
     said = contradiction(monkeypatch, "runtime.precision=fp8", ACCELERATE_MIXED_PRECISION="bf16")
     assert "--mixed_precision fp8" in said
     assert "use runtime.parallel.mode" in contradiction(monkeypatch, ACCELERATE_USE_FSDP="true")
-    assert "runtime.compile=false" in contradiction(monkeypatch, ACCELERATE_DYNAMO_BACKEND="INDUCTOR")
+    assert "runtime.compile=false" in contradiction(
+        monkeypatch, ACCELERATE_DYNAMO_BACKEND="INDUCTOR"
+    )
     for theirs, ours in (("no", "fp32"), ("fp8", "fp8")):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", theirs)
         refuse_contradictions(compose([f"runtime.precision={ours}"]).cfg)
@@ -350,10 +446,16 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
     [
         (["runtime.parallel.shard_degree=2"], "is for mode=hsdp"),
         (["runtime.parallel.cpu_offload=true"], "is for fsdp and hsdp"),
-        (["runtime.parallel.bucket_cap_mb=0"], "runtime.parallel.bucket_cap_mb=0 must be at least 1"),
+        (
+            ["runtime.parallel.bucket_cap_mb=0"],
+            "runtime.parallel.bucket_cap_mb=0 must be at least 1",
+        ),
         (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
         (["+runtime.parallel.nccl.DEBUG=INFO"], "set it in the environment of the command"),
-        (["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"], "block by block"),
+        (
+            ["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"],
+            "block by block",
+        ),
         (["runtime.parallel.mode=ddp", "runtime.cuda_graph=true"], "never tried"),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accel.compilation import Compile
+from accel.techniques.compilation import Compile
 from data.loader import InMemoryLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
@@ -45,11 +45,14 @@ def pixels_of(file: Path) -> Tensor:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != ".lock"}
+    return {
+        file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != ".lock"
+    }
 
 
 def matches(found: Tensor, expected: Tensor, tolerance: float = 2e-2) -> list[int]:
-    """For each of `expected` the index of the equal sample in `found`; all of `found` must be used, once each."""
+    """For each of `expected` the index of the equal sample in `found`; all of `found` must be used,
+    once each."""
     distance = (found.flatten(1).float()[None] - expected.flatten(1)[:, None]).abs().amax(2)
     assert distance.amin(1).max() < tolerance
     index = distance.argmin(1).tolist()
@@ -75,7 +78,12 @@ def test_the_manifest_says_what_was_done(job: Job, photos: Path, vae: Path):
     ]
     assert manifest.class_names == ["cat", "dog"]
     assert (manifest.channels, manifest.height, manifest.width) == (2, 8, 8)
-    assert (manifest.kind, manifest.dtype, manifest.flips, manifest.resolution) == ("mean_std", "float16", False, 16)
+    assert (manifest.kind, manifest.dtype, manifest.flips, manifest.resolution) == (
+        "mean_std",
+        "float16",
+        False,
+        16,
+    )
     assert (manifest.scaling_factor, manifest.shift_factor) == (0.5, 0.25)
     assert manifest.encoder["path"] == str(vae)
     assert manifest.encoder_class == "AutoencoderKL"
@@ -93,13 +101,20 @@ def test_psnr_is_that_of_the_first_sixteen_images(job: Job, photos: Path, vae: P
 @pytest.mark.parametrize("flips", [False, True])
 def test_statistics_are_those_of_what_training_sees(job: Job, flips: bool):
     folder = job(f"flips={flips}")
-    train, manifest = load_set(folder).train, read_manifest(folder)
+    train = load_set(folder).train
+    manifest = read_manifest(folder)
     means = torch.cat([train.latents, train.mirrored] if flips else [train.latents]).double()
     stds = torch.cat([train.std, train.mirrored_std] if flips else [train.std]).double()
     mean = means.mean((0, 2, 3))
-    variance = (means - mean.view(-1, 1, 1)).square().mean((0, 2, 3)) + stds.square().mean((0, 2, 3))
-    torch.testing.assert_close(torch.tensor(manifest.mean, dtype=torch.float64), mean, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(torch.tensor(manifest.std, dtype=torch.float64), variance.sqrt(), rtol=1e-9, atol=1e-9)
+    variance = (means - mean.view(-1, 1, 1)).square().mean((0, 2, 3)) + stds.square().mean(
+        (0, 2, 3)
+    )
+    torch.testing.assert_close(
+        torch.tensor(manifest.mean, dtype=torch.float64), mean, rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        torch.tensor(manifest.std, dtype=torch.float64), variance.sqrt(), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_training_sees_normalised_latents(job: Job):
@@ -110,7 +125,8 @@ def test_training_sees_normalised_latents(job: Job):
 
 
 def test_latents_and_labels_are_those_of_the_images(job: Job, photos: Path, vae: Path):
-    loader, autoencoder = load_set(job("dtype=float32")), DiffusersAutoencoder(str(vae))
+    loader = load_set(job("dtype=float32"))
+    autoencoder = DiffusersAutoencoder(str(vae))
     files = sorted(photos.rglob("*.*"))
     encoded = [autoencoder.encode(pixels_of(file)) for file in files]
     index = matches(all_of(loader, "latents"), torch.cat([mean for mean, _ in encoded]), 1e-4)
@@ -125,7 +141,8 @@ def test_dtype_is_what_is_stored(job: Job, dtype: str):
 
 
 def test_flips_are_encodings_of_mirrored_images(job: Job, photos: Path, vae: Path):
-    loader, autoencoder = load_set(job("flips=true", "dtype=float32")), DiffusersAutoencoder(str(vae))
+    loader = load_set(job("flips=true", "dtype=float32"))
+    autoencoder = DiffusersAutoencoder(str(vae))
     files = sorted(photos.rglob("*.*"))
     plain = torch.cat([autoencoder.encode(pixels_of(file))[0] for file in files])
     index = matches(all_of(loader, "latents"), plain, 1e-4)
@@ -140,7 +157,8 @@ def test_no_flips_unless_asked_for(job: Job):
 
 
 def test_a_sample_is_one_standard_normal_draw_from_the_posterior(job: Job):
-    posterior, drawn = load_set(job("dtype=float32")), load_set(job("kind=sample", "dtype=float32", out="drawn"))
+    posterior = load_set(job("dtype=float32"))
+    drawn = load_set(job("kind=sample", "dtype=float32", out="drawn"))
     assert drawn.train.std is None
     noise = (all_of(drawn, "latents") - all_of(posterior, "latents")) / all_of(posterior, "std")
     assert noise.mean().abs() < 5 / noise.numel() ** 0.5
@@ -153,7 +171,9 @@ def test_samples_are_the_same_each_time_and_at_any_batch_size(job: Job):
         for i, size in enumerate((4, 4, 3))
     )
     assert torch.equal(all_of(first, "latents"), all_of(again, "latents"))
-    torch.testing.assert_close(all_of(first, "latents"), all_of(other, "latents"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        all_of(first, "latents"), all_of(other, "latents"), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_damaged_image_does_not_move_the_draws_of_others(job: Job, more_photos: Path):
@@ -169,7 +189,8 @@ def test_a_damaged_image_does_not_move_the_draws_of_others(job: Job, more_photos
 
 def test_limit_and_seed_choose_the_images(job: Job):
     whole, some = (
-        load_set(job("dtype=float32", "held_out=0", *limit, out=f"out{len(limit)}")) for limit in ([], ["limit=7"])
+        load_set(job("dtype=float32", "held_out=0", *limit, out=f"out{len(limit)}"))
+        for limit in ([], ["limit=7"])
     )
     other = load_set(job("dtype=float32", "held_out=0", "limit=7", "seed=1", out="seed1"))
     assert some.spec.count == 7
@@ -184,22 +205,30 @@ def test_nothing_held_out(job: Job):
 
 
 def test_worker_processes_change_nothing(job: Job):
-    alone, helped = job("flips=true"), job("flips=true", "num_workers=2", out="helped")
+    alone = job("flips=true")
+    helped = job("flips=true", "num_workers=2", out="helped")
     assert contents(alone) == contents(helped)
 
 
-def test_a_model_trains_on_the_result_and_decodes_a_grid(job: Job, run: Callable[..., dict[str, Any]], tmp_path: Path):
+def test_a_model_trains_on_the_result_and_decodes_a_grid(
+    job: Job, run: Callable[..., dict[str, Any]], tmp_path: Path
+):
     folder = job("flips=true")
     small = ["sample_every=1", "eval_every=1", "sampling.steps=2", "sampling.per_class=3"]
     run("data=resident", f"data.path={folder}", *small)
     for step in (1, 2):
         with Image.open(tmp_path / "run" / "samples" / f"step-{step}.png") as grid:
-            assert grid.height * 3 / 2 < grid.width < grid.height * 3  # two classes with names, three samples of each
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+            # two classes with names, three samples of each
+            assert grid.height * 3 / 2 < grid.width < grid.height * 3
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(np.isfinite(line["eval_loss"]) for line in metrics)
 
 
-def test_other_encoder_weights_do_not_decode(job: Job, run: Callable[..., dict[str, Any]], vae: Path, tmp_path: Path):
+def test_other_encoder_weights_do_not_decode(
+    job: Job, run: Callable[..., dict[str, Any]], vae: Path, tmp_path: Path
+):
     moved = Path(shutil.copytree(vae, tmp_path / "vae"))
     folder = job(f"encoder.path={moved}")
     content = bytearray((moved / WEIGHTS).read_bytes())
@@ -222,9 +251,12 @@ def test_a_finished_job_is_not_encoded_again(job: Job, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("damage", ["delete", "flip", "no sidecar"])
-def test_only_a_lost_or_damaged_shard_is_rebuilt(job: Job, capsys: pytest.CaptureFixture[str], damage: str):
+def test_only_a_lost_or_damaged_shard_is_rebuilt(
+    job: Job, capsys: pytest.CaptureFixture[str], damage: str
+):
     folder = job("flips=true")
-    before, times = contents(folder), {file: file.stat().st_mtime_ns for file in folder.glob("*.tar")}
+    before = contents(folder)
+    times = {file: file.stat().st_mtime_ns for file in folder.glob("*.tar")}
     (folder / "manifest.json").unlink()
     lost = folder / "train-00001.tar"
     if damage == "delete":
@@ -240,10 +272,16 @@ def test_only_a_lost_or_damaged_shard_is_rebuilt(job: Job, capsys: pytest.Captur
     assert [file for file, time in times.items() if file.stat().st_mtime_ns != time] == [lost]
 
 
-def test_a_finished_job_of_an_earlier_version_is_not_encoded_again(job: Job, capsys: pytest.CaptureFixture[str]):
+def test_a_finished_job_of_an_earlier_version_is_not_encoded_again(
+    job: Job, capsys: pytest.CaptureFixture[str]
+):
     folder = job()
     described = json.loads((folder / "job.json").read_text())
-    older = {key: value for key, value in described.items() if key not in ("classes", "background", "max_megapixels")}
+    older = {
+        key: value
+        for key, value in described.items()
+        if key not in ("classes", "background", "max_megapixels")
+    }
     (folder / "job.json").write_text(json.dumps(older))
     for file in folder.glob("*.tar.json"):
         sidecar = json.loads(file.read_text())
@@ -253,7 +291,9 @@ def test_a_finished_job_of_an_earlier_version_is_not_encoded_again(job: Job, cap
     job()
     assert "20 of 20 images are already encoded" in capsys.readouterr().out
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"holds latents of another job .*background was None, is white"):
+    with pytest.raises(
+        ValueError, match=r"holds latents of another job .*background was None, is white"
+    ):
         job()
 
 
@@ -263,8 +303,10 @@ class CrashError(Exception):
 
 @pytest.fixture
 def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`crash_at(n)`: the n-th time that something is made durable (a file or a rename), the job dies."""
-    fsync, calls = os.fsync, iter(())
+    """`crash_at(n)`: the n-th time that something is made durable (a file or a rename), the job
+    dies."""
+    fsync = os.fsync
+    calls = iter(())
 
     def counted(descriptor: int) -> None:
         if next(calls, None) == "crash":
@@ -280,8 +322,11 @@ def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the files that a dead job leaves open
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])  # 1, 6, 11: folder, shard, set
-def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(step: int, job: Job, crash_at: Callable[[int], None]):
+# 1, 6, 11: folder, shard, set
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(
+    step: int, job: Job, crash_at: Callable[[int], None]
+):
     expected = contents(job("held_out=0.5", "shard_size=10"))
     assert not [name for name in expected if name.endswith(".tmp")]
     # The folder; file and rename of each: job.json, two shards with a sidecar each, the manifest.
@@ -300,7 +345,9 @@ def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(step: int, job
 def test_an_encoder_that_dies_within_a_shard_leaves_no_half_shard(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    expected, folder, encode = contents(job("batch_size=2")), tmp_path / "again", DiffusersAutoencoder.encode
+    expected = contents(job("batch_size=2"))
+    folder = tmp_path / "again"
+    encode = DiffusersAutoencoder.encode
     calls = iter(range(1000))
 
     def dies_in_the_second_shard(self: DiffusersAutoencoder, images: Tensor) -> Any:
@@ -313,19 +360,28 @@ def test_an_encoder_that_dies_within_a_shard_leaves_no_half_shard(
         with pytest.raises(CrashError):
             job("batch_size=2", out="again")
     gc.collect()
-    assert [file.name for file in sorted(folder.glob("*.tar"))] == ["held_out-00000.tar", "train-00000.tar"]
+    assert [file.name for file in sorted(folder.glob("*.tar"))] == [
+        "held_out-00000.tar",
+        "train-00000.tar",
+    ]
     assert contents(job("batch_size=2", out="again")) == expected
 
 
-@pytest.mark.parametrize("shard_size", [6, 1])  # with 1 the damaged image has a shard to itself, which stays empty
-def test_images_that_cannot_be_decoded_are_listed_and_left_out(job: Job, more_photos: Path, shard_size: int):
+# with 1 the damaged image has a shard to itself, which stays empty
+@pytest.mark.parametrize("shard_size", [6, 1])
+def test_images_that_cannot_be_decoded_are_listed_and_left_out(
+    job: Job, more_photos: Path, shard_size: int
+):
     (more_photos / "cat" / "broken.jpg").write_bytes(b"no image at all")
     whole = (more_photos / "dog" / "001.png").read_bytes()
     (more_photos / "dog" / "cut.png").write_bytes(whole[: len(whole) // 2])
     settings = ["held_out=0", f"shard_size={shard_size}"]
     folder = job(*settings, source=more_photos)
     manifest = read_manifest(folder)
-    assert sorted(line.split(":")[0] for line in manifest.skipped) == ["cat/broken.jpg", "dog/cut.png"]
+    assert sorted(line.split(":")[0] for line in manifest.skipped) == [
+        "cat/broken.jpg",
+        "dog/cut.png",
+    ]
     assert any("cat/broken.jpg: no image of a format" in line for line in manifest.skipped)
     assert manifest.count == 20
     intact = load_set(job("held_out=0", out="intact"))
@@ -339,7 +395,9 @@ def test_images_that_cannot_be_decoded_are_listed_and_left_out(job: Job, more_ph
 def test_a_source_of_damaged_images_only_is_refused(job: Job, tmp_path: Path):
     (tmp_path / "damaged" / "cat").mkdir(parents=True)
     (tmp_path / "damaged" / "cat" / "a.jpg").write_bytes(b"no image at all")
-    with pytest.raises(ValueError, match=f"source={tmp_path / 'damaged'}: none of the 1 images can be decoded"):
+    with pytest.raises(
+        ValueError, match=f"source={tmp_path / 'damaged'}: none of the 1 images can be decoded"
+    ):
         job(source=tmp_path / "damaged")
 
 
@@ -352,12 +410,16 @@ def test_a_training_split_of_damaged_images_only_is_refused(job: Job, tmp_path: 
             Image.new("RGB", (16, 16)).save(folder / f"{i}.png")
         else:
             (folder / f"{i}.png").write_bytes(b"no image at all")
-    with pytest.raises(ValueError, match=r"source=.*damaged: no training image can be decoded, such as "):
+    with pytest.raises(
+        ValueError, match=r"source=.*damaged: no training image can be decoded, such as "
+    ):
         job(source=folder.parent)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_latents_that_overflow_float16_are_refused(job: Job, more_photos: Path, monkeypatch: pytest.MonkeyPatch):
+def test_latents_that_overflow_float16_are_refused(
+    job: Job, more_photos: Path, monkeypatch: pytest.MonkeyPatch
+):
     Image.new("RGB", (16, 16), "white").save(more_photos / "dog" / "white.png")
     encode = DiffusersAutoencoder.encode
 
@@ -366,7 +428,10 @@ def test_latents_that_overflow_float16_are_refused(job: Job, more_photos: Path, 
         return torch.where((images > 0.99).all((1, 2, 3), keepdim=True), 1e6, mean), std
 
     monkeypatch.setattr(DiffusersAutoencoder, "encode", bright_is_huge)
-    with pytest.raises(ValueError, match=r"dog/white\.png: its latents are not finite in dtype=float16; use dtype=bfl"):
+    with pytest.raises(
+        ValueError,
+        match=r"dog/white\.png: its latents are not finite in dtype=float16; use dtype=bfl",
+    ):
         job(source=more_photos)
     gc.collect()
     assert load_set(job("dtype=bfloat16", source=more_photos, out="bf16")).spec.count == 17
@@ -399,7 +464,8 @@ def tars(photos: Path, tmp_path: Path) -> Path:
 
 
 def test_tars_give_the_latents_of_the_class_folder(job: Job, tars: Path):
-    of_folder, of_tars = load_set(job("dtype=float32")), load_set(job("dtype=float32", source=tars, out="of_tars"))
+    of_folder = load_set(job("dtype=float32"))
+    of_tars = load_set(job("dtype=float32", source=tars, out="of_tars"))
     index = matches(all_of(of_tars, "latents"), all_of(of_folder, "latents"), 1e-4)
     assert torch.equal(all_of(of_tars, "labels")[index], all_of(of_folder, "labels"))
     assert of_tars.spec.class_names == ["0", "1"]
@@ -411,7 +477,9 @@ def test_one_tar_is_a_source_too(job: Job, tars: Path):
 
 def test_a_tar_without_labels_is_refused(job: Job, photos: Path, tmp_path: Path):
     write_tar(tmp_path / "tars" / "a.tar", {"0001.png": (photos / "cat" / "001.png").read_bytes()})
-    with pytest.raises(ValueError, match=r"a\.tar: 0001\.png has no label; a member named 0001\.cls must hold it"):
+    with pytest.raises(
+        ValueError, match=r"a\.tar: 0001\.png has no label; a member named 0001\.cls must hold it"
+    ):
         job(source=tmp_path / "tars")
 
 
@@ -425,7 +493,9 @@ def test_a_label_that_is_no_index_is_refused(job: Job, photos: Path, tmp_path: P
 # What is left out
 
 
-def test_with_files_that_are_skipped_the_bytes_are_the_same_each_time(job: Job, more_photos: Path, capsys):
+def test_with_files_that_are_skipped_the_bytes_are_the_same_each_time(
+    job: Job, more_photos: Path, capsys
+):
     whole = (more_photos / "dog" / "001.png").read_bytes()
     (more_photos / "cat" / "text.png").write_bytes(b"no image at all")
     (more_photos / "cat" / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -433,7 +503,10 @@ def test_with_files_that_are_skipped_the_bytes_are_the_same_each_time(job: Job, 
     Image.new("RGB", (200, 100)).save(more_photos / "dog" / "large.png")
     settings = ["max_megapixels=0.01", "held_out=0"]
     expected = contents(job(*settings, source=more_photos))
-    assert "skipped dog/large.png: 200×100 pixels are above max_megapixels=0.01" in capsys.readouterr().out
+    assert (
+        "skipped dog/large.png: 200×100 pixels are above max_megapixels=0.01"
+        in capsys.readouterr().out
+    )
     assert contents(job(*settings, "num_workers=1", source=more_photos, out="again")) == expected
     manifest = read_manifest(more_photos.parent / "out")
     assert sorted(line.split(":")[0] for line in manifest.skipped) == [
@@ -444,7 +517,9 @@ def test_with_files_that_are_skipped_the_bytes_are_the_same_each_time(job: Job, 
     ]
 
 
-def test_the_plan_is_said_once_before_the_encoder_is_looked_for(job: Job, more_photos: Path, capsys):
+def test_the_plan_is_said_once_before_the_encoder_is_looked_for(
+    job: Job, more_photos: Path, capsys
+):
     (more_photos / "cat" / "notes.txt").write_text("mine")
     plan = "20 images of 2 classes in {}, 20 to encode\n  cat: 10, dog: 10\n  not used: 1 .txt (e.g. cat/notes.txt)\n"
     job("dry_run=true", source=more_photos)
@@ -461,11 +536,26 @@ def test_a_flat_folder_becomes_a_set_without_classes(job: Job, photos: Path):
 
 def test_a_shard_with_a_broken_sidecar_is_encoded_again(job: Job):
     folder = job()
-    expected, sidecar = contents(folder), folder / "train-00001.tar.json"
+    expected = contents(folder)
+    sidecar = folder / "train-00001.tar.json"
     whole = sidecar.read_bytes()
     assert finished(folder, "train-00001.tar") is not None
-    broken = (b"", b"{", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"shard": 5}', b"\xff", whole[:-9])
-    for content in (*broken, whole.replace(b'"skipped": []', b'"skipped": {}'), whole.replace(b"0", b"1", 1)):
+    broken = (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"[" * 100_000,
+        b'{"shard": 5}',
+        b"\xff",
+        whole[:-9],
+    )
+    for content in (
+        *broken,
+        whole.replace(b'"skipped": []', b'"skipped": {}'),
+        whole.replace(b"0", b"1", 1),
+    ):
         sidecar.write_bytes(content)
         assert finished(folder, "train-00001.tar") is None
     assert contents(job()) == expected
@@ -474,7 +564,10 @@ def test_a_shard_with_a_broken_sidecar_is_encoded_again(job: Job):
 @pytest.mark.parametrize("content", [b"", b"{", b"5", b'"x"', b"\xff", b"[1]"])
 def test_a_broken_job_file_is_a_sentence(tmp_path: Path, content: bytes):
     (tmp_path / "job.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"job\.json is broken, so nothing says which job this folder belongs to; cho"):
+    with pytest.raises(
+        ValueError,
+        match=r"job\.json is broken, so nothing says which job this folder belongs to; cho",
+    ):
         claim(tmp_path, {})
 
 
@@ -482,7 +575,10 @@ def test_a_broken_job_file_is_a_sentence(tmp_path: Path, content: bytes):
 
 
 def test_a_poor_reconstruction_is_refused_before_anything_is_written(job: Job, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"reconstructs the first 16 images at .* dB, below min_psnr=60\.0; check enc"):
+    with pytest.raises(
+        ValueError,
+        match=r"reconstructs the first 16 images at .* dB, below min_psnr=60\.0; check enc",
+    ):
         job("min_psnr=60")
     assert not (tmp_path / "out").exists()
 
@@ -500,16 +596,22 @@ def test_a_poor_reconstruction_is_refused_before_anything_is_written(job: Job, t
 def test_the_folder_of_another_job_is_refused(job: Job, change: str, sentence: str):
     folder = job()
     before = contents(folder)
-    with pytest.raises(ValueError, match=f"{folder} holds latents of another job .{sentence}.; choose another folder"):
+    with pytest.raises(
+        ValueError,
+        match=f"{folder} holds latents of another job .{sentence}.; choose another folder",
+    ):
         job(change)
     assert contents(folder) == before
 
 
 @pytest.mark.parametrize("change", ["background=black", "max_megapixels=9", "classes=none"])
 def test_what_images_are_taken_for_is_part_of_the_job(photos: Path, change: str):
-    words, listed = [f"source={photos}", "out=x", "encoder.path=x"], list_images(photos)
+    words = [f"source={photos}", "out=x", "encoder.path=x"]
+    listed = list_images(photos)
     one, other = (compose(given, "precompute_latents").cfg for given in (words, [*words, change]))
-    assert job_description(listed, one, None, "fp32") != job_description(listed, other, None, "fp32")
+    assert job_description(listed, one, None, "fp32") != job_description(
+        listed, other, None, "fp32"
+    )
 
 
 def test_changed_images_are_another_job(job: Job, more_photos: Path):
@@ -532,7 +634,9 @@ def test_changed_weights_are_another_job(job: Job, vae: Path, tmp_path: Path):
 def test_a_folder_with_other_files_is_refused(job: Job, tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=f"out={tmp_path / 'out'} is not empty .* choose another folder"):
+    with pytest.raises(
+        ValueError, match=f"out={tmp_path / 'out'} is not empty .* choose another folder"
+    ):
         job()
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
@@ -544,14 +648,18 @@ def test_a_file_as_out_is_refused(job: Job, tmp_path: Path):
 
 
 def test_a_source_that_does_not_exist_is_refused(job: Job, tmp_path: Path):
-    with pytest.raises(ValueError, match=f"source={tmp_path / 'nowhere'} is no folder and no tar; give a folder"):
+    with pytest.raises(
+        ValueError, match=f"source={tmp_path / 'nowhere'} is no folder and no tar; give a folder"
+    ):
         job(source=tmp_path / "nowhere")
 
 
 def test_a_source_without_images_is_refused(job: Job, tmp_path: Path):
     (tmp_path / "empty" / "cat").mkdir(parents=True)
     (tmp_path / "empty" / "cat" / "readme.txt").write_text("no image")
-    with pytest.raises(ValueError, match=r"source=.*empty holds no images .*\.jpg.* in class folders and no \.tar"):
+    with pytest.raises(
+        ValueError, match=r"source=.*empty holds no images .*\.jpg.* in class folders and no \.tar"
+    ):
         job(source=tmp_path / "empty")
 
 
@@ -564,8 +672,14 @@ def test_a_source_without_images_is_refused(job: Job, tmp_path: Path):
         (["source=x", "out=y", "held_out=1.0"], "held_out=1.0, the share kept out"),
         (["source=''", "out=y"], "source is not set"),
         (["source=x", "out=y", "background=5"], "background=5 is no opaque colour; give a name"),
-        (["source=x", "out=y", "background='#ffffff80'"], "background=#ffffff80 is no opaque colour"),
-        (["source=x", "out=y", "max_megapixels=-1"], "max_megapixels=-1.0, millions of pixels, must be above 0"),
+        (
+            ["source=x", "out=y", "background='#ffffff80'"],
+            "background=#ffffff80 is no opaque colour",
+        ),
+        (
+            ["source=x", "out=y", "max_megapixels=-1"],
+            "max_megapixels=-1.0, millions of pixels, must be above 0",
+        ),
         (["source=x", "out=y", "max_megapixels=nan"], "max_megapixels=nan is no finite number"),
         (["source=x", "out=y", "classes=some"], "classes=some must be given, none, or a number"),
         (["source=x", "out=y", "min_psnr=nan"], "min_psnr=nan is no finite number"),
@@ -583,7 +697,9 @@ def test_an_encoder_without_a_path_is_refused(job: Job):
 
 
 def test_holding_everything_out_is_refused(job: Job):
-    with pytest.raises(ValueError, match=r"held_out=0\.99 of 20 images leaves none to train on; lower it"):
+    with pytest.raises(
+        ValueError, match=r"held_out=0\.99 of 20 images leaves none to train on; lower it"
+    ):
         job("held_out=0.99")
 
 
@@ -591,7 +707,11 @@ def test_holding_everything_out_is_refused(job: Job):
 
 
 def test_photos_through_taef2(assets: Path, tmp_path: Path):
-    settings = [f"source={assets / 'images' / 'grocery'}", f"encoder.path={assets / 'vae' / 'taef2'}", "limit=24"]
+    settings = [
+        f"source={assets / 'images' / 'grocery'}",
+        f"encoder.path={assets / 'vae' / 'taef2'}",
+        "limit=24",
+    ]
     small = ["encoder=local", "runtime=eager", "resolution=128", "num_workers=0", "batch_size=8"]
     file = precompute(compose([*small, *settings, f"out={tmp_path / 'out'}"], "precompute_latents"))
     manifest = read_manifest(file.parent)

@@ -1,4 +1,5 @@
-"""Encoding as a job: several processes, kills, full disks, two jobs at once, dry runs, `datasets` as a source."""
+"""Encoding as a job: several processes, kills, full disks, two jobs at once, dry runs, `datasets`
+as a source."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from encoding.job import Plan
 from tests.helpers import TINY_JOB, Job
 from tests.test_precompute import all_of, contents, load_set, matches
 from training.config.compose import ROOT
-from training.process.ranks import Ranks
+from training.distributed.ranks import Ranks
 
 MANY = ["shard_size=1", "batch_size=1", "block_size=1"]
 
@@ -44,7 +45,12 @@ def command(vae: Path, source: Path, out: Path, *words: str, ranks: int = 1) -> 
 def start(words: list[str]) -> subprocess.Popen:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        words,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
 
 
@@ -92,7 +98,8 @@ def many_photos(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def killed_until_done(words: list[str], out: Path, kills: int, seed: int) -> None:
-    """Kills the job once a random number of further shards is there, or in the middle of nothing, then lets it end."""
+    """Kills the job once a random number of further shards is there, or in the middle of nothing,
+    then lets it end."""
     draw = random.Random(seed)
     for _ in range(kills):
         process = start(words)
@@ -122,10 +129,15 @@ def test_killed_anywhere_it_continues_to_the_same_bytes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_twenty_kills_change_nothing(vae: Path, many_photos: Path, tmp_path: Path, job: Job, ranks: int):
+def test_twenty_kills_change_nothing(
+    vae: Path, many_photos: Path, tmp_path: Path, job: Job, ranks: int
+):
     expected = contents(job(*MANY, source=many_photos))
     killed_until_done(
-        command(vae, many_photos, tmp_path / "killed", *MANY, ranks=ranks), tmp_path / "killed", kills=20, seed=ranks
+        command(vae, many_photos, tmp_path / "killed", *MANY, ranks=ranks),
+        tmp_path / "killed",
+        kills=20,
+        seed=ranks,
     )
     assert whole_files(contents(tmp_path / "killed")) == expected
 
@@ -160,13 +172,19 @@ def test_two_jobs_do_not_write_into_one_folder(vae: Path, photos: Path, tmp_path
     assert again.returncode == 0, errors.decode()
 
 
-def test_a_job_holds_its_folder_while_it_encodes(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_holds_its_folder_while_it_encodes(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     said = []
     run = ShardEncoder.run
 
     def with_another(self: ShardEncoder, plan: Plan) -> None:
         command = [sys.executable, "-c", HOLD, str(self.out)]
-        said.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr)
+        said.append(
+            subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL
+            ).stderr
+        )
         run(self, plan)
 
     monkeypatch.setattr(ShardEncoder, "run", with_another)
@@ -174,9 +192,12 @@ def test_a_job_holds_its_folder_while_it_encodes(job: Job, tmp_path: Path, monke
     assert "another process is encoding into it" in said[0]
 
 
-def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job: Job, monkeypatch: pytest.MonkeyPatch):
+def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+):
     """Unlike one that cannot be decoded: it may be there again in a moment."""
-    read, failing = images.read_image, iter([True] * 4)
+    read = images.read_image
+    failing = iter([True] * 4)
 
     def on_a_bad_day(entry: images.ImageEntry) -> bytes:
         if entry.key.endswith("dog/009.png") and next(failing, False):
@@ -185,7 +206,9 @@ def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job: Job
 
     monkeypatch.setattr(images, "read_image", on_a_bad_day)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with pytest.raises(ValueError, match=r"dog/009\.png: .*Input/output error; what is finished is kept"):
+    with pytest.raises(
+        ValueError, match=r"dog/009\.png: .*Input/output error; what is finished is kept"
+    ):
         job()
     assert read_manifest(job()).count == 16
     failing = iter([True] * 3)
@@ -193,9 +216,14 @@ def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job: Job
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
-def test_a_full_disk_leaves_nothing_half_named(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int):
-    """The disk is full once so many blocks are written; what is there then is whole, and the job goes on from it."""
-    expected, write, written = contents(job()), ShardWriter.write_block, iter(range(100))
+def test_a_full_disk_leaves_nothing_half_named(
+    job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
+):
+    """The disk is full once so many blocks are written; what is there then is whole, and the job
+    goes on from it."""
+    expected = contents(job())
+    write = ShardWriter.write_block
+    written = iter(range(100))
 
     def until_full(self: ShardWriter, size: int) -> None:
         if next(written) >= after:
@@ -204,7 +232,10 @@ def test_a_full_disk_leaves_nothing_half_named(job: Job, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "write_block", until_full)
-        with pytest.raises(ValueError, match=r"no space is left for .*tar \(No space left on device\); .*dry_run=true"):
+        with pytest.raises(
+            ValueError,
+            match=r"no space is left for .*tar \(No space left on device\); .*dry_run=true",
+        ):
             job(out="full")
     left = contents(tmp_path / "full")
     assert not [name for name in left if name.endswith(".tmp")]
@@ -212,7 +243,9 @@ def test_a_full_disk_leaves_nothing_half_named(job: Job, monkeypatch: pytest.Mon
     assert contents(job(out="full")) == expected
 
 
-def test_a_dry_run_says_what_it_takes_and_writes_nothing(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     job("dry_run=true", "limit=10", out="dry")
     said = capsys.readouterr().out
     assert not (tmp_path / "dry").exists()
@@ -230,7 +263,9 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(job: Job, tmp_path: Pat
 def rows(photos: Path, tmp_path: Path) -> Path:
     datasets = pytest.importorskip("datasets")
     files = sorted(photos.rglob("*.*"))
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
     columns = {
         "image": [{"bytes": file.read_bytes(), "path": None} for file in files],
         "label": [file.parent.name for file in files],
@@ -240,7 +275,8 @@ def rows(photos: Path, tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_datasets_gives_the_latents_of_the_class_folder(job: Job, rows: Path):
-    of_folder, of_rows = load_set(job("dtype=float32")), load_set(job("dtype=float32", source=rows, out="rows_out"))
+    of_folder = load_set(job("dtype=float32"))
+    of_rows = load_set(job("dtype=float32", source=rows, out="rows_out"))
     index = matches(all_of(of_rows, "latents"), all_of(of_folder, "latents"), 1e-4)
     assert torch.equal(all_of(of_rows, "labels")[index], all_of(of_folder, "labels"))
     assert of_rows.spec.class_names == ["cat", "dog"]
@@ -255,11 +291,20 @@ def test_a_folder_of_splits_asks_which(job: Job, rows: Path):
 def test_columns_that_cannot_be_told_apart_are_refused(job: Job, tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     image = Image.new("RGB", (20, 20))
-    for name, columns in (("two", {"a": [image], "b": [image], "label": [0]}), ("none", {"a": [image], "text": ["x"]})):
+    for name, columns in (
+        ("two", {"a": [image], "b": [image], "label": [0]}),
+        ("none", {"a": [image], "text": ["x"]}),
+    ):
         images = {key: datasets.Image() for key in columns if key in "ab"}
         features = datasets.Dataset.from_dict(columns).features | images
-        datasets.Dataset.from_dict(columns, features=datasets.Features(features)).save_to_disk(tmp_path / name)
-    with pytest.raises(ValueError, match=r"has 2 columns of images among a, b, label; keep exactly one"):
+        datasets.Dataset.from_dict(columns, features=datasets.Features(features)).save_to_disk(
+            tmp_path / name
+        )
+    with pytest.raises(
+        ValueError, match=r"has 2 columns of images among a, b, label; keep exactly one"
+    ):
         job(source=tmp_path / "two")
-    with pytest.raises(ValueError, match=r"has 0 columns of class labels among a, text; keep exactly one"):
+    with pytest.raises(
+        ValueError, match=r"has 0 columns of class labels among a, text; keep exactly one"
+    ):
         job(source=tmp_path / "none")

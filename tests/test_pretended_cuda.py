@@ -1,7 +1,9 @@
-"""Whole training steps on fake CUDA tensors, and Inductor's code for CUDA, on a machine that pretends to have an H100.
+"""Whole training steps on fake CUDA tensors, and Inductor's code for CUDA, on a machine that
+pretends to have an H100.
 
-Nothing is computed: devices, shapes, what the host waits for, graphs and generated code are real. The cases are in
-tests/pretended_cuda_worker.py, which runs in processes of its own; `-s` shows what each gave.
+Nothing is computed: devices, shapes, what the host waits for, graphs and generated code are real.
+The cases are in tests/pretended_cuda_worker.py, which runs in processes of its own; `-s` shows what
+each gave.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ LACKING = [name for name in ("g++", "gcc") if shutil.which(name) is None]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="a library that is loaded first, by LD_PRELOAD, needs Linux"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="a library that is loaded first, by LD_PRELOAD, needs Linux"
+    ),
     pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch was built without CUDA"),
     pytest.mark.skipif(bool(LACKING), reason=f"there is no {' and no '.join(LACKING)} on the PATH"),
 ]
@@ -63,7 +67,10 @@ def results(kind: str, folder: Path) -> Results:
         result = json.loads(line)
         name = result.pop("case")
         found[name] = result
-        print(f"{name:32}", *(f"{key}={value}" for key, value in result.items() if key not in ("failed", "waits")))
+        print(
+            f"{name:32}",
+            *(f"{key}={value}" for key, value in result.items() if key not in ("failed", "waits")),
+        )
     found[""] = {"failed": f"the process ended with {done.returncode}:\n{done.stderr[-3000:]}"}
     return found
 
@@ -87,13 +94,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_stays_on_the_device_and_the_host_never_waits(name, steps):
-    """An unfused optimizer's step waits for one flag; PyTorch's Adafactor also for norms of its own."""
+    """An unfused optimizer's step waits for one flag; PyTorch's Adafactor also for norms of its
+    own."""
     result = of(steps, name)
     assert result["steps"] == STEP_COUNT
     if name == "parameters on the host":  # whose step waits by nature
         assert result["state"] == ["cpu"]
         return
-    waits = [where for where in result["waits"] if name != "adafactor" or "torch/optim/_adafactor.py" not in where]
+    waits = [
+        where
+        for where in result["waits"]
+        if name != "adafactor" or "torch/optim/_adafactor.py" not in where
+    ]
     assert waits == ([] if result["fused"] else ["training/step.py reads a value"] * STEP_COUNT)
     assert result["fused"] is not (name.endswith("eager") or name in ("muon", "adafactor", "sgd"))
     if result["fused"] and name != "optimizer's state on the host":

@@ -1,4 +1,5 @@
-"""What a GPU would break, seen on a CPU: captured steps, grids, what the profiler is asked, devices of a step."""
+"""What a GPU would break, seen on a CPU: captured steps, grids, what the profiler is asked, devices
+of a step."""
 
 from __future__ import annotations
 
@@ -14,11 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import accel.kernels
 from accel import profiler
-from accel.attention_backend import AttentionBackend
-from accel.cuda_graph import CapturedUpdate, CudaGraph
-from accel.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
 from accel.evidence import BlockEvidence, Evidence, observe_step
-from accel.fused_kernels import FusedScan
 from accel.kernels.add_norm import fused_add_norm
 from accel.kernels.counter_noise import Purpose
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
@@ -28,6 +25,10 @@ from accel.kernels.qk_rope import fused_qk_rope
 from accel.kernels.swiglu import fused_swiglu
 from accel.ledger import UNSEEN, UNUSED, LedgerRow
 from accel.proof import Proof
+from accel.techniques.attention_backend import AttentionBackend
+from accel.techniques.cuda_graph import CapturedUpdate, CudaGraph
+from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
+from accel.techniques.fused_kernels import FusedScan
 from data.loader import Batch
 from scripts.bench import rows
 from tests.harness import CPU, allow_any_precision, tiny_training
@@ -44,7 +45,10 @@ STEPS = {
     "plain": ([], {}),
     "accumulation": (["accumulation_steps=2"], {}),
     "fp16": ([], {"precision": "fp16"}),
-    "spikes and drop path": (["guards.spike_sigmas=6", "guards.spike_window=8", "model.drop_path=0.1"], {}),
+    "spikes and drop path": (
+        ["guards.spike_sigmas=6", "guards.spike_window=8", "model.drop_path=0.1"],
+        {},
+    ),
     "bf16 weights, stochastic": ([], {"weights": "bf16"}),
     "bf16 weights, Kahan": (["runtime.rounding=kahan"], {"weights": "bf16"}),
     "checkpointing": ([], {"gradient_checkpointing": True}),
@@ -57,10 +61,12 @@ def told(output) -> list[float]:
 
 
 def trained(words, values, graph, change=lambda training: None):
-    """Outputs of a run that evaluates, is changed, goes on, and goes back to a checkpoint of its own."""
+    """Outputs of a run that evaluates, is changed, goes on, and goes back to a checkpoint of its
+    own."""
     training = tiny_training("mamba", *words, fused_adamw=True, cuda_graph=graph, **values)
     training.warm_up()
-    if training.step.spikes is not None:  # a full window, in which the first norm is a spike and is skipped
+    # a full window, in which the first norm is a spike and is skipped
+    if training.step.spikes is not None:
         training.step.spikes.norms.copy_(1e-6 * torch.arange(8))
         training.step.spikes.count.fill_(8)
     outputs = [told(training.take_step()) for _ in range(3)]
@@ -100,7 +106,8 @@ def test_a_tensor_that_is_replaced_is_seen_in_a_replay(monkeypatch):
 
 
 def test_a_failed_capture_leaves_its_stream_and_ends_the_process(monkeypatch, tmp_path):
-    """PyTorch's own context does not leave it: what followed in the process would run, and be measured, there."""
+    """PyTorch's own context does not leave it: what followed in the process would run, and be
+    measured, there."""
     streams = pretend_graphs(monkeypatch)
     update = CapturedUpdate(lambda batches: (batches[0][0].sum().item(),), CPU)
     batches = [Batch(*torch.ones(4, 1))]
@@ -142,34 +149,51 @@ def observed_as(events, monkeypatch, device=CUDA) -> Evidence:
 
 def test_a_gpu_whose_kernels_nobody_saw_is_not_an_idle_one(monkeypatch):
     host = [profiler_event("aten::mm"), profiler_event("step", annotation=True)]
-    kernels = [profiler_event("ssd_kernel", on_gpu=True), profiler_event("step", on_gpu=True, annotation=True)]
-    seen, unseen = observed_as(host + kernels, monkeypatch), observed_as(host, monkeypatch)
+    kernels = [
+        profiler_event("ssd_kernel", on_gpu=True),
+        profiler_event("step", on_gpu=True, annotation=True),
+    ]
+    seen = observed_as(host + kernels, monkeypatch)
+    unseen = observed_as(host, monkeypatch)
     assert (seen.kernels_unseen, seen.busy_ms) == (False, 1.0)
-    assert (seen.ops["ssd_kernel"], seen.ops["step"]) == (1, 1)  # the device repeats the host's annotations
+    # the device repeats the host's annotations
+    assert (seen.ops["ssd_kernel"], seen.ops["step"]) == (1, 1)
     assert (unseen.kernels_unseen, unseen.busy_ms) == (True, None)
     on_cpu = observed_as(host, monkeypatch, CPU)
     assert (on_cpu.kernels_unseen, on_cpu.busy_ms) == (False, None)
 
 
 def evidence_of(unseen: bool, *ops: str) -> Evidence:
-    call = BlockEvidence(1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter(ops))
+    call = BlockEvidence(
+        1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter(ops)
+    )
     return Evidence(ops=Counter(ops), blocks=[[call]], kernels_unseen=unseen)
 
 
 @pytest.mark.parametrize("key", ["fused_scan", "cuda_graph", "flex", "cudnn_benchmark"])
 def test_where_no_kernel_was_seen_nothing_is_said_to_be_off(key):
-    """`on_unavailable=error` would end good runs beside another profiler, or in a container without permission."""
+    """`on_unavailable=error` would end good runs beside another profiler, or in a container without
+    permission."""
     if key == "fused_scan":
         technique = FusedScan(True, CUDA)
-        technique.switches, technique.proof = [torch.nn.Identity()], Proof(True, "proved")
-        op, off = "fastlatent::ssd_gated", False
+        technique.switches = [torch.nn.Identity()]
+        technique.proof = Proof(True, "proved")
+        op = "fastlatent::ssd_gated"
+        off = False
     elif key == "cuda_graph":
-        technique, op, off = CudaGraph(True, CUDA), "aten::copy_", False
+        technique = CudaGraph(True, CUDA)
+        op = "aten::copy_"
+        off = False
     elif key == "flex":
-        technique, op, off = AttentionBackend("flex", CUDA), "Torch-Compiled Region: 0/0", "math"
-        technique.switches, technique.layers = [torch.nn.Identity()], [1]
+        technique = AttentionBackend("flex", CUDA)
+        op = "Torch-Compiled Region: 0/0"
+        off = "math"
+        technique.switches = [torch.nn.Identity()]
+        technique.layers = [1]
     else:
-        technique, op, off = CudnnBenchmark(True, CUDA), CONVOLUTION, UNUSED
+        technique = CudnnBenchmark(True, CUDA)
+        op = CONVOLUTION
+        off = UNUSED
     unseen, seen = (technique.observe(evidence_of(unseen, op)) for unseen in (True, False))
     assert (unseen.active, seen.active) == (UNSEEN, off)
     assert "saw no kernel" in unseen.evidence
@@ -177,19 +201,23 @@ def test_where_no_kernel_was_seen_nothing_is_said_to_be_off(key):
 
 
 def test_launches_have_the_names_of_cuda_13():
-    evidence = Evidence(warm_ops=Counter({"cudaGraphLaunch": 1, "__cudaLaunchKernel": 2, "cudaLaunchKernelExC": 3}))
+    evidence = Evidence(
+        warm_ops=Counter({"cudaGraphLaunch": 1, "__cudaLaunchKernel": 2, "cudaLaunchKernelExC": 3})
+    )
     assert "5 kernels launched one by one" in CudaGraph(True, CUDA).observe(evidence).evidence
 
 
 def test_what_compiles_itself_is_no_compiled_block(monkeypatch):
-    """Optimizers of torchao and FlexAttention compile themselves; the run's blocks run as they are."""
+    """Optimizers of torchao and FlexAttention compile themselves; the run's blocks run as they
+    are."""
 
     def compiled(*regions):
         events = [("Optimizer.step#AdamW4bit.step", 10, 30), (profiler.FLEX, 50, 20), *regions]
         found = []
         for name, start, length in sorted(events, key=lambda event: event[1]):
             event = profiler_event(name)
-            event.start_ns, event.duration_ns = (lambda start=start: start), (lambda length=length: length)
+            event.start_ns = lambda start=start: start
+            event.duration_ns = lambda length=length: length
             found.append(event)
         return observed_as(found, monkeypatch, CPU).compiled_calls
 
@@ -228,10 +256,23 @@ def largest(samples: int, length: int = 4):
     def normal(*shape):
         return torch.empty(*shape, device="meta", requires_grad=True)
 
-    B, L, K, P, N, D = samples, length, 2, 16, 16, 32
+    B = samples
+    L = length
+    K = 2
+    P = 16
+    N = 16
+    D = 32
     heads = normal(B, L, K, P)
     decays = (normal(B, L, 2, K), normal(2, K), normal(2, K))
-    scan = (heads, *decays, normal(B, L, 2, N), normal(B, L, 2, N), normal(K), normal(B, L, K, P), normal(K, P))
+    scan = (
+        heads,
+        *decays,
+        normal(B, L, 2, N),
+        normal(B, L, 2, N),
+        normal(K),
+        normal(B, L, K, P),
+        normal(K, P),
+    )
     yield fused_bidirectional_ssd(*scan)
     yield fused_add_norm(normal(B, L, D), normal(B, D), normal(B, L, D), normal(B, D), normal(B, D))
     yield fused_local_mix(normal(B, L, D), normal(D, 1, 1, 3), normal(D), (1, L))
@@ -257,17 +298,26 @@ def test_the_largest_batch_can_be_launched(samples, length, grids):
     wide = [(name, grid) for name, grid in grids if max([1, *grid[1:]]) > MOST_SAMPLES]
     assert not wide
     launched = {name for name, _ in grids}
-    assert {"ssd_decays_backward_kernel", "add_norm_backward_kernel", "counter_noise_kernel"} <= launched
+    assert {
+        "ssd_decays_backward_kernel",
+        "add_norm_backward_kernel",
+        "counter_noise_kernel",
+    } <= launched
     assert ("ssd_read_kernel" in launched) == (length == 1024)
 
 
 def test_a_batch_that_cannot_be_launched_is_refused_in_a_sentence(grids):
     with (
         Launching(),
-        pytest.raises(ValueError, match=r"ssd_decays got 80,000 samples, or chunks of samples, .* 65,535"),
+        pytest.raises(
+            ValueError, match=r"ssd_decays got 80,000 samples, or chunks of samples, .* 65,535"
+        ),
     ):
         next(largest(80_000))
-    with Launching(), pytest.raises(ValueError, match=r"ssd got 80,000 samples, or chunks of samples"):
+    with (
+        Launching(),
+        pytest.raises(ValueError, match=r"ssd got 80,000 samples, or chunks of samples"),
+    ):
         next(largest(20_000, 1024))
     assert {name for name, _ in grids} == {"ssd_decays_kernel"}
 
@@ -275,7 +325,11 @@ def test_a_batch_that_cannot_be_launched_is_refused_in_a_sentence(grids):
 def test_every_operator_with_a_kernel_is_launched(grids):
     """So none is left out of the tests above."""
     launched = {name for length in (4, 1024) for name, _, _ in launched_both_ways(2, length).calls}
-    with_kernel = {name for name, operator in OPERATORS.items() if operator.kernel and not name.startswith("planted")}
+    with_kernel = {
+        name
+        for name, operator in OPERATORS.items()
+        if operator.kernel and not name.startswith("planted")
+    }
     assert with_kernel - launched <= {"gated_norm"}  # the scan has it in its epilogue
 
 
@@ -284,11 +338,15 @@ def test_every_operator_with_a_kernel_is_launched(grids):
 
 @pytest.mark.parametrize("words", [[], ["guards.spike_sigmas=6"]])
 def test_parameters_on_the_host_train_with_a_loss_on_the_gpu(words, monkeypatch):
-    """`parallel.cpu_offload` keeps them there. On tensors that only pretend to be on a GPU, up to the update."""
+    """`parallel.cpu_offload` keeps them there. On tensors that only pretend to be on a GPU, up to
+    the update."""
     training = tiny_training("mamba", *words, fused_adamw=True)
-    step, seen = training.step, []
+    step = training.step
+    seen = []
     if step.spikes is not None:
-        step.spikes.norms, step.spikes.places = (t.clone() for t in (step.spikes.norms, step.spikes.places))
+        step.spikes.norms, step.spikes.places = (
+            t.clone() for t in (step.spikes.norms, step.spikes.places)
+        )
     batch = next(training.loader)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         on_gpu = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in batch]
@@ -301,7 +359,9 @@ def test_parameters_on_the_host_train_with_a_loss_on_the_gpu(words, monkeypatch)
                 setattr(step.spikes, name, torch.zeros(like.shape, dtype=like.dtype, device="cuda"))
 
         def update():
-            seen.extend(t.device.type for t in (step.optimizer.grad_scale, step.optimizer.found_inf))
+            seen.extend(
+                t.device.type for t in (step.optimizer.grad_scale, step.optimizer.found_inf)
+            )
 
         monkeypatch.setattr(step.optimizer, "step", update)
         for parameter in step.parameters:
@@ -318,10 +378,14 @@ def test_parameters_on_the_host_train_with_a_loss_on_the_gpu(words, monkeypatch)
 @pytest.mark.parametrize(
     "message",
     [
-        "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
-        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting",
-        "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",
-        "The AccumulateGrad node's stream does not match the stream of the node that produced the incoming gradient.",
+        "Synchronization debug mode is a prototype feature and does not yet detect all "
+        "synchronizing operations",
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. "
+        "Consider setting",
+        "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the "
+        "primary context...",
+        "The AccumulateGrad node's stream does not match the stream of the node that produced "
+        "the incoming gradient.",
         "Flash attention kernel not used because: (Triggered internally at sdp_utils.cpp:1.)",
         "cuDNN attention has been runtime disabled. (Triggered internally at sdp_utils.cpp:1.)",
     ],

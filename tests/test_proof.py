@@ -1,4 +1,5 @@
-"""Kernels prove themselves in a process of their own before a run launches them; here, operators with faults."""
+"""Kernels prove themselves in a process of their own before a run launches them; here, operators
+with faults."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import torch
 from torch import nn
 
 from accel import proof, trial
-from accel.cuda_graph import CudaGraph
-from accel.fused_kernels import FusedKernel
 from accel.parity import Comparing
 from accel.proof import Question, judged, merged
 from accel.stack import AccelerationStack
+from accel.techniques.cuda_graph import CudaGraph
+from accel.techniques.fused_kernels import FusedKernel
 from scripts import doctor
 from tests.conftest import TINY_RUN
 from tests.harness import CPU, EAGER, tiny_training
@@ -46,7 +47,10 @@ def trials(monkeypatch):
 
     def tried(question, uses, keys, timed):
         asked.append((keys, timed))
-        return {key: dict(GOOD) if key in timed else {k: GOOD[k] for k in list(GOOD)[:3]} for key in keys}
+        return {
+            key: dict(GOOD) if key in timed else {k: GOOD[k] for k in list(GOOD)[:3]}
+            for key in keys
+        }
 
     monkeypatch.setattr(proof, "tried", tried)
     return asked
@@ -57,8 +61,10 @@ def stack_with(value="auto", runtime=None, **more) -> AccelerationStack:
 
 
 def proved(value="auto", folder=None, samples=8, model=None, **more):
-    """The value of the key, why, and what the run folder keeps, after a trial of the planted model."""
-    stack, model = stack_with(value, **more), model or PlantedModel()
+    """The value of the key, why, and what the run folder keeps, after a trial of the planted
+    model."""
+    stack = stack_with(value, **more)
+    model = model or PlantedModel()
     kept = stack.prove_kernels(model, model, samples, folder)
     stack.on_model(model)
     assert all(block.fused_scan is stack.value("fused_scan") for block in model.blocks)
@@ -93,7 +99,10 @@ def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch
     comparing = Comparing()
     block = PlantedModel().blocks[0]
     trial.switch(block, "fused_scan", True)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in ((4, 5, 16), (4, 16), (4, 5, 16), (4, 3, 16))]
+    inputs = [
+        torch.randn(shape, requires_grad=True)
+        for shape in ((4, 5, 16), (4, 16), (4, 5, 16), (4, 3, 16))
+    ]
     with comparing:
         trial.forward_and_backward(block, tuple(inputs), torch.autocast("cpu", enabled=False))
     first, second = comparing.comparisons
@@ -134,8 +143,18 @@ def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
     """Keys before it keep their results, and another process tries the keys after it."""
     starts = iter(
         [
-            ({"doing": "its parity test", "key": "b", "found": {"a": dict(GOOD)}}, "ended with signal SIGABRT"),
-            ({"doing": "nothing more", "key": None, "found": {"a": GOOD, "b": proof.failed("x"), "c": GOOD}}, "ended"),
+            (
+                {"doing": "its parity test", "key": "b", "found": {"a": dict(GOOD)}},
+                "ended with signal SIGABRT",
+            ),
+            (
+                {
+                    "doing": "nothing more",
+                    "key": None,
+                    "found": {"a": GOOD, "b": proof.failed("x"), "c": GOOD},
+                },
+                "ended",
+            ),
         ]
     )
     jobs = []
@@ -148,15 +167,22 @@ def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
     question = Question({key: "auto" for key in "abc"}, {}, 8, CPU)
     found = proof.tried(question, [], list("abc"), list("abc"))
     assert jobs[0] == {}
-    assert jobs[1]["b"]["refusal"] == "the process that tried it ended with signal SIGABRT in its parity test"
+    assert (
+        jobs[1]["b"]["refusal"]
+        == "the process that tried it ended with signal SIGABRT in its parity test"
+    )
     assert found["c"] == GOOD
 
 
 def test_a_device_that_admits_no_second_process_is_a_reason(monkeypatch):
-    monkeypatch.setattr(proof, "attended", lambda folder: ({}, "ended with code 1 (CUDA error: device busy)"))
+    monkeypatch.setattr(
+        proof, "attended", lambda folder: ({}, "ended with code 1 (CUDA error: device busy)")
+    )
     on, why, _ = proved()
     assert not on
-    assert why == "the process that tried it ended with code 1 (CUDA error: device busy) in its start"
+    assert (
+        why == "the process that tried it ended with code 1 (CUDA error: device busy) in its start"
+    )
 
 
 def test_a_model_that_cannot_be_sent_is_a_reason():
@@ -189,7 +215,8 @@ def test_a_model_without_the_operator_asks_nothing(trials):
 
 
 def test_nothing_is_launched_that_was_not_proved():
-    stack, model = stack_with(True), PlantedModel()
+    stack = stack_with(True)
+    model = PlantedModel()
     stack.on_model(model)
     assert not any(block.fused_scan for block in model.blocks)
 
@@ -198,14 +225,18 @@ def test_on_unavailable_error_accepts_a_measured_off_and_no_failed_parity(monkey
     slow = GOOD | {"times": {"on": 2.0, "off": 1.0}}
     monkeypatch.setattr(proof, "tried", lambda *a: {"fused_scan": slow})
     assert not proved(on_unavailable="error")[0]
-    monkeypatch.setattr(proof, "tried", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}})
+    monkeypatch.setattr(
+        proof, "tried", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
+    )
     with pytest.raises(ValueError, match=r"fused_scan=true \(ssd\[0\] is not finite"):
         proved(True, samples=9, on_unavailable="error")
     assert proved(True, samples=9)[:2] == (False, "ssd[0] is not finite")
 
 
 def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
-    monkeypatch.setattr(FusedKernel, "unavailable", lambda self: "The Triton kernels need an NVIDIA GPU.")
+    monkeypatch.setattr(
+        FusedKernel, "unavailable", lambda self: "The Triton kernels need an NVIDIA GPU."
+    )
     assert not stack_with(on_unavailable="error").value("fused_scan")
     with pytest.raises(ValueError, match="fused_scan=True"):
         stack_with(True, on_unavailable="error")
@@ -230,7 +261,8 @@ def test_a_kernel_is_chosen_unless_it_is_slower_by_three_per_cent(on, off, chose
 
 
 def test_a_captured_run_goes_by_the_times_without_launches(trials, monkeypatch):
-    """One trial serves both kinds of run: what is launched kernel by kernel gains from fewer of them."""
+    """One trial serves both kinds of run: what is launched kernel by kernel gains from fewer of
+    them."""
     assert proved()[0]
     assert "0.41 ms a block against 2.9 ms" in proved()[1]
     monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
@@ -270,7 +302,11 @@ def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trial
     assert len(trials) == 1
 
     def with_another(item):
-        return [item, (item[0] | {"gpu": "another"}, *item[1:])] if isinstance(item, tuple) else [item] * 2
+        return (
+            [item, (item[0] | {"gpu": "another"}, *item[1:])]
+            if isinstance(item, tuple)
+            else [item] * 2
+        )
 
     monkeypatch.setattr(proof, "gathered", with_another)
     proved()
@@ -303,8 +339,11 @@ def test_on_another_machine_a_resumed_run_proves_its_choice_again(tmp_path, tria
     resumed(tmp_path / "run", kept)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     assert proved(folder=tmp_path / "run")[0]
-    assert trials == [(["fused_scan"], ["fused_scan"]), (["fused_scan"], [])]  # parity, and no times
-    monkeypatch.setattr(proof, "tried", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}})
+    # parity, and no times
+    assert trials == [(["fused_scan"], ["fused_scan"]), (["fused_scan"], [])]
+    monkeypatch.setattr(
+        proof, "tried", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a third"))
     assert not proved(folder=tmp_path / "run")[0]
     kept["chosen"]["fused_scan"] = False
@@ -320,7 +359,7 @@ def test_a_stale_cache_is_not_believed(how, trials, monkeypatch, tmp_path):
         more["samples"] = 16
     elif how == "precision":
         monkeypatch.setitem(EAGER, "precision", "bf16")
-        monkeypatch.setattr("accel.precision.Precision.unavailable", lambda self: None)
+        monkeypatch.setattr("accel.techniques.precision.Precision.unavailable", lambda self: None)
     elif how == "kernels":
         monkeypatch.setattr(Path, "read_bytes", lambda self: b"another source")
     else:
@@ -365,12 +404,21 @@ def test_the_ledger_tells_why(trials):
     training = tiny_training(fused_scan="auto", fused_conv=True)
     ledger = {row.key: row for row in training.warm_up()}
     assert ledger["fused_scan"].requested == "auto"
-    assert "0.41 ms a block against 2.9 ms, keeps 1.9 of 15 MB a sample" in ledger["fused_scan"].evidence
+    assert (
+        "0.41 ms a block against 2.9 ms, keeps 1.9 of 15 MB a sample"
+        in ledger["fused_scan"].evidence
+    )
     assert ledger["fused_conv"].evidence.startswith("error 3e-03 (definition 4e-03)")
 
 
 def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
-    words = ["model.dim=32", "model.depth=1", "model.head_dim=16", "model.mixer.state_dim=16", "runtime=eager"]
+    words = [
+        "model.dim=32",
+        "model.depth=1",
+        "model.head_dim=16",
+        "model.mixer.state_dim=16",
+        "runtime=eager",
+    ]
     words += ["runtime.fused_scan=auto", "batch_size=32", "accumulation_steps=2"]
     assert doctor.main(["--json", "--kernels", *words]) == 0
     rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["kernels"]}

@@ -28,7 +28,9 @@ def own_cache(monkeypatch, tmp_path):
 
 
 def trained(family="mamba", *words, **values):
-    return tiny_training(family, "data=synthetic", "batch_size=16", *words, device=torch.device("cuda"), **values)
+    return tiny_training(
+        family, "data=synthetic", "batch_size=16", *words, device=torch.device("cuda"), **values
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -60,7 +62,9 @@ def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
         assert found["refusal"] is None
         assert found["times"]["on"] > 0
         assert found["kept_mb"]["on"] <= found["kept_mb"]["off"]
-    assert {row.key: row.active for row in first.warm_up() if row.key in SCAN} == first.kernels["chosen"]
+    assert {row.key: row.active for row in first.warm_up() if row.key in SCAN} == first.kernels[
+        "chosen"
+    ]
     monkeypatch.setattr(proof, "tried", None)
     assert trained(**values).kernels == first.kernels
 

@@ -1,4 +1,5 @@
-"""The queue of `bench gpu`: nothing that was measured is lost, whatever happens to a row, a process or the queue."""
+"""The queue of `bench gpu`: nothing that was measured is lost, whatever happens to a row, a process
+or the queue."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ if os.path.exists(slow):
 BENCHMARKS = {{"step": Benchmark(BenchConfig, plan, lambda entries: [str(len(entries))], "planted")}}
 __file__ = {str(ROOT / "scripts" / "bench" / "step.py")!r}
 """
-"""A benchmark of quick rows in the place of `step`, with a fault in some of them; a file `slow` makes a start slow."""
+"""A benchmark of quick rows in the place of `step`, with a fault in some of them; a file `slow`
+makes a start slow."""
 FINDER = """
 import importlib.util, sys
 class Planted:
@@ -76,7 +78,9 @@ def planted(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(place))
 
     def plant(faults: dict[int, str]) -> None:
-        monkeypatch.setenv("PLANTED_FAULTS", ",".join(f"{row}={fault}" for row, fault in faults.items()))
+        monkeypatch.setenv(
+            "PLANTED_FAULTS", ",".join(f"{row}={fault}" for row, fault in faults.items())
+        )
 
     plant({})
     return plant
@@ -113,24 +117,40 @@ def test_faults_at_random_rows_lose_no_finished_row(tmp_path, planted, capsys):
     assert said["memory"] == "out of memory: planted, of 80 GiB"
     assert said["hang"].startswith("not done after ")
     assert said["kill"] == "the process was ended by SIGKILL"
-    assert [found[f"row {i}"]["value"] for i in range(ROWS) if i not in at] == [i for i in range(ROWS) if i not in at]
+    assert [found[f"row {i}"]["value"] for i in range(ROWS) if i not in at] == [
+        i for i in range(ROWS) if i not in at
+    ]
     restarted(tmp_path, capsys)
 
 
 def test_a_start_that_takes_longer_than_a_row_may_costs_no_row_its_time(tmp_path, planted, capsys):
-    """A row that hangs is tried twice, the second time as the first of its process, and then never again."""
+    """A row that hangs is tried twice, the second time as the first of its process, and then never
+    again."""
     planted({2: "hang"})
     (tmp_path / "planted" / "slow").touch()
     start(tmp_path, limit_s=LIMIT)
     tried = [line for line in Results(tmp_path).lines() if line["entry"]["name"] == "row 2"]
     assert [(line["limit"], line["first"]) for line in tried] == [(LIMIT, False), (LIMIT, True)]
-    assert [entry.get("value") for entry in entries(tmp_path).values()] == [0, 1, None, *range(3, ROWS)]
+    assert [entry.get("value") for entry in entries(tmp_path).values()] == [
+        0,
+        1,
+        None,
+        *range(3, ROWS),
+    ]
     restarted(tmp_path, capsys)
 
 
 def test_a_killed_queue_takes_its_processes_along_and_is_continued(tmp_path, planted):
     planted({3: "hang"})
-    words = [sys.executable, "-m", "scripts.bench", "gpu", "setting=tiny", "only=[step]", f"out={tmp_path}"]
+    words = [
+        sys.executable,
+        "-m",
+        "scripts.bench",
+        "gpu",
+        "setting=tiny",
+        "only=[step]",
+        f"out={tmp_path}",
+    ]
     queue = subprocess.Popen(words, cwd=ROOT)
     while len(entries(tmp_path)) < 3:
         assert queue.poll() is None
@@ -144,7 +164,8 @@ def test_a_killed_queue_takes_its_processes_along_and_is_continued(tmp_path, pla
     before = (tmp_path / "rows.jsonl").read_bytes()
     assert len(entries(tmp_path)) == 3
     planted({})
-    (tmp_path / "rows.jsonl").write_bytes(before + b'{"benchmark": "step_ti')  # as a power cut would leave it
+    # as a power cut would leave it
+    (tmp_path / "rows.jsonl").write_bytes(before + b'{"benchmark": "step_ti')
     start(tmp_path)
     after = (tmp_path / "rows.jsonl").read_bytes()
     assert after.startswith(before)
@@ -157,7 +178,8 @@ def test_a_row_begins_only_if_it_fits_the_budget(tmp_path, planted, capsys):
     start(tmp_path, budget_minutes=6.0)
     assert len(entries(tmp_path)) == ROWS - 2
     assert (
-        "remains: step_tiny, 2 rows, about 13.3 min: row 1, row 4\nabout 13 minutes remain" in capsys.readouterr().out
+        "remains: step_tiny, 2 rows, about 13.3 min: row 1, row 4\nabout 13 minutes remain"
+        in capsys.readouterr().out
     )
 
 
@@ -176,7 +198,10 @@ def test_the_budget_ends_a_row_that_takes_longer_than_expected(tmp_path, planted
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"only": ["laddr"]}, r"only=\[laddr\]: there is no such item; choose some of doctor, tests_smoke"),
+        (
+            {"only": ["laddr"]},
+            r"only=\[laddr\]: there is no such item; choose some of doctor, tests_smoke",
+        ),
         ({"setting": "s32"}, "setting=s32: the queue has setting=tiny"),
         ({"setting": "tiny", "only": ["ladder_b256"]}, "no such item"),
     ],
@@ -188,10 +213,20 @@ def test_mistakes_are_told_before_anything_starts(keys, message):
 
 def test_items_are_named_once_and_their_words_are_understood():
     assert len({item.name for item in ITEMS}) == len(ITEMS)
-    assert [item.name for item in ITEMS[:4]] == ["doctor", "tests_smoke", "tests_rest", "calibration"]
+    assert [item.name for item in ITEMS[:4]] == [
+        "doctor",
+        "tests_smoke",
+        "tests_rest",
+        "calibration",
+    ]
     for item in (*ITEMS, *chosen(GpuConfig(setting="tiny", only=["mixers", "claims"]))):
         assert item.words[0] in BENCHMARKS
-        cfg, _ = parse(benchmark_of(item.words[0]).config, item.words[0], [*item.words[1:], f"name={item.name}"], "")
+        cfg, _ = parse(
+            benchmark_of(item.words[0]).config,
+            item.words[0],
+            [*item.words[1:], f"name={item.name}"],
+            "",
+        )
         assert cfg.name == item.name
 
 
@@ -203,7 +238,13 @@ def test_the_smoke_test_names_tests_that_there_are(pattern):
 
 
 def test_rows_are_measured_anew_when_what_is_measured_changes():
-    run = {"code": "a", "hardware": "h", "versions": {"torch": "1"}, "keys": {"steps": 2}, "overrides": ["seed=0"]}
+    run = {
+        "code": "a",
+        "hardware": "h",
+        "versions": {"torch": "1"},
+        "keys": {"steps": 2},
+        "overrides": ["seed=0"],
+    }
     line = {"run": run, "seconds": 3.0, "entry": {"name": "x", "speed": 1.0}}
     failed = line | {"entry": {"name": "x", "error": "e"}}
     assert is_measured(line, run, inf)
@@ -212,7 +253,13 @@ def test_rows_are_measured_anew_when_what_is_measured_changes():
     assert not is_measured(failed, run, inf, failed_too=False)
     for limit, first, ended in ((9.0, True, True), (9.0, False, False), (8.9, True, False)):
         assert is_measured(failed | {"limit": limit, "first": first}, run, 9.0) is ended
-    for key, other in {"code": "b", "hardware": "g", "versions": {}, "keys": {"steps": 3}, "overrides": []}.items():
+    for key, other in {
+        "code": "b",
+        "hardware": "g",
+        "versions": {},
+        "keys": {"steps": 3},
+        "overrides": [],
+    }.items():
         assert not is_measured(line, run | {key: other}, inf)
     assert expected(5.0, None, inf) == 5.0
     assert expected(5.0, line, inf) == 3.0
@@ -229,9 +276,19 @@ def test_a_damaged_line_is_told(tmp_path):
 
 
 def test_a_process_that_ends_after_keeping_its_row_has_not_lost_it(tmp_path):
-    results, run = Results(tmp_path), {"hardware": "h"}
+    results = Results(tmp_path)
+    run = {"hardware": "h"}
     results.note("x", run=run, seconds={"a": 1.0, "b": 1.0}, at="a", began=7.0, labels={"fit": "f"})
-    results.add({"benchmark": "x", "order": 0, "seconds": 1.0, "time": 7.0, "entry": {"name": "a"}, "run": run})
+    results.add(
+        {
+            "benchmark": "x",
+            "order": 0,
+            "seconds": 1.0,
+            "time": 7.0,
+            "entry": {"name": "a"},
+            "run": run,
+        }
+    )
     assert results.fail("x", "killed") is None
     assert results.of("x") == [{"name": "a"}]
     results.note("x", at="b", began=8.0)
@@ -243,9 +300,13 @@ def test_a_process_that_ends_after_keeping_its_row_has_not_lost_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # the queue ends what hangs
 def test_the_tiny_queue_measures_all_of_its_rows(tmp_path):
-    Queue(GpuConfig(out=str(tmp_path), setting="tiny", budget_minutes=600.0)).all(chosen(GpuConfig(setting="tiny")))
+    Queue(GpuConfig(out=str(tmp_path), setting="tiny", budget_minutes=600.0)).all(
+        chosen(GpuConfig(setting="tiny"))
+    )
     lines = Results(tmp_path).lines()
-    assert {line["benchmark"] for line in lines} == {item.name for item in chosen(GpuConfig(setting="tiny"))}
+    assert {line["benchmark"] for line in lines} == {
+        item.name for item in chosen(GpuConfig(setting="tiny"))
+    }
     assert not [line["entry"] for line in lines if "error" in line["entry"]]
     assert len(list(tmp_path.iterdir())) <= 6
     assert all(file.stat().st_size < 4 * 2**20 for file in tmp_path.iterdir())

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from accel.compilation import Compile
+from accel.techniques.compilation import Compile
 from precompute_latents import precompute
+from sampling.load import load_run
 from scripts.bench.__main__ import main as bench
 from scripts.bench.rows import Results
 from scripts.doctor import main as doctor
@@ -25,7 +26,6 @@ from tests.helpers import save_images, save_tiny_autoencoder
 from tests.published import Shape, random_weights
 from train import train
 from training.config.compose import ROOT, compose, from_words
-from training.sampling import load_run
 
 PUBLISHED = Shape(lightning=False, channels=2, rows=8, classes=4, sigma=True)
 """A SiT of the tiny autoencoder's latents."""
@@ -48,7 +48,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-COMMANDS = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.strip().splitlines()]
+COMMANDS = [
+    line.split("  #")[0].strip() for block in blocks("sh") for line in block.strip().splitlines()
+]
 EXTENSION = "PYTHONPATH=code "
 
 
@@ -60,7 +62,10 @@ def test_make_targets_exist():
 
 
 def test_every_command_is_one_that_this_test_knows():
-    assert all(line.removeprefix(EXTENSION).split()[0] in ("make", "python", "torchrun") for line in COMMANDS)
+    assert all(
+        line.removeprefix(EXTENSION).split()[0] in ("make", "python", "torchrun")
+        for line in COMMANDS
+    )
     assert len(COMMANDS) >= 10
 
 
@@ -77,9 +82,15 @@ def module(name: str, words: list[str]) -> None:
         folder = export(from_words(ExportConfig, words, ""))
         assert (folder / "vae" / "config.json").is_file()
         told = (folder / "README.md").read_text()
-        assert re.search(r"It has an adapter of [\d,]+ parameters on weights of sha256 [0-9a-f]{64},", told)
+        assert re.search(
+            r"It has an adapter of [\d,]+ parameters on weights of sha256 [0-9a-f]{64},", told
+        )
         assert "weights=ema.safetensors" not in told, "a file that is not in the folder"
-        assert told.index("library_name: diffusers") < told.index("## How to sample") < told.index("DiffusionPipeline")
+        assert (
+            told.index("library_name: diffusers")
+            < told.index("## How to sample")
+            < told.index("DiffusionPipeline")
+        )
     elif name == "scripts.report":
         assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":
@@ -113,14 +124,33 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
             continue  # tests/test_parallel.py starts several processes; of the packages see below
         if "--help" in words or "--cfg" in words or words[0] in ("train", "test"):
             continue  # tests/test_config.py and the Makefile's own users run these
-        program, words = words[0], words[1:]
+        program = words[0]
+        words = words[1:]
         if program == "precompute_latents.py":
-            local = ["encoder=local", f"encoder.path={encoder}", "resolution=32", "min_psnr=-100", "num_workers=0"]
-            precompute(compose([w for w in words if not w.startswith("encoder=")] + local, "precompute_latents"))
+            local = [
+                "encoder=local",
+                f"encoder.path={encoder}",
+                "resolution=32",
+                "min_psnr=-100",
+                "num_workers=0",
+            ]
+            precompute(
+                compose(
+                    [w for w in words if not w.startswith("encoder=")] + local, "precompute_latents"
+                )
+            )
         elif program == "train.py":
             words = [w for w in words if not w.startswith("runtime.compile")]
-            small = ["data.height=8", "data.width=8", "data.count=16"] if "data=synthetic" in words else []
-            taken = [w for w in SMALL_TRAINING if "model=pretrained" not in words or not w.startswith("model.")]
+            small = (
+                ["data.height=8", "data.width=8", "data.count=16"]
+                if "data=synthetic" in words
+                else []
+            )
+            taken = [
+                w
+                for w in SMALL_TRAINING
+                if "model=pretrained" not in words or not w.startswith("model.")
+            ]
             folder = [] if any(w.startswith("run_dir=") for w in words) else [f"run_dir=runs/{ran}"]
             every = ["save_every=1", "eval_every=1", "sample_every=0"]
             assert train(compose([*words, *folder, *taken, *every, *small]))["steps"] == 2
@@ -137,7 +167,8 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
 
 
 def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_code):
-    python, yaml = next(block for block in blocks("python") if "nn.Module" in block), blocks("yaml")[0]
+    python = next(block for block in blocks("python") if "nn.Module" in block)
+    yaml = blocks("yaml")[0]
     package = tmp_path / "code" / "myproj"
     (package / "conf" / "model").mkdir(parents=True)
     (package / "mixer.py").write_text(python)
@@ -146,7 +177,11 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_c
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(package.parent))
     training, sampling = (shlex.split(line)[2:] for line in COMMANDS if line.startswith(EXTENSION))
-    summary = train(compose([*training[1:], "total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]))
+    summary = train(
+        compose(
+            [*training[1:], "total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]
+        )
+    )
     assert summary["ledger"]["precision"]["requested"] == "bf16"
     npz = sample_run(from_words(SampleConfig, [*sampling[2:], "steps=2"], ""))
     assert np.load(npz)["arr_0"].shape == (16, 8, 8, 3)
@@ -160,7 +195,10 @@ def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
     exec(lines.replace("6400", "128"), found)
     assert found["summary"]["steps"] == 2
     assert found["images"].shape == (2, 8, 8, 3)
-    for words, said in ((["modle=dit_xs"], "did you mean model?"), (["model=nothing"], "choose one of conv_b")):
+    for words, said in (
+        (["modle=dit_xs"], "did you mean model?"),
+        (["model=nothing"], "choose one of conv_b"),
+    ):
         with pytest.raises(ValueError, match=re.escape(said)) as caught:
             compose(words)
         assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""The report of a run: what it shows, what it says of missing parts, and how it looks in a browser."""
+"""The report of a run: what it shows, what it says of missing parts, and how it looks in a
+browser."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from data.shards import file_sha256
+from common.files import file_sha256
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.card import card
@@ -26,17 +27,36 @@ from scripts.report.page import distances, evaluations
 from scripts.report.plots import TRAINING, distance_plots, draw
 from training.config.compose import compose
 from training.config.yaml_text import as_yaml
-from training.pretrained import read_tensors
+from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
 PROTOCOL = {
-    **{"count": 1000, "solver": "heun", "steps": 20, "reference": {"name": "/somewhere", "sha256": "ab" * 32}},
+    **{
+        "count": 1000,
+        "solver": "heun",
+        "steps": 20,
+        "reference": {"name": "/somewhere", "sha256": "ab" * 32},
+    },
     "features": {"random": {"seed": 0}},
     "floors": {"random": {"floor_fd": 3.25}},
 }
 FIGURES = {
-    "random": {"fd": 21.25, "kd": 0.021, "kd_std": 0.001, "precision": 0.61, "recall": 0.44, "floor_fd": 3.25},
-    "encoder": {"fd": None, "kd": 0.5, "precision": 0.1, "recall": 0.2, "floor_fd": None, "why": "Too few samples."},
+    "random": {
+        "fd": 21.25,
+        "kd": 0.021,
+        "kd_std": 0.001,
+        "precision": 0.61,
+        "recall": 0.44,
+        "floor_fd": 3.25,
+    },
+    "encoder": {
+        "fd": None,
+        "kd": 0.5,
+        "precision": 0.1,
+        "recall": 0.2,
+        "floor_fd": None,
+        "why": "Too few samples.",
+    },
 }
 DEFAULTS = compose([]).source
 Plant = Callable[..., Path]
@@ -54,29 +74,67 @@ def plant(tmp_path: Path) -> Plant:
     def planted(name: str, **protocol: Any) -> Path:
         folder = tmp_path / name
         (folder / "samples").mkdir(parents=True)
-        (folder / "config.yaml").write_text(as_yaml(DEFAULTS | {"run_dir": "/x", "batch_size": 32, "init_from": EVIL}))
-        environment = {"versions": {"torch": "2.13.0"}, "hardware": "a planted card", "argv": ["train.py"]}
-        environment |= {"git": {"commit": "c0ffee", "uncommitted_changes": True}, "choices": {"model": "mamba_xs"}}
+        (folder / "config.yaml").write_text(
+            as_yaml(DEFAULTS | {"run_dir": "/x", "batch_size": 32, "init_from": EVIL})
+        )
+        environment = {
+            "versions": {"torch": "2.13.0"},
+            "hardware": "a planted card",
+            "argv": ["train.py"],
+        }
+        environment |= {
+            "git": {"commit": "c0ffee", "uncommitted_changes": True},
+            "choices": {"model": "mamba_xs"},
+        }
         write(folder / "environment.json", environment)
         ledger = {"tf32": (True, False, "no GPU here"), "attention": ("auto", "sdpa", "4 calls")}
         columns = ("requested", "active", "evidence")
-        write(folder / "ledger.json", {k: dict(zip(columns, row, strict=True)) for k, row in ledger.items()})
-        write(folder / "summary.json", {"loss": 0.125, "steps": 100, "memory_reserved_peak": 2**31, "run_dir": "/x"})
+        write(
+            folder / "ledger.json",
+            {k: dict(zip(columns, row, strict=True)) for k, row in ledger.items()},
+        )
+        write(
+            folder / "summary.json",
+            {"loss": 0.125, "steps": 100, "memory_reserved_peak": 2**31, "run_dir": "/x"},
+        )
         lines = []
         for step in range(10, 101, 10):
-            line = {"step": step, "samples": 32 * step, "loss": 12.0 / step, "grad_norm": 1.0, "skipped": 0}
-            line |= {"mfu": None, "train_seconds": step / 2, "eval_loss": 1.0, "eval_loss_t0.00_0.25": 0.5}
-            lines.append(line | ({"fd_random": 900.0 / step, "distances_s": 3.0} if step % 50 == 0 else {}))
-            Image.new("RGB", (1200 if step == 100 else 40, 20)).save(folder / "samples" / f"step-{step}.png")
+            line = {
+                "step": step,
+                "samples": 32 * step,
+                "loss": 12.0 / step,
+                "grad_norm": 1.0,
+                "skipped": 0,
+            }
+            line |= {
+                "mfu": None,
+                "train_seconds": step / 2,
+                "eval_loss": 1.0,
+                "eval_loss_t0.00_0.25": 0.5,
+            }
+            lines.append(
+                line | ({"fd_random": 900.0 / step, "distances_s": 3.0} if step % 50 == 0 else {})
+            )
+            Image.new("RGB", (1200 if step == 100 else 40, 20)).save(
+                folder / "samples" / f"step-{step}.png"
+            )
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-        spec = {"num_classes": 2, "count": 1617, "class_names": ["cat", EVIL], "fingerprint": "planted-set"}
+        spec = {
+            "num_classes": 2,
+            "count": 1617,
+            "class_names": ["cat", EVIL],
+            "fingerprint": "planted-set",
+        }
         spec |= {"channels": 4, "height": 16, "width": 16, "encoder": {}}
         checkpoint = folder / "checkpoints/step-100"
         write(checkpoint / "state.json", {"step": 100, "spec": spec})
         save_file({"w": torch.zeros(30, 50)}, checkpoint / "ema.safetensors")
         write(folder / "fd_protocol.json", PROTOCOL | {"weights": "ema"} | protocol)
         weights = {"weights": {"file": f"/x/{name}", "sha256": name, "kind": "ema", "step": 100}}
-        write(folder / "evaluation/final.json", {"features": FIGURES, "protocol": PROTOCOL | protocol | weights})
+        write(
+            folder / "evaluation/final.json",
+            {"features": FIGURES, "protocol": PROTOCOL | protocol | weights},
+        )
         return folder
 
     return planted
@@ -88,7 +146,9 @@ def texts(**words: Any) -> tuple[str, str]:
     return html.read_text(), markdown.read_text()
 
 
-@pytest.mark.fault("a report of a run that removes its checkpoint meanwhile", "the next one is read")
+@pytest.mark.fault(
+    "a report of a run that removes its checkpoint meanwhile", "the next one is read"
+)
 def test_a_run_that_saves_while_it_is_reported(plant: Plant, monkeypatch: pytest.MonkeyPatch):
     folder = plant("live")
     checkpoint = folder / "checkpoints/step-100"
@@ -105,7 +165,9 @@ def test_a_run_that_saves_while_it_is_reported(plant: Plant, monkeypatch: pytest
 def test_a_checkpoint_without_its_weights_is_one_sentence(plant: Plant):
     folder = plant("damaged")
     (folder / "checkpoints/step-100/ema.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"step-100/ema.safetensors cannot be read as safetensors \(No such file"):
+    with pytest.raises(
+        ValueError, match=r"step-100/ema.safetensors cannot be read as safetensors \(No such file"
+    ):
         texts(run_dir=folder)
 
 
@@ -117,22 +179,52 @@ def alts(page: str) -> list[str]:
     return re.findall(r'<img src="[^"]+" alt="([^"]*)"', page)
 
 
-def test_page_and_card_show_the_whole_run(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_page_and_card_show_the_whole_run(
+    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     page, card = texts(run_dir=plant("mine"))
-    for fact in ("a planted card", "c0ffee with uncommitted changes", "torch 2.13.0", "0.125", "2.00 GiB"):
+    for fact in (
+        "a planted card",
+        "c0ffee with uncommitted changes",
+        "torch 2.13.0",
+        "0.125",
+        "2.00 GiB",
+    ):
         assert fact in section(page, "summary"), fact
     shown = section(page, "training")
     assert "training loss from 1.2 to 0.12; held-out loss from 1 to 1" in shown
     assert "t 0.00 to 0.25 from 0.5 to 0.5" in shown
-    assert "GPU memory over samples: not recorded. Skipped steps over samples: 0 throughout." in shown
+    assert (
+        "GPU memory over samples: not recorded. Skipped steps over samples: 0 throughout." in shown
+    )
     both = [alt.split(":")[0] for alt in alts(section(page, "distance"))]
-    assert both == [f"Fréchet distance, features random over {over}" for over in ("samples", "train seconds")]
-    for figure in ("21.25", "3.25", "0.021", "0.61", "0.44", "Too few samples.", "ema step 100", "heun"):
+    assert both == [
+        f"Fréchet distance, features random over {over}" for over in ("samples", "train seconds")
+    ]
+    for figure in (
+        "21.25",
+        "3.25",
+        "0.021",
+        "0.61",
+        "0.44",
+        "Too few samples.",
+        "ema step 100",
+        "heun",
+    ):
         assert figure in section(page, "evaluations"), figure
     grids = alts(section(page, "samples"))
-    assert [re.search(r"step (\d+)", alt)[1] for alt in grids] == ["10", "30", "50", "60", "80", "100"]  # type: ignore[index]
-    assert re.findall(r'<tr class=missing><th scope="row">(\w+)', section(page, "ledger")) == ["tf32"]
+    assert [re.search(r"step (\d+)", alt)[1] for alt in grids] == [
+        "10",
+        "30",
+        "50",
+        "60",
+        "80",
+        "100",
+    ]  # type: ignore[index]
+    assert re.findall(r'<tr class=missing><th scope="row">(\w+)', section(page, "ledger")) == [
+        "tf32"
+    ]
     changed = re.findall(r'<th scope="row">([\w.]+)</th><td>', section(page, "configuration"))
     assert changed == ["init_from", "batch_size"]
 
@@ -156,7 +248,11 @@ def test_page_and_card_show_the_whole_run(plant: Plant, tmp_path: Path, monkeypa
 
 def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: Plant):
     run = History(str(plant("mine")), "run_dir")
-    told = card(run, how="open it in diffusers").partition("## How to sample\n\n")[2].partition("\n## ")[0]
+    told = (
+        card(run, how="open it in diffusers")
+        .partition("## How to sample\n\n")[2]
+        .partition("\n## ")[0]
+    )
     weights = "The weights are of step 100; sha256 of that checkpoint's `ema.safetensors`: "
     weights += f"{file_sha256(run.folder / 'checkpoints/step-100/ema.safetensors')}.\n"
     assert told == f"open it in diffusers\n\n{weights}"
@@ -191,7 +287,13 @@ def test_torn_lines_and_numbers_that_are_none_are_said(plant: Plant):
 
 def test_missing_parts_are_a_sentence(plant: Plant):
     run = plant("mine")
-    for name in ("environment.json", "ledger.json", "summary.json", "fd_protocol.json", "metrics.jsonl"):
+    for name in (
+        "environment.json",
+        "ledger.json",
+        "summary.json",
+        "fd_protocol.json",
+        "metrics.jsonl",
+    ):
         (run / name).unlink()
     for name in ("samples", "checkpoints", "evaluation"):
         shutil.rmtree(run / name)
@@ -205,7 +307,8 @@ def test_missing_parts_are_a_sentence(plant: Plant):
 
 def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Path):
     """Weights, floors and the reference's place may differ."""
-    mine, theirs = plant("mine"), plant("theirs", reference={"name": "/elsewhere", "sha256": "ab" * 32})
+    mine = plant("mine")
+    theirs = plant("theirs", reference={"name": "/elsewhere", "sha256": "ab" * 32})
     (theirs / "config.yaml").write_text(as_yaml(DEFAULTS | {"batch_size": 48}))
     write(theirs / "fd_protocol.json", PROTOCOL | {"floors": {"random": {"floor_fd": 3.26}}})
     page, _ = texts(run_dir=mine, other=theirs, out=tmp_path / "both.html")
@@ -219,20 +322,29 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
 
 
 def test_figures_of_two_protocols_stand_apart(plant: Plant):
-    runs = [History(str(folder), "run_dir") for folder in (plant("mine"), plant("theirs", steps=50))]
+    runs = [
+        History(str(folder), "run_dir") for folder in (plant("mine"), plant("theirs", steps=50))
+    ]
     for shown in (distances(runs), evaluations(runs)):
-        assert shown.count("Another protocol, not to be compared with the first: steps (20 or 50).") == 1
+        assert (
+            shown.count("Another protocol, not to be compared with the first: steps (20 or 50).")
+            == 1
+        )
         assert not any("mine" in alt and "theirs" in alt for alt in alts(shown))
     assert evaluations(runs).count("<thead>") == 4  # two tables of figures and two of settings
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_is_refused_in_a_sentence(
+    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(ValueError, match=r"other=.* is no run folder: it has no config.yaml"):
         History(str(tmp_path), "other")
     with pytest.raises(ValueError, match="run_dir is not set"):
         report(ReportConfig())
     run = str(plant("mine"))
-    with pytest.raises(ValueError, match=r"cannot be written \(.*\); set out=<folder>/<name>\.html"):
+    with pytest.raises(
+        ValueError, match=r"cannot be written \(.*\); set out=<folder>/<name>\.html"
+    ):
         report(ReportConfig(run_dir=run, out=f"{run}/config.yaml/page.html"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'fastlatent\[report\]'"):
@@ -260,11 +372,25 @@ def test_a_browser_shows_it_on_a_telephone(plant: Plant, tmp_path: Path):
     page, _ = texts(run_dir=plant("mine"), other=other)
     assert f"{other}: training loss" in page, "two runs of one name are told by their folders"
     assert not re.search(r'(src|href|action)="(?!data:|#)|url\(|@import', page)
-    probed = page.replace("<main>", f"{PROBE}<main>").replace("default-src 'none'", "script-src 'unsafe-inline'")
+    probed = page.replace("<main>", f"{PROBE}<main>").replace(
+        "default-src 'none'", "script-src 'unsafe-inline'"
+    )
     (tmp_path / "probed.html").write_text(probed)
     (tmp_path / "wrapper.html").write_text(WRAPPER)
-    flags = ["--headless", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", f"--user-data-dir={tmp_path}/u"]
-    words = [browser, *flags, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "wrapper.html").as_uri()]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/u",
+    ]
+    words = [
+        browser,
+        *flags,
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        (tmp_path / "wrapper.html").as_uri(),
+    ]
     shown = subprocess.run(words, capture_output=True, text=True).stdout
     found = json.loads(re.search(r"\{.*\}", shown)[0])  # type: ignore[index]
     assert found["width"] <= found["inner"] == 390

@@ -1,4 +1,5 @@
-"""Killed anywhere and started again by the same command, a run ends bit for bit as if nothing had happened."""
+"""Killed anywhere and started again by the same command, a run ends bit for bit as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -44,13 +45,17 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 def start(folder: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "train.py", *WORDS, f"run_dir={folder}", *words]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    )
 
 
-@pytest.mark.slow  # tests/faults kills in all manner of ways, from a process that forks; this is the real command
+# tests/faults kills in all manner of ways, from a process that forks; this is the real command
+@pytest.mark.slow
 def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted, tmp_path):
     folder = tmp_path / "killed"
-    for logged in (2, 4):  # kill -9 once so many lines are in metrics.jsonl, wherever the run then is
+    # kill -9 once so many lines are in metrics.jsonl, wherever the run then is
+    for logged in (2, 4):
         process = start(folder)
         metrics = folder / "metrics.jsonl"
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= logged):
@@ -62,7 +67,9 @@ def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted,
     assert outcome(folder) == outcome(uninterrupted)
 
 
-@pytest.mark.parametrize("stop", [10, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (5, 15, 20))])
+@pytest.mark.parametrize(
+    "stop", [10, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (5, 15, 20))]
+)
 def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, stop):
     """As if killed at `stop`: only what a kill there would have left is kept."""
     folder = tmp_path / "resumed"
@@ -85,7 +92,9 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, sto
 )
 def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     if "data=webdataset" in words or "data=resident" in words:
-        save_latent_set(tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))])
+        save_latent_set(
+            tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))]
+        )
         words = [*words, f"data.path={tmp_path / 'set'}"]
     common = [*WORDS, *words, "eval_every=0", "total_samples=96", "keep_checkpoints=9"]
     common = [word for word in common if not (word == "runtime=eager" and "runtime=fast" in words)]
@@ -96,10 +105,13 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     train(compose([*common, f"run_dir={tmp_path / 'two'}"]))
     assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
     if "data=webdataset" in words:
-        other = [*WORDS, "data=resident", words[-1], f"resume={tmp_path / 'one' / 'checkpoints' / 'step-10'}"]
-        said = (
-            r"data: fingerprint was .* The latents are the same: their order, .* was channel-6 and is channel, as data="
-        )
+        other = [
+            *WORDS,
+            "data=resident",
+            words[-1],
+            f"resume={tmp_path / 'one' / 'checkpoints' / 'step-10'}",
+        ]
+        said = r"data: fingerprint was .* The latents are the same: their order, .* was channel-6 and is channel, as data="
         with pytest.raises(ValueError, match=said):
             train(compose([*other, f"run_dir={tmp_path / 'three'}"]))
 
@@ -136,7 +148,9 @@ def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
     assert outcome(folder) == outcome(uninterrupted)
 
 
-@pytest.mark.fault("a model, data set or seed other than the checkpoints", "refused with the difference")
+@pytest.mark.fault(
+    "a model, data set or seed other than the checkpoints", "refused with the difference"
+)
 def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(uninterrupted, folder)
@@ -146,14 +160,20 @@ def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
         train(compose([*WORDS, f"run_dir={folder}", "seed=1"]))
     with pytest.raises(ValueError, match=r"another objective: timestep_shift was 1.0, is 2"):
         train(compose([*WORDS, f"run_dir={folder}", "objective.timestep_shift=2"]))
-    with pytest.raises(ValueError, match=r"another optimizer: class was torch.optim.AdamW, is torch.optim.SGD"):
-        train(compose([*WORDS, f"run_dir={folder}", "optim._target_=torch.optim.SGD", "~optim.betas"]))
+    with pytest.raises(
+        ValueError, match=r"another optimizer: class was torch.optim.AdamW, is torch.optim.SGD"
+    ):
+        train(
+            compose([*WORDS, f"run_dir={folder}", "optim._target_=torch.optim.SGD", "~optim.betas"])
+        )
     with pytest.raises(ValueError, match="resume=never"):
         train(compose([*WORDS, f"run_dir={folder}", "resume=never"]))
     assert outcome(folder) == outcome(uninterrupted)
 
 
-@pytest.mark.fault("other settings on resume, such as accumulation_steps", "allowed, and said; the same stream")
+@pytest.mark.fault(
+    "other settings on resume, such as accumulation_steps", "allowed, and said; the same stream"
+)
 def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
     folder = tmp_path / "other"
     shutil.copytree(uninterrupted, folder)
@@ -163,7 +183,8 @@ def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
     words = [word for word in WORDS if not word.startswith(("accumulation_steps", "log_every"))]
     train(compose([*words, f"run_dir={folder}", "log_every=2", "eval_every=12"]))
     assert "at step 20; since then accumulation_steps was 2, is 1\n" in capsys.readouterr().out
-    expected, found = outcome(uninterrupted).metrics, outcome(folder).metrics
+    expected = outcome(uninterrupted).metrics
+    found = outcome(folder).metrics
     assert expected[-1]["step"] == found[-1]["step"] == STEPS
     assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-4)
 
@@ -180,9 +201,13 @@ def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_pat
     train(compose(words))
     last = complete(uninterrupted / "checkpoints")[-1]
     assert f"resumed from {last} at step {STEPS}" in capsys.readouterr().out
-    assert {newest(str(path)) for path in (uninterrupted, uninterrupted / "checkpoints", last)} == {last.resolve()}
+    assert {newest(str(path)) for path in (uninterrupted, uninterrupted / "checkpoints", last)} == {
+        last.resolve()
+    }
     shutil.copytree(last, tmp_path / "branch" / "checkpoints" / last.name)
-    with pytest.raises(ValueError, match=r"resume=/nope is or has no usable checkpoint; name a run folder"):
+    with pytest.raises(
+        ValueError, match=r"resume=/nope is or has no usable checkpoint; name a run folder"
+    ):
         train(compose([*words[:-1], "resume=/nope"]))  # though the run has checkpoints of its own
 
 
@@ -209,7 +234,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(uninterrupt
     for checkpoint in complete(folder / "checkpoints"):
         (checkpoint / "ema.safetensors").write_bytes(b"")
     metrics = (folder / "metrics.jsonl").read_text()
-    with pytest.warns(UserWarning, match="ema"), pytest.raises(ValueError, match="no checkpoint that verifies"):
+    with (
+        pytest.warns(UserWarning, match="ema"),
+        pytest.raises(ValueError, match="no checkpoint that verifies"),
+    ):
         train(compose([*WORDS, f"run_dir={folder}"]))
     with pytest.raises(ValueError, match="no checkpoint that verifies"):  # nor the second time
         train(compose([*WORDS, f"run_dir={folder}"]))

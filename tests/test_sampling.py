@@ -13,25 +13,38 @@ import pytest
 import torch
 from PIL import Image
 
-from accel.compilation import Compile
+from accel.techniques.compilation import Compile
 from data.chunked import ChunkedLatents
 from data.loader import LatentSpec
 from models.sampler import sample
+from sampling import load as sampling
+from sampling.draw import DrawConfig, Drawing
+from sampling.load import draw_latents, labels_of_data, load_run, numbers_of
+from sampling.resumable_chunks import Pieces
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.helpers import CPU, random_samples, save_latent_set
 from train import train
-from training import sampling
-from training.adapter_file import load_model
 from training.checkpoint.find import complete
 from training.components import build_loader
 from training.config.compose import compose, from_words
-from training.drawing import DrawConfig, Drawing
-from training.pieces import Pieces
-from training.process.ranks import SINGLE, Ranks
-from training.sampling import draw_latents, labels_of_data, load_run, numbers_of
+from training.distributed.ranks import SINGLE, Ranks
+from training.weights.adapter_file import load_model
 
-RUN = ["model.dim=32", "model.depth=2", "model.head_dim=16", "total_samples=256", "batch_size=32", "optim.lr=2e-2"]
-RUN += ["schedule.warmup_samples=0", "eval_every=0", "sample_every=0", "save_every=8", "ema.half_life_samples=1"]
+RUN = [
+    "model.dim=32",
+    "model.depth=2",
+    "model.head_dim=16",
+    "total_samples=256",
+    "batch_size=32",
+    "optim.lr=2e-2",
+]
+RUN += [
+    "schedule.warmup_samples=0",
+    "eval_every=0",
+    "sample_every=0",
+    "save_every=8",
+    "ema.half_life_samples=1",
+]
 RUN += ["sampling.steps=3", "runtime.tf32=false", "runtime.precision=fp32"]
 
 
@@ -44,7 +57,8 @@ def trained(tmp_path_factory):
 
 
 def gaussian(mean: float, std: float):
-    """The exact velocity of data z ~ N(mean, std²): v = E[ε - z | x]. Its paths end at mean + std · x(1)."""
+    """The exact velocity of data z ~ N(mean, std²): v = E[ε - z | x]. Its paths end at mean + std ·
+    x(1)."""
 
     def velocity(x, t):
         variance = (1 - t) ** 2 * std**2 + t**2
@@ -72,7 +86,13 @@ def test_the_sde_draws_the_distribution_of_the_data():
     """And not along the paths of the ODE: one starting point spreads."""
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(40_000, 1, 1, 1, generator=draw)
-    found = sample(gaussian(0.7, 0.4), noise, 200, "sde", fresh=lambda i: torch.randn(noise.shape, generator=draw))
+    found = sample(
+        gaussian(0.7, 0.4),
+        noise,
+        200,
+        "sde",
+        fresh=lambda i: torch.randn(noise.shape, generator=draw),
+    )
     assert found.mean().item() == pytest.approx(0.7, abs=4 * 0.4 / math.sqrt(40_000) + 0.005)
     assert found.std().item() == pytest.approx(0.4, rel=0.03)
     assert abs(torch.corrcoef(torch.stack((noise.flatten(), found.flatten())))[0, 1]) < 0.7
@@ -87,7 +107,10 @@ def drawing(trained, *words: str, ranks: Ranks = SINGLE) -> Drawing:
 @pytest.mark.parametrize("solver", ["ab2", "sde"])
 def test_a_sample_depends_on_seed_and_number_alone(trained, solver):
     """Bit for bit at equal batch size, within rounding else."""
-    six, four = (drawing(trained, f"batch_size={size}", f"solver={solver}", "seed=5").stream for size in (6, 4))
+    six, four = (
+        drawing(trained, f"batch_size={size}", f"solver={solver}", "seed=5").stream
+        for size in (6, 4)
+    )
     labels, latents = (torch.cat(parts) for parts in zip(six.batch(0), six.batch(1), strict=True))
     others = [torch.cat(parts) for parts in zip(*(four.batch(i) for i in range(3)), strict=True)]
     assert labels.tolist() == others[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
@@ -109,8 +132,12 @@ def test_the_runtime_and_the_settings_are_the_runs_own(trained, monkeypatch):
     compiled = drawing(trained, "batch_size=4", "runtime.compile=true", "steps=2")
     assert compiled.ledger.as_dict()["compile"]["active"] is True
     assert compiled.stream.sampling.steps == 2
-    torch.testing.assert_close(compiled.stream.batch(0)[1], drawing(trained, "steps=2").stream.batch(0)[1][:4])
-    with pytest.raises(ValueError, match=r"runtime\.prcision.*|prcision=fp32: there is no such key"):
+    torch.testing.assert_close(
+        compiled.stream.batch(0)[1], drawing(trained, "steps=2").stream.batch(0)[1][:4]
+    )
+    with pytest.raises(
+        ValueError, match=r"runtime\.prcision.*|prcision=fp32: there is no such key"
+    ):
         drawing(trained, "runtime.prcision=fp32")
 
 
@@ -122,7 +149,10 @@ def test_labels_are_dealt_or_as_in_the_data(trained, tmp_path):
     assert torch.equal(found[:100], data.stream.batch(3)[0])
     assert set(Counter(found.tolist())) == set(range(10))
     for words, said in (
-        (["labels=[11]"], r"labels: 11 is no class of this run; its 10 classes are, from 0 on, 0, 1, "),
+        (
+            ["labels=[11]"],
+            r"labels: 11 is no class of this run; its 10 classes are, from 0 on, 0, 1, ",
+        ),
         (["labels=[-1]"], "-1 is no class"),
         (["labels=[true]"], "True is no class"),
         (["labels=[1.5]"], r"1\.5 is no class"),
@@ -141,10 +171,14 @@ NAMED = LatentSpec(1, 2, 2, 4, 9, ["apple", "7", "pear", "pear"], [0.0], [1.0])
 
 def test_classes_go_by_number_and_by_name():
     assert numbers_of([3, "apple", "7", np.int64(1)], NAMED) == [3, 0, 1, 1]
-    assert numbers_of(["2", 0], dataclasses.replace(NAMED, class_names=[])) == [2, 0]  # names nobody gave
+    # names nobody gave
+    assert numbers_of(["2", 0], dataclasses.replace(NAMED, class_names=[])) == [2, 0]
     for label, said in (
         ("aple", "'aple' is no class of this run; did you mean apple?"),
-        ("quince", "'quince' is no class of this run; its 4 classes are, from 0 on, apple, 7, pear, pear."),
+        (
+            "quince",
+            "'quince' is no class of this run; its 4 classes are, from 0 on, apple, 7, pear, pear.",
+        ),
         (7, "7 is no class"),
         ("pear", r"'pear' is the name of 2 classes, \[2, 3\]; give their numbers"),
         (None, "None is no class"),
@@ -167,7 +201,9 @@ def test_names_are_drawn_and_told(trained, tmp_path):
     assert load_run(trained, device="cpu").sample(["7"], steps=1).shape == (1, 8, 8, 3)
 
 
-@pytest.mark.fault("sampling from a run that removes its checkpoint meanwhile", "the next one is loaded")
+@pytest.mark.fault(
+    "sampling from a run that removes its checkpoint meanwhile", "the next one is loaded"
+)
 @pytest.mark.parametrize("after", [False, True], ids=["before it is read", "after"])
 def test_a_run_that_saves_while_it_is_read(after, trained, tmp_path, monkeypatch):
     shutil.copytree(trained, tmp_path / "live")
@@ -188,17 +224,32 @@ def test_a_run_that_saves_while_it_is_read(after, trained, tmp_path, monkeypatch
 
 def test_labels_of_a_set_in_chunks(tmp_path):
     """Its loader's place is more than a number of samples."""
-    save_latent_set(tmp_path, [("train", random_samples(40, seed=0)), ("held_out", random_samples(4, seed=1))])
-    node = {"_target_": "data.resident.ResidentLatents", "path": str(tmp_path), "device_memory_gib": 5e-6}
+    save_latent_set(
+        tmp_path, [("train", random_samples(40, seed=0)), ("held_out", random_samples(4, seed=1))]
+    )
+    node = {
+        "_target_": "data.resident.ResidentLatents",
+        "path": str(tmp_path),
+        "device_memory_gib": 5e-6,
+    }
     assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
     forwards, backwards = (labels_of_data(node, 0, 4, CPU) for _ in range(2))
     found = {i: forwards(torch.arange(4 * i, 4 * i + 4)) for i in range(5)}
-    assert all(torch.equal(backwards(torch.arange(4 * i, 4 * i + 4)), found[i]) for i in (4, 0, 2, 1, 3))
+    assert all(
+        torch.equal(backwards(torch.arange(4 * i, 4 * i + 4)), found[i]) for i in (4, 0, 2, 1, 3)
+    )
 
 
 def settings(trained, out, **changes) -> SampleConfig:
     return SampleConfig(
-        **{"run_dir": str(trained), "count": 1100, "steps": 2, "batch_size": 64, "device": "cpu", "out": str(out)}
+        **{
+            "run_dir": str(trained),
+            "count": 1100,
+            "steps": 2,
+            "batch_size": 64,
+            "device": "cpu",
+            "out": str(out),
+        }
         | changes
     )
 
@@ -214,13 +265,19 @@ def test_formats_grid_and_bytes(trained, tmp_path, monkeypatch):
     assert found["arr_0"].shape == (1100, 8, 8, 3)
     assert found["arr_0"].dtype == np.uint8
     assert found["labels"].tolist() == [i % 10 for i in range(1100)]
-    grid = picture(tmp_path / "a.png")  # a row a class, 8 pixels and a border, enlarged, right of the names
+    # a row a class, 8 pixels and a border, enlarged, right of the names
+    grid = picture(tmp_path / "a.png")
     assert (grid[4:36:4, -36:-4:4] == found["arr_0"][30]).all()
     assert grid.shape[0] == 10 * 40
     assert 0 < grid.shape[1] - 4 * 40 < 40
     assert (grid[:, : -4 * 40] < 128).any()
     told = json.loads((tmp_path / "a.json").read_text())
-    assert (told["count"], told["solver"], told["steps"], told["labels"]) == (1100, "heun", 2, "balanced")
+    assert (told["count"], told["solver"], told["steps"], told["labels"]) == (
+        1100,
+        "heun",
+        2,
+        "balanced",
+    )
 
     few = np.load(sample_run(settings(trained, tmp_path / "few", count=70)))
     assert (few["arr_0"] == found["arr_0"][:70]).all()
@@ -230,7 +287,9 @@ def test_formats_grid_and_bytes(trained, tmp_path, monkeypatch):
     assert len(list(folder.rglob("*.png"))) == 25
     with pytest.raises(ValueError, match="pngs is there already"):
         sample_run(settings(trained, tmp_path / "pngs", count=5, format=Format.png))
-    latents = np.load(sample_run(settings(trained, tmp_path / "latents", count=25, format=Format.latents)))
+    latents = np.load(
+        sample_run(settings(trained, tmp_path / "latents", count=25, format=Format.latents))
+    )
     run = load_run(trained, device="cpu")
     pixels = ((torch.from_numpy(latents["latents"]).clamp(-1, 1) + 1) * 127.5).round()
     assert run.spec.channels == 1
@@ -259,7 +318,9 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(trained, tmp_path, monkeypa
             sample_run(cfg)
     parts = tmp_path / "stopped.parts"
     (piece,) = parts.glob("000000-*.safetensors")
-    with pytest.raises(ValueError, match=r"count was 1100, is 1200\); delete it or use another out"):
+    with pytest.raises(
+        ValueError, match=r"count was 1100, is 1200\); delete it or use another out"
+    ):
         sample_run(settings(trained, tmp_path / "stopped", count=1200))
     piece.write_bytes(piece.read_bytes()[:-1] + b"x")  # and a disk that lied: it is drawn again
     assert sample_run(cfg).read_bytes() == whole

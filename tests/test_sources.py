@@ -1,4 +1,5 @@
-"""What a job takes for images: folders, tars and `datasets`; what it does not use, refuses, or finds odd."""
+"""What a job takes for images: folders, tars and `datasets`; what it does not use, refuses, or
+finds odd."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def labelled(*labels: object, first: int = 0) -> dict[str, bytes]:
     """Members of a tar: an image and a label each."""
     members = {}
     for i, label in enumerate(labels, first):
-        members |= {f"{i:04d}.png": PNG, f"{i:04d}.cls": label if isinstance(label, bytes) else str(label).encode()}
+        members |= {
+            f"{i:04d}.png": PNG,
+            f"{i:04d}.cls": label if isinstance(label, bytes) else str(label).encode(),
+        }
     return members
 
 
@@ -55,9 +59,24 @@ def keys(found: ImageList) -> list[str]:
 
 
 def test_the_plan_states_classes_and_what_is_not_used(tmp_path: Path):
-    folder_of(tmp_path, "cat/1.png", "cat/2.png", "dog/deep/er/3.jfif", "cat/old.jpg/4.png", "top.png", "cat/x.tar")
     folder_of(
-        tmp_path, "cat/a.txt", "cat/b.TXT", "LICENSE", "dog/x.tar.gz", "none/readme.md", ".git/x.png", "cat/._1.png"
+        tmp_path,
+        "cat/1.png",
+        "cat/2.png",
+        "dog/deep/er/3.jfif",
+        "cat/old.jpg/4.png",
+        "top.png",
+        "cat/x.tar",
+    )
+    folder_of(
+        tmp_path,
+        "cat/a.txt",
+        "cat/b.TXT",
+        "LICENSE",
+        "dog/x.tar.gz",
+        "none/readme.md",
+        ".git/x.png",
+        "cat/._1.png",
     )
     folder_of(tmp_path, "dog/empty.png", content=b"")
     os.symlink("nowhere.png", tmp_path / "dog" / "gone.png")
@@ -88,7 +107,9 @@ def test_the_plan_states_classes_and_what_is_not_used(tmp_path: Path):
 
 def test_many_classes_are_stated_by_number_and_extremes(tmp_path: Path):
     folder_of(tmp_path, *(f"c{i:03d}/{j}.png" for i in range(101) for j in range(1 + i % 3)))
-    assert list_images(tmp_path).stated("x", 1).splitlines()[1:] == ["  from 1 images (c000) to 3 (c098)"]
+    assert list_images(tmp_path).stated("x", 1).splitlines()[1:] == [
+        "  from 1 images (c000) to 3 (c098)"
+    ]
 
 
 def test_a_class_of_a_tar_without_images_is_stated(tmp_path: Path):
@@ -96,11 +117,14 @@ def test_a_class_of_a_tar_without_images_is_stated(tmp_path: Path):
     assert "  0: 1, 1: 0, 2: 0, 3: 3\n  classes without images: 1, 2" in said
 
 
-@pytest.mark.parametrize("names", [("train", "val"), ("Training", "Test"), ("TRAIN", "test_set", "extra"), ("train",)])
+@pytest.mark.parametrize(
+    "names", [("train", "val"), ("Training", "Test"), ("TRAIN", "test_set", "extra"), ("train",)]
+)
 def test_folders_of_splits_are_no_classes(tmp_path: Path, names: tuple[str, ...]):
     folder_of(tmp_path, *(f"{name}/cat/1.png" for name in names))
     with pytest.raises(
-        ValueError, match=rf"which are parts of a set and no classes; name one: source=\S+/{names[0]}\.$"
+        ValueError,
+        match=rf"which are parts of a set and no classes; name one: source=\S+/{names[0]}\.$",
     ):
         list_images(tmp_path)
     assert "note: images of" in list_images(tmp_path, "none").stated("x", 1)
@@ -110,22 +134,31 @@ def test_a_class_called_test_among_others_is_noted(tmp_path: Path):
     folder_of(tmp_path, "cat/1.png", "dog/1.png", "test/1.png")
     found = list_images(tmp_path)
     assert found.class_names == ["cat", "dog", "test"]
-    assert found.stated("x", 3).endswith("note: test among the class folders: parts of a set, or classes?")
+    assert found.stated("x", 3).endswith(
+        "note: test among the class folders: parts of a set, or classes?"
+    )
 
 
 def test_class_folders_two_levels_deep_are_merged_with_a_note(tmp_path: Path):
     folder_of(tmp_path, "apple/red/1.png", "apple/green/1.png", "pear/1.png", "plum/images/1.png")
     assert list_images(tmp_path).notes == [
-        f"2 subfolders are merged into 1 class (apple); if the subfolders are the classes, take one folder, "
-        f"source={tmp_path}/apple, or move them up one level"
+        "2 subfolders are merged into 1 class (apple); if the subfolders are the classes, take "
+        f"one folder, source={tmp_path}/apple, or move them up one level"
     ]
     folder_of(tmp_path, "pear/old/1.png", "pear/new/1.png", "pear/new/more/1.png")
-    assert list_images(tmp_path).notes[0].startswith("4 subfolders are merged into 2 classes (apple, pear); if ")
+    assert (
+        list_images(tmp_path)
+        .notes[0]
+        .startswith("4 subfolders are merged into 2 classes (apple, pear); if ")
+    )
 
 
 def test_a_stray_tar_beside_class_folders_is_refused(tmp_path: Path):
     tar_of(folder_of(tmp_path, "cat/1.png", "dog/1.png") / "stray.tar", labelled(0))
-    with pytest.raises(ValueError, match=r"holds both stray\.tar and images such as cat/1\.png; take the tar, source="):
+    with pytest.raises(
+        ValueError,
+        match=r"holds both stray\.tar and images such as cat/1\.png; take the tar, source=",
+    ):
         list_images(tmp_path)
 
 
@@ -134,7 +167,10 @@ def test_a_stray_tar_beside_class_folders_is_refused(tmp_path: Path):
 
 def test_a_flat_folder_needs_classes_none(tmp_path: Path):
     folder_of(tmp_path, "b.png", "a.png", "notes.txt")
-    with pytest.raises(ValueError, match=r"holds 2 images and no class folders; .* take classes=none to train without"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds 2 images and no class folders; .* take classes=none to train without",
+    ):
         list_images(tmp_path)
     found = list_images(folder_of(tmp_path, "deep/c.png"), "none")
     assert (keys(found), found.class_names) == (["a.png", "b.png", "deep/c.png"], [])
@@ -157,16 +193,22 @@ def test_tars_without_labels_need_classes_none(tmp_path: Path):
 @pytest.mark.parametrize("labels", [["cat", "dog"], [0.5, 1.0], [0, 5], [0, -1], [0, None]])
 def test_rows_whose_labels_are_no_class_indices_are_refused(tmp_path: Path, labels: list[object]):
     datasets = pytest.importorskip("datasets")
-    made = datasets.Dataset.from_dict({"image": [{"bytes": PNG, "path": None}] * 2, "label": labels})
+    made = datasets.Dataset.from_dict(
+        {"image": [{"bytes": PNG, "path": None}] * 2, "label": labels}
+    )
     made.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"row \d has the label .*, not 0 to 1; mend it, or say how many"):
+    with pytest.raises(
+        ValueError, match=r"row \d has the label .*, not 0 to 1; mend it, or say how many"
+    ):
         list_images(tmp_path / "rows")
     assert len(list_images(tmp_path / "rows", "none").entries) == 2
 
 
 def test_rows_saved_in_a_format_of_numpy_are_read(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
-    made = datasets.Dataset.from_dict({"image": [{"bytes": PNG, "path": None}] * 2, "label": [1, 0]})
+    made = datasets.Dataset.from_dict(
+        {"image": [{"bytes": PNG, "path": None}] * 2, "label": [1, 0]}
+    )
     made.cast_column("image", datasets.Image()).with_format("numpy").save_to_disk(tmp_path / "rows")
     assert [entry.label for entry in list_images(tmp_path / "rows").entries] == [1, 0]
 
@@ -183,11 +225,16 @@ def test_a_broken_folder_of_datasets_is_a_sentence(tmp_path: Path):
 def test_every_extension_is_found_in_folders_and_tars(tmp_path: Path):
     folder_of(tmp_path, *(f"cat/{i}{extension.upper()}" for i, extension in enumerate(EXTENSIONS)))
     assert len(list_images(tmp_path).entries) == len(EXTENSIONS)
-    tar = tar_of(tmp_path / "tars" / "a.tar", {f"{i}{extension}": PNG for i, extension in enumerate(EXTENSIONS)})
+    tar = tar_of(
+        tmp_path / "tars" / "a.tar",
+        {f"{i}{extension}": PNG for i, extension in enumerate(EXTENSIONS)},
+    )
     assert len(list_images(tar, "none").entries) == len(EXTENSIONS)
 
 
-def test_images_of_a_codec_that_pillow_lacks_are_not_used_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_images_of_a_codec_that_pillow_lacks_are_not_used_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(features, "check", lambda name: name != "avif")
     images.lacks_codec.cache_clear()
     said = list_images(folder_of(tmp_path, "cat/1.png", "cat/2.avif")).stated("x", 1)
@@ -208,7 +255,9 @@ def test_names_that_are_not_utf8_are_used_and_shown_escaped(tmp_path: Path):
     assert images.read_image(found.entries[0]) == PNG
 
 
-def test_a_folder_that_cannot_be_read_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_read_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder_of(tmp_path, "cat/1.png", "dog/1.png")
     scan = os.scandir
 
@@ -219,7 +268,8 @@ def test_a_folder_that_cannot_be_read_is_a_sentence(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "scandir", locked)
     with pytest.raises(
-        ValueError, match=r"/dog cannot be read \(Permission denied\); make it readable, or move it away"
+        ValueError,
+        match=r"/dog cannot be read \(Permission denied\); make it readable, or move it away",
     ):
         list_images(tmp_path)
 
@@ -233,7 +283,9 @@ def test_a_tar_cut_anywhere_is_refused_or_used_up_to_there(tmp_path: Path):
     cut = tmp_path / "cut.tar"
     for size in (0, 100, 512, 1000, 1024, 2048, 2560, 4096, last - 512, last - 1, last, last + 512):
         cut.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"cut\.tar (was cut or is damaged: byte|is empty|is no tar|holds no)"):
+        with pytest.raises(
+            ValueError, match=r"cut\.tar (was cut or is damaged: byte|is empty|is no tar|holds no)"
+        ):
             list_images(cut)
     for size, count in ((2048, 1), (4096, 2), (4200, 2), (4700, 2), (last, 3)):
         cut.write_bytes(whole[:size])
@@ -254,14 +306,20 @@ def test_a_tar_with_a_damaged_header_in_the_middle_is_refused(tmp_path: Path):
 
 
 def test_tars_appended_to_a_tar_are_read_and_other_bytes_refused(tmp_path: Path):
-    one, two = (tar_of(tmp_path / "parts" / f"{i}.tar", labelled(0, 1, first=2 * i)).read_bytes() for i in range(2))
+    one, two = (
+        tar_of(tmp_path / "parts" / f"{i}.tar", labelled(0, 1, first=2 * i)).read_bytes()
+        for i in range(2)
+    )
     (tmp_path / "both.tar").write_bytes(one + two + b"\0" * 5000)
     found = list_images(tmp_path / "both.tar")
     assert keys(found) == [f"both.tar:{i:04d}.png" for i in range(4)]
     assert all(images.read_image(entry) == PNG for entry in found.entries)
-    for classes in ("given", "none"):  # a hole of zeros behind the label looks like an end marker, and goes on
+    # a hole of zeros behind the label looks like an end marker, and goes on
+    for classes in ("given", "none"):
         (tmp_path / "both.tar").write_bytes(one[:2048] + bytes(1500) + one[3548:])
-        with pytest.raises(ValueError, match=r"both.tar is damaged: from byte \d+ of \d+ on it is no tar"):
+        with pytest.raises(
+            ValueError, match=r"both.tar is damaged: from byte \d+ of \d+ on it is no tar"
+        ):
             list_images(tmp_path / "both.tar", classes)
         assert len(list_images(tmp_path / "both.tar", classes, allow_cut=True).entries) == 1
     (tmp_path / "both.tar").write_bytes(one + two[:2048])
@@ -269,9 +327,16 @@ def test_tars_appended_to_a_tar_are_read_and_other_bytes_refused(tmp_path: Path)
         list_images(tmp_path / "both.tar")
 
 
-@pytest.mark.parametrize(("names", "said"), [(("x.png", "x.png"), "there twice"), (("x.jpg", "x.png"), "has 2 images")])
-def test_a_tar_with_two_samples_of_one_key_is_refused(tmp_path: Path, names: tuple[str, str], said: str):
-    one, two = (tar_of(tmp_path / "parts" / f"{i}.tar", {name: PNG, f"{i}.cls": b"0"}) for i, name in enumerate(names))
+@pytest.mark.parametrize(
+    ("names", "said"), [(("x.png", "x.png"), "there twice"), (("x.jpg", "x.png"), "has 2 images")]
+)
+def test_a_tar_with_two_samples_of_one_key_is_refused(
+    tmp_path: Path, names: tuple[str, str], said: str
+):
+    one, two = (
+        tar_of(tmp_path / "parts" / f"{i}.tar", {name: PNG, f"{i}.cls": b"0"})
+        for i, name in enumerate(names)
+    )
     (tmp_path / "images.tar").write_bytes(one.read_bytes() + two.read_bytes())
     with pytest.raises(ValueError, match=said):
         list_images(tmp_path / "images.tar")
@@ -279,11 +344,13 @@ def test_a_tar_with_two_samples_of_one_key_is_refused(tmp_path: Path, names: tup
 
 def test_what_is_no_sample_of_a_tar_is_said(tmp_path: Path):
     file = tar_of(
-        tmp_path / "a.tar", labelled(0) | {"._0.png": PNG, "1.seg.png": PNG, "2.png": b"", "/../3.json": b"{}"}
+        tmp_path / "a.tar",
+        labelled(0) | {"._0.png": PNG, "1.seg.png": PNG, "2.png": b"", "/../3.json": b"{}"},
     )
     with tarfile.open(file, "a") as tar:
         link = tarfile.TarInfo("4.png")
-        link.type, link.linkname = tarfile.SYMTYPE, "0000.png"
+        link.type = tarfile.SYMTYPE
+        link.linkname = "0000.png"
         tar.addfile(link)
         sparse = tarfile.TarInfo("5.png")
         sparse.size, sparse.pax_headers = 4, {"GNU.sparse.map": "0,4", "GNU.sparse.size": "1048576"}
@@ -306,7 +373,9 @@ def test_what_is_no_sample_of_a_tar_is_said(tmp_path: Path):
 def test_a_part_of_a_set_may_lack_classes_that_are_stated(tmp_path: Path):
     """A trial with one tar of many: its labels are not below its number of images."""
     tar_of(tmp_path / "a.tar", {"0.png": PNG, "0.cls": b"999"})
-    with pytest.raises(ValueError, match=r"has the label 999, and there are 1 images; .* classes=<n>"):
+    with pytest.raises(
+        ValueError, match=r"has the label 999, and there are 1 images; .* classes=<n>"
+    ):
         list_images(tmp_path)
     with pytest.raises(ValueError, match=r"has the label 999, and classes=999"):
         list_images(tmp_path, 999)
@@ -336,7 +405,8 @@ def test_a_compressed_tar_is_refused(tmp_path: Path, name: str):
     content = tar_of(tmp_path / "whole" / "whole.tar", labelled(0)).read_bytes()
     (tmp_path / name).write_bytes(gzip.compress(content))
     with pytest.raises(
-        ValueError, match=r"compressed.*; (gunzip it|decompress it)\.|1 \.tar\.gz \(e\.g\. a\.tar\.gz\)"
+        ValueError,
+        match=r"compressed.*; (gunzip it|decompress it)\.|1 \.tar\.gz \(e\.g\. a\.tar\.gz\)",
     ):
         list_images(tmp_path / name)
     folder_of(tmp_path, "sub/x.txt")
@@ -347,7 +417,8 @@ def test_a_compressed_tar_is_refused(tmp_path: Path, name: str):
 
 def test_random_damage_to_a_tar_is_never_a_traceback(tmp_path: Path):
     whole = tar_of(tmp_path / "a.tar", labelled(0, 1) | {"n" * 200 + ".txt": b"x"}).read_bytes()
-    draw, ends = random.Random(0), 0
+    draw = random.Random(0)
+    ends = 0
     for _ in range(300):
         content = bytearray(whole[: draw.choice([len(whole), draw.randrange(len(whole))])])
         for _ in range(draw.randint(0, 4)):

@@ -1,4 +1,5 @@
-"""The order of a streamed set as a pure function, and its readers: nothing lost, nothing twice, at any division."""
+"""The order of a streamed set as a pure function, and its readers: nothing lost, nothing twice, at
+any division."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def sample_at(order: StreamOrder, position: int) -> tuple[int, int]:
 def test_every_sample_comes_once_in_each_epoch(seed: int):
     draw = random.Random(seed)
     blocks, counts = random_set(draw)
-    order = StreamOrder(blocks, counts, seed, streams=draw.randint(1, 9), window=draw.randint(1, 12))
+    order = StreamOrder(
+        blocks, counts, seed, streams=draw.randint(1, 9), window=draw.randint(1, 12)
+    )
     everything = {(block, row) for block, count in enumerate(counts) for row in range(count)}
     epochs = [[sample_at(order, e * order.count + p) for p in range(order.count)] for e in range(2)]
     for epoch in epochs:
@@ -52,7 +55,9 @@ def test_windows_end_at_different_times():
     """Or all streams would read at once."""
     order = StreamOrder([40], [64] * 40, seed=0, streams=8, window=32)
     ends = Counter(order.locate(p)[1] for p in range(8))
-    rows = [next(n for n in range(99) if order.locate(s + 8 * (n + 1))[0].number > 0) for s in range(8)]
+    rows = [
+        next(n for n in range(99) if order.locate(s + 8 * (n + 1))[0].number > 0) for s in range(8)
+    ]
     assert len(set(rows)) == 8
     assert ends == {0: 8}
 
@@ -69,7 +74,10 @@ def test_shuffling_reaches_as_far_as_streams_and_windows_do():
 def test_ranks_share_every_batch_without_gap_or_overlap(batch: int, ranks: int):
     for start in (0, batch, 7 * batch):
         each = [RankPositions(batch // ranks, rank, ranks, streams=12) for rank in range(ranks)]
-        taken = [[p for stream in range(12) for p in of_rank.positions(start, stream)] for of_rank in each]
+        taken = [
+            [p for stream in range(12) for p in of_rank.positions(start, stream)]
+            for of_rank in each
+        ]
         assert [len(t) for t in taken] == [batch // ranks] * ranks
         assert sorted(p for t in taken for p in t) == list(range(start, start + batch))
 
@@ -77,9 +85,13 @@ def test_ranks_share_every_batch_without_gap_or_overlap(batch: int, ranks: int):
 def test_ranks_own_whole_streams_where_the_numbers_divide():
     streams = [RankPositions(12, rank, 2, streams=12).own_streams() for rank in range(2)]
     assert streams == [range(6), range(6, 12)]
-    # In smaller batches consecutive positions come to the same: rank 0 never needs a stream of rank 1.
+    # In smaller batches consecutive positions come to the same: rank 0 never needs a stream of rank
+    # 1.
     smaller = [RankPositions(3, rank, 2, streams=12) for rank in range(2)]
-    used = [{s for start in range(0, 60, 6) for s in range(12) if rank.positions(start, s)} for rank in smaller]
+    used = [
+        {s for start in range(0, 60, 6) for s in range(12) if rank.positions(start, s)}
+        for rank in smaller
+    ]
     assert used[0] & used[1] == set()
 
 
@@ -90,8 +102,13 @@ def test_the_chunks_of_an_epoch_have_every_sample_once(seed: int):
     order = ChunkOrder(counts, seed, chunk_size=max(counts) + draw.randint(0, 20))
     for epoch in range(2):
         chunks = order.chunks(epoch)
-        assert sorted(block for chunk in chunks for block in chunk.blocks) == list(range(len(counts)))
-        assert all(chunk.size == sum(counts[b] for b in chunk.blocks) <= order.chunk_size for chunk in chunks)
+        assert sorted(block for chunk in chunks for block in chunk.blocks) == list(
+            range(len(counts))
+        )
+        assert all(
+            chunk.size == sum(counts[b] for b in chunk.blocks) <= order.chunk_size
+            for chunk in chunks
+        )
         for p in range(order.count):
             chunk, offset = order.locate(epoch * order.count + p)
             assert chunk.first + offset == p
@@ -111,11 +128,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streamed(folder: Path, **changes: object) -> StreamedLatents:
-    settings = {"batch_size": 12, "seed": 0, "device": CPU, "streams": 6, "window": 5, "num_workers": 0} | changes
+    settings = {
+        "batch_size": 12,
+        "seed": 0,
+        "device": CPU,
+        "streams": 6,
+        "window": 5,
+        "num_workers": 0,
+    } | changes
     return StreamedLatents(path=str(folder), **settings)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
+# more workers than this machine has cores
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_any_number_of_readers_gives_one_stream(folder: Path, ranks: int, workers: int):
@@ -142,7 +167,8 @@ def test_resuming_is_exact_at_every_cut(folder: Path):
 
 
 def test_order_does_not_depend_on_reading_ahead(folder: Path):
-    plain, ahead = streamed(folder), streamed(folder, num_workers=2, prefetch_factor=7)
+    plain = streamed(folder)
+    ahead = streamed(folder, num_workers=2, prefetch_factor=7)
     for _ in range(12):
         assert_same(next(plain), next(ahead))
 
@@ -153,11 +179,15 @@ def test_streams_and_windows_are_part_of_the_order(folder: Path):
     assert not torch.equal(first, next(streamed(folder, window=3)).ids)
 
 
-@pytest.mark.parametrize(("blocks", "streams"), [(1, 1), (2, 1), (20, 4), (196, 32), (256, 64), (1000, 64)])
+@pytest.mark.parametrize(
+    ("blocks", "streams"), [(1, 1), (2, 1), (20, 4), (196, 32), (256, 64), (1000, 64)]
+)
 def test_streams_follow_the_number_of_blocks(blocks: int, streams: int):
-    """So that an epoch reads a block little more than once: two streams share the block between them."""
+    """So that an epoch reads a block little more than once: two streams share the block between
+    them."""
     assert fitting_streams(None, blocks, a_stream=1, allowed_gib=1.0) == streams
-    order, reads = StreamOrder([blocks], [8] * blocks, seed=0, streams=streams, window=8), 0
+    order = StreamOrder([blocks], [8] * blocks, seed=0, streams=streams, window=8)
+    reads = 0
     last = None
     for window in sorted({order.locate(position)[0] for position in range(order.count)}):
         touched = [block for block, _, _ in order.blocks_of(window)]
@@ -167,30 +197,43 @@ def test_streams_follow_the_number_of_blocks(blocks: int, streams: int):
     assert blocks <= reads <= 1.25 * blocks
 
 
-def test_the_memory_of_windows_is_bounded_and_said(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_memory_of_windows_is_bounded_and_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     """A stream takes two windows of 5 samples and a block of 4."""
     loader = streamed(folder, streams=None, host_memory_gib=1.0)
     assert loader.order.streams == 4  # of 26 blocks
     a_stream = 14 * max(place.block.size / place.block.samples for place in loader.blocks.places)
     said = capsys.readouterr().out
     assert "4 streams, windows of 5" in said
-    assert f"in each process windows take up to {4 * a_stream / 2**20:.2f} MiB and reading about" in said
+    assert (
+        f"in each process windows take up to {4 * a_stream / 2**20:.2f} MiB and reading about"
+        in said
+    )
     assert streamed(folder, streams=None, host_memory_gib=3.1 * a_stream / 2**30).order.streams == 2
     assert streamed(folder, streams=3, host_memory_gib=3.1 * a_stream / 2**30).order.streams == 3
-    for streams, sentence in ((6, "6 streams, .* or lower data.streams"), (None, "1 streams, .* or lower data.window")):
-        with pytest.raises(ValueError, match=f"data.host_memory_gib=1e-09 is too little for {sentence}"):
+    for streams, sentence in (
+        (6, "6 streams, .* or lower data.streams"),
+        (None, "1 streams, .* or lower data.window"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"data.host_memory_gib=1e-09 is too little for {sentence}"
+        ):
             streamed(folder, host_memory_gib=1e-9, streams=streams)
 
 
 def test_a_resumed_run_keeps_its_streams(folder: Path):
     began = streamed(folder, streams=5)
-    first, second = next(began), next(began)
+    first = next(began)
+    second = next(began)
     resumed = streamed(folder, streams=None)
     resumed.load_state_dict({"samples_seen": 12, "streams": 5})
     assert_same(next(resumed), second)
     resumed.load_state_dict({"samples_seen": 0, "streams": 5})
     assert_same(next(resumed), first)
-    with pytest.raises(ValueError, match=r"data.streams=6, but the run began with 5; leave data.streams out"):
+    with pytest.raises(
+        ValueError, match=r"data.streams=6, but the run began with 5; leave data.streams out"
+    ):
         streamed(folder).load_state_dict(began.state_dict())
     resumed.load_state_dict({"samples_seen": 12})  # of an earlier version, whose default this was
     assert resumed.order.streams == 64
@@ -213,7 +256,9 @@ def chunked(folder: Path, chunk_size: int = 15, **changes: object) -> ResidentLa
     return ResidentLatents(path=str(folder), **settings)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     loader = chunked(folder)
     assert isinstance(loader.loader, ChunkedLatents)
     said = capsys.readouterr().out
@@ -233,7 +278,9 @@ def test_chunks_resume_exactly_at_every_cut_and_keep_their_size(folder: Path):
 
 
 def test_a_chunk_too_small_for_a_block_is_refused(folder: Path):
-    with pytest.raises(ValueError, match=r"a window of 2 samples holds not even one block of 4; raise data.device"):
+    with pytest.raises(
+        ValueError, match=r"a window of 2 samples holds not even one block of 4; raise data.device"
+    ):
         chunked(folder, chunk_size=2)
 
 
@@ -246,7 +293,10 @@ def test_a_run_is_not_resumed_in_the_other_mode(folder: Path):
 def test_int8_states_its_error_and_keeps_to_it(folder: Path, capsys: pytest.CaptureFixture[str]):
     exact = ResidentLatents(path=str(folder), batch_size=101, seed=0, device=CPU)
     small = ResidentLatents(path=str(folder), batch_size=101, seed=0, device=CPU, storage="int8")
-    stated = float(capsys.readouterr().out.partition("int8 moves a latent by ")[2].partition("%")[0]) / 100
+    stated = (
+        float(capsys.readouterr().out.partition("int8 moves a latent by ")[2].partition("%")[0])
+        / 100
+    )
     raw, rounded = (rows(loader) for loader in (exact, small))
     error = (raw - rounded).square().mean((0, 2, 3)).sqrt() / torch.tensor(exact.spec.std)
     assert 0.0 < stated < 0.02

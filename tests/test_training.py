@@ -23,26 +23,26 @@ from data.loader import Batch
 from models.autoencoders import PixelAutoencoder
 from models.images import LINE
 from models.sampler import guided_velocity, sample, shifted
+from sampling.load import draw_latents, load_run
 from tests.harness import assemble, tiny_training
 from tests.helpers import random_samples, save_latent_set
 from tests.test_models import tiny, woken
 from train import train
 from training.assemble import Training, restore
-from training.cards import peak_flops
 from training.checkpoint.save import Checkpoints
 from training.config.compose import compose
 from training.config.schema import SamplingConfig
+from training.distributed.ranks import Ranks
 from training.ema import EMA
 from training.evaluate import evaluate, sample_grid
-from training.metrics import Meter
+from training.hardware import peak_flops
+from training.loggers import NoLogger, SafeLogger, WandbLogger
+from training.meter import Meter
 from training.objective import FlowMatching
 from training.optim import Schedule
-from training.pretrained import header
-from training.process.loggers import NoLogger, SafeLogger, WandbLogger
-from training.process.ranks import Ranks
-from training.sampling import draw_latents, load_run
 from training.state import TrainState
 from training.step import StepOutput
+from training.weights.pretrained import header
 
 CPU = torch.device("cpu")
 
@@ -57,14 +57,18 @@ def test_a_perfect_model_has_no_loss():
     """v = ε - z exactly: recovered here from x and t alone, because z = 0."""
     batch = batch_of()
     batch = batch._replace(latents=torch.zeros_like(batch.latents))
-    losses, t = FlowMatching().losses(lambda x, t, y: x / t.view(-1, 1, 1, 1), batch, seed=0, null_label=3)
+    losses, t = FlowMatching().losses(
+        lambda x, t, y: x / t.view(-1, 1, 1, 1), batch, seed=0, null_label=3
+    )
     assert losses.max() < 1e-10
     assert ((t > 0) & (t < 1)).all()
 
 
 def test_time_is_logit_normal_and_shifted():
     batch = batch_of(4000)
-    _, t = FlowMatching(logit_mean=0.5, logit_std=0.7).losses(lambda x, *_: x, batch, seed=0, null_label=3)
+    _, t = FlowMatching(logit_mean=0.5, logit_std=0.7).losses(
+        lambda x, *_: x, batch, seed=0, null_label=3
+    )
     logit = torch.logit(t)
     assert abs(logit.mean() - 0.5) < 0.05
     assert abs(logit.std() - 0.7) < 0.05
@@ -139,12 +143,14 @@ def test_a_step_has_the_rates_of_the_samples_it_ends_at():
     assert step.lr == pytest.approx(0.5e-3)  # half of the warm-up
     step.schedule(152)
     assert step.lr == pytest.approx(1e-3)
-    assert step.ema_weight.item() == pytest.approx(0.5)  # the half-life is 0.05 · 160 samples: one step
+    # the half-life is 0.05 · 160 samples: one step
+    assert step.ema_weight.item() == pytest.approx(0.5)
 
 
 def test_an_update_in_parts_has_the_same_bits(monkeypatch):
     model = woken(tiny("dit"))
-    whole, weight = EMA(model, 100.0), torch.tensor(0.3)
+    whole = EMA(model, 100.0)
+    weight = torch.tensor(0.3)
     monkeypatch.setattr("training.ema.PART", 1000)
     parts = EMA(model, 100.0)
     assert len(whole.parts) == 1 < len(parts.parts)
@@ -166,7 +172,8 @@ def test_the_averages_are_applied_and_taken_back_bit_for_bit():
     ema = EMA(model, 100.0)
     for average in ema.averages:
         average.add_(1.0)
-    before, averages = [p.detach().clone() for p in model.parameters()], [a.clone() for a in ema.averages]
+    before = [p.detach().clone() for p in model.parameters()]
+    averages = [a.clone() for a in ema.averages]
     with ema.applied():
         assert all(torch.equal(p, a) for p, a in zip(model.parameters(), averages, strict=True))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
@@ -183,26 +190,34 @@ def test_accumulation_equals_one_large_batch(parts):
     torch.testing.assert_close(output.loss, whole.loss, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(output.grad_norm, whole.grad_norm, rtol=1e-5, atol=0.0)
     moments = (optimizer.state.values() for optimizer in (step.optimizer, accumulated.optimizer))
-    for a, b in zip(*moments, strict=True):  # after one step the first moment is the gradient, times 0.1
+    # after one step the first moment is the gradient, times 0.1
+    for a, b in zip(*moments, strict=True):
         torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-4, atol=1e-7)
 
 
 def fingerprint(state: TrainState) -> str:
-    """sha256 over all parameters, averages and optimizer tensors: equal states have equal fingerprints."""
+    """sha256 over all parameters, averages and optimizer tensors: equal states have equal
+    fingerprints."""
     digest = hashlib.sha256()
     content = state.state_dict()
     tensors = list(content["model"].values()) + list(content["ema"].values())
     tensors += [t for moments in content["optimizer"].values() for t in moments.values()]
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
 def test_warm_up_leaves_no_trace():
     training = tiny_training(fused_adamw=True)
-    state, loader = training.state, training.loader
+    state = training.state
+    loader = training.loader
     training.take_step()
-    before, seen, rng, samples = fingerprint(state), loader.state_dict(), torch.get_rng_state(), state.samples
+    before = fingerprint(state)
+    seen = loader.state_dict()
+    rng = torch.get_rng_state()
+    samples = state.samples
     with state.preserved():
         training.stack.warm_up(lambda: (torch.rand(3), training.take_step()), training.model.blocks)
         assert fingerprint(state) != before
@@ -222,7 +237,8 @@ def test_evaluation_is_fixed_and_uses_the_averages():
         inside = loss[(t >= i / 4) & (t < (i + 1) / 4)]
         assert len(inside) > 5
         assert first[f"eval_loss_{name}"] == pytest.approx(inside.mean().item(), rel=1e-5)
-    assert len({round(value, 6) for value in first.values()}) == 5  # each quarter has a loss of its own
+    # each quarter has a loss of its own
+    assert len({round(value, 6) for value in first.values()}) == 5
     with training.state.averaged():
         assert not training.model.training
     assert training.model.training
@@ -256,7 +272,9 @@ def test_a_grid_has_a_row_for_each_class(tmp_path, monkeypatch):
 
 def test_the_first_rate_after_a_resume_is_of_new_steps_only():
     meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
-    meter.load_state_dict({"loss": 3.0, "skipped": 0.0, "backed_off": 0.0, "in_row": 0.0, "steps": 3})
+    meter.load_state_dict(
+        {"loss": 3.0, "skipped": 0.0, "backed_off": 0.0, "in_row": 0.0, "steps": 3}
+    )
     zero = torch.zeros(())
     meter.update(StepOutput(torch.tensor(5.0), zero, zero, zero))
     assert meter.report(lr=0.1)["loss"] == 2.0  # of all four
@@ -271,14 +289,23 @@ def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("shift", 3.0), ("steps", 3), ("solver", "euler"), ("guidance", 3.0), ("guidance_interval", [0.1, 0.9])],
+    [
+        ("shift", 3.0),
+        ("steps", 3),
+        ("solver", "euler"),
+        ("guidance", 3.0),
+        ("guidance_interval", [0.1, 0.9]),
+    ],
 )
 def test_every_setting_of_the_sampler_reaches_the_samples(key, value):
     training = tiny_training()
-    spec, labels = training.loader.spec, torch.arange(4)
+    spec = training.loader.spec
+    labels = torch.arange(4)
 
     def latents(**settings):
-        return draw_latents(training.model, spec, labels, labels, 0, SamplingConfig(**{"steps": 4} | settings))
+        return draw_latents(
+            training.model, spec, labels, labels, 0, SamplingConfig(**{"steps": 4} | settings)
+        )
 
     assert torch.equal(latents(), latents())
     assert not torch.allclose(latents(), latents(**{key: value}))
@@ -286,8 +313,11 @@ def test_every_setting_of_the_sampler_reaches_the_samples(key, value):
 
 @pytest.mark.parametrize("solver", ["euler", "heun"])
 def test_a_straight_path_is_exact_in_one_step(solver):
-    z, noise = torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4)
-    torch.testing.assert_close(sample(lambda x, t: noise - z, noise, 1, solver, shift=3.0), z, rtol=1e-4, atol=1e-5)
+    z = torch.randn(2, 1, 4, 4)
+    noise = torch.randn(2, 1, 4, 4)
+    torch.testing.assert_close(
+        sample(lambda x, t: noise - z, noise, 1, solver, shift=3.0), z, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_guidance_extrapolates_inside_its_interval_only():
@@ -297,7 +327,9 @@ def test_guidance_extrapolates_inside_its_interval_only():
         calls.append(len(x))
         return y.view(-1, 1, 1, 1).float().expand_as(x)
 
-    velocity = guided_velocity(model, torch.tensor([1, 2]), null_label=5, guidance=3.0, guidance_interval=(0.2, 0.8))
+    velocity = guided_velocity(
+        model, torch.tensor([1, 2]), null_label=5, guidance=3.0, guidance_interval=(0.2, 0.8)
+    )
     x = torch.zeros(2, 1, 1, 1)
     assert velocity(x, 0.5).flatten().tolist() == [5 + 3 * (1 - 5), 5 + 3 * (2 - 5)]
     assert velocity(x, 0.9).flatten().tolist() == [1, 2]
@@ -316,24 +348,43 @@ def lines(folder: Path) -> list[dict]:
 
 
 def test_a_run_leaves_all_that_it_promises(run, tmp_path):
-    summary = run("sample_every=2", "save_every=1", "eval_every=1", "sampling.per_class=2", "sampling.steps=2")
+    summary = run(
+        "sample_every=2", "save_every=1", "eval_every=1", "sampling.per_class=2", "sampling.steps=2"
+    )
     folder = tmp_path / "run"
     assert summary == json.loads((folder / "summary.json").read_text())
-    keys = {"loss", "eval_loss", "steps", "samples", "samples_per_s", "mfu", "memory_reserved_peak", "skipped_steps"}
+    keys = {
+        "loss",
+        "eval_loss",
+        "steps",
+        "samples",
+        "samples_per_s",
+        "mfu",
+        "memory_reserved_peak",
+        "skipped_steps",
+    }
     assert keys | {"seconds", "ledger", "checkpoint", "sample_grid"} <= summary.keys()
     assert (summary["steps"], summary["samples"]) == (2, 16)
     assert [line["step"] for line in lines(folder)] == [1, 2]
     assert all("loss" in line and "eval_loss" in line for line in lines(folder))
     assert Path(summary["sample_grid"]).stat().st_size > 0
     assert (Path(summary["checkpoint"]) / "ema.safetensors").is_file()
-    assert {"config.yaml", "environment.json", "ledger.json"} <= {file.name for file in folder.iterdir()}
+    assert {"config.yaml", "environment.json", "ledger.json"} <= {
+        file.name for file in folder.iterdir()
+    }
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert "total_samples=16" in environment["overrides"]
 
 
 def test_the_loss_falls(run):
-    long = run("total_samples=1600", "batch_size=32", "log_every=10", "optim.lr=3e-3", "schedule.warmup_samples=160")
+    long = run(
+        "total_samples=1600",
+        "batch_size=32",
+        "log_every=10",
+        "optim.lr=3e-3",
+        "schedule.warmup_samples=160",
+    )
     assert long["loss"] < 1.3  # 2 at the start: variance of noise plus variance of data
 
 
@@ -351,7 +402,8 @@ def test_weights_of_another_run_start_a_new_one(run, tmp_path):
 
 
 def weights_file(training: Training, file: Path, described: bool = True) -> Path:
-    """The model of a run, as its checkpoint would hold it; or without a description, as another tool would."""
+    """The model of a run, as its checkpoint would hold it; or without a description, as another
+    tool would."""
     told = {"model": training.cfg.model, "spec": training.loader.spec.as_dict(), "step": 1}
     save_file(training.model.state_dict(), file, header(told, "model") if described else None)
     return file
@@ -368,9 +420,19 @@ CLASSES = ["apple", "pear", "plum"]
 @pytest.mark.parametrize(
     ("then", "now", "rows", "said"),
     [
-        (CLASSES, ["kiwi", "plum"], [None, 2, 3], "kept 1 of 3 rows of the label table by the names .*plum.* rows: 1"),
+        (
+            CLASSES,
+            ["kiwi", "plum"],
+            [None, 2, 3],
+            "kept 1 of 3 rows of the label table by the names .*plum.* rows: 1",
+        ),
         (CLASSES, ["pear", "plum", "apple"], [1, 2, 0, 3], "kept 3 of 3 .* new rows: 0"),
-        (CLASSES, ["a", "b", "c"], [None, None, None, 3], "kept 0 of 3 .* classes, and the null row; new rows: 3"),
+        (
+            CLASSES,
+            ["a", "b", "c"],
+            [None, None, None, 3],
+            "kept 0 of 3 .* classes, and the null row; new rows: 3",
+        ),
         ([], CLASSES, [None, None, None, 0], "kept 0 of 0 .* new rows: 3"),
         (CLASSES, [], [3], "kept 0 of 3 .* new rows: 0"),
         (CLASSES, CLASSES, [0, 1, 2, 3], "safetensors$"),
@@ -387,16 +449,21 @@ def test_fine_tuning_keeps_the_label_rows_of_equal_names(then, now, rows, said, 
     sentence = started_from(weights_file(old, tmp_path / "old.safetensors"), new)
     assert re.search(said, sentence), sentence
     for state in (new.model.state_dict(), new.state.ema.state_dict()):
-        table, trained = state.pop("label_embed.table.weight"), old.model.label_embed.table.weight
+        table = state.pop("label_embed.table.weight")
+        trained = old.model.label_embed.table.weight
         expected = [fresh[i] if row is None else trained[row] for i, row in enumerate(rows)]
         assert torch.equal(table, torch.stack(expected))
-        assert all(torch.equal(value, old.model.state_dict()[name]) for name, value in state.items())
+        assert all(
+            torch.equal(value, old.model.state_dict()[name]) for name, value in state.items()
+        )
 
 
 def test_weights_that_do_not_fit_are_named_by_the_first_tensor(tmp_path):
     words = set_with(tmp_path / "set", CLASSES), "sampling.guidance=1"
     new = tiny_training("dit", *words[0], words[1])
-    deeper, wider = (tiny_training("dit", *words[0], words[1], f"model.{key}") for key in ("depth=3", "dim=96"))
+    deeper, wider = (
+        tiny_training("dit", *words[0], words[1], f"model.{key}") for key in ("depth=3", "dim=96")
+    )
     other = tiny_training("dit", *set_with(tmp_path / "other", ["a", "b"]), words[1])
     file = tmp_path / "old.safetensors"
     for old, described, said in (
@@ -405,8 +472,16 @@ def test_weights_that_do_not_fit_are_named_by_the_first_tensor(tmp_path):
             True,
             r"modulation.weight has shape \(1280, 64\) in the file and has shape \(896, 64\) in the model\.$",
         ),
-        (wider, True, r"pos_embed has shape \(1, 4, 96\) in the file and has shape \(1, 4, 64\) in the model\.$"),
-        (other, False, r"label_embed.table.weight has shape \(3, 64\) .* and the file names no classes\.$"),
+        (
+            wider,
+            True,
+            r"pos_embed has shape \(1, 4, 96\) in the file and has shape \(1, 4, 64\) in the model\.$",
+        ),
+        (
+            other,
+            False,
+            r"label_embed.table.weight has shape \(3, 64\) .* and the file names no classes\.$",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"init_from=.*does not fit this model: {said}"):
             started_from(weights_file(old, file, described), new)
@@ -433,7 +508,9 @@ def test_wandb_offline_and_unreachable(run, tmp_path, monkeypatch):
 
     import wandb
 
-    monkeypatch.setattr(wandb, "init", lambda **_: (_ for _ in ()).throw(wandb.errors.CommError("no network")))
+    monkeypatch.setattr(
+        wandb, "init", lambda **_: (_ for _ in ()).throw(wandb.errors.CommError("no network"))
+    )
     with pytest.warns(UserWarning, match="no network"):
         summary = run("logger=wandb", folder="second")
     assert summary["steps"] == 2
@@ -441,10 +518,13 @@ def test_wandb_offline_and_unreachable(run, tmp_path, monkeypatch):
 
 
 def test_wandb_keeps_the_picture_and_no_null(monkeypatch):
-    """A path under `sample_grid` took the picture's place in the summary, and `mfu` was null on a CPU."""
+    """A path under `sample_grid` took the picture's place in the summary, and `mfu` was null on a
+    CPU."""
     logged: list[dict[str, object]] = []
     logger = WandbLogger()
-    logger.run = SimpleNamespace(log=logged.append, summary={"sample_grid": "a picture"}, finish=lambda: None)
+    logger.run = SimpleNamespace(
+        log=logged.append, summary={"sample_grid": "a picture"}, finish=lambda: None
+    )
     monkeypatch.setattr("wandb.teardown", lambda: None)
     logger.log({"loss": 1.0, "mfu": None}, 8)
     logger.finish({"steps": 2, "predicted": None, "sample_grid": "runs/a/samples/step-2.png"})
@@ -473,7 +553,13 @@ def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
         "batch_size=8",
         "sample_every=0",
     ]
-    words = [*tiny_words, "save_every=0", "eval_every=0", "runtime=eager", "schedule.warmup_samples=0"]
+    words = [
+        *tiny_words,
+        "save_every=0",
+        "eval_every=0",
+        "runtime=eager",
+        "schedule.warmup_samples=0",
+    ]
     train(compose(["experiment=fullrun", *words, f"run_dir={tmp_path / 'one'}"]))
     assert "warning: no fastrun" in capsys.readouterr().out
     train(compose(["experiment=fastrun", *words, f"run_dir={tmp_path / 'two'}"]))
@@ -486,7 +572,8 @@ def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
 
 
 def test_a_step_that_is_not_finite_is_counted(run, monkeypatch):
-    original, calls = DigitLatents.__next__, []
+    original = DigitLatents.__next__
+    calls = []
 
     def poisoned(self):
         calls.append(1)
@@ -539,7 +626,13 @@ def unconditional(tmp_path) -> list[str]:
 
 def test_data_without_classes_is_trained_on_and_sampled(unconditional, run, tmp_path):
     """The one label, 0, is the null label: dropping it changes nothing, and grids have one row."""
-    small = ["sampling.guidance=1", "sampling.steps=2", "sampling.per_class=3", "sample_every=1", "eval_every=1"]
+    small = [
+        "sampling.guidance=1",
+        "sampling.steps=2",
+        "sampling.per_class=3",
+        "sample_every=1",
+        "eval_every=1",
+    ]
     summary = run(*unconditional, *small, "save_every=1", "objective.label_dropout=0.5")
     assert math.isfinite(summary["eval_loss"])
     with Image.open(summary["sample_grid"]) as grid:
@@ -549,12 +642,16 @@ def test_data_without_classes_is_trained_on_and_sampled(unconditional, run, tmp_
     assert trained.sample([0, 0], steps=2).shape == (2, 4, 4, 3)
     with pytest.raises(ValueError, match=r"labels: 1 is no class of this run, whose data has none"):
         trained.sample([1])
-    with pytest.raises(ValueError, match=r"guidance=1.5: the data has no classes to guide to; set guidance=1\."):
+    with pytest.raises(
+        ValueError, match=r"guidance=1.5: the data has no classes to guide to; set guidance=1\."
+    ):
         trained.sample([0], guidance=1.5)
 
 
 def test_data_without_classes_is_not_guided(unconditional, run):
-    with pytest.raises(ValueError, match=r"sampling.guidance=1.5: the data has no classes .* sampling.guidance=1\."):
+    with pytest.raises(
+        ValueError, match=r"sampling.guidance=1.5: the data has no classes .* sampling.guidance=1\."
+    ):
         run(*unconditional)
 
 
@@ -572,5 +669,8 @@ def test_what_any_process_skipped_is_known_to_all():
     training.ranks = Two(0, 2)
     training.loader.skipped = {"a.tar (samples 0–7 of train)": 8}
     assert training.note_skipped_data() == {"skipped_data": 12}
-    assert training.state.state_dict()["counters"]["skipped_data"].keys() == training.state.skipped_data.keys()
+    assert (
+        training.state.state_dict()["counters"]["skipped_data"].keys()
+        == training.state.skipped_data.keys()
+    )
     assert len(training.state.skipped_data) == 2

@@ -1,4 +1,5 @@
-"""runtime=auto: what is slow is not chosen, what is wrong or breaks is refused, the budget and the memory are kept."""
+"""runtime=auto: what is slow is not chosen, what is wrong or breaks is refused, the budget and the
+memory are kept."""
 
 from __future__ import annotations
 
@@ -22,13 +23,33 @@ from tests.helpers import until_dead
 from train import train
 from training import contest, tuning
 from training.config.compose import ROOT, compose
+from training.distributed.ranks import SINGLE
 from training.forecast import Forecast
-from training.process.ranks import SINGLE
 
 CPU = torch.device("cpu")
-LATENTS = ["data=synthetic", "data.channels=1", "data.height=4", "data.width=4", "data.count=64", "data.num_classes=3"]
-SMALL = [*LATENTS, "model=conv_xs", "model.dim=32", "model.head_dim=16", "model.depth=2", "model.patch_size=2"]
-PLANTED = ["extensions=[tests]", *SMALL, "model._target_=tests.planted_tuning.Planted", "batch_size=16", "runtime=auto"]
+LATENTS = [
+    "data=synthetic",
+    "data.channels=1",
+    "data.height=4",
+    "data.width=4",
+    "data.count=64",
+    "data.num_classes=3",
+]
+SMALL = [
+    *LATENTS,
+    "model=conv_xs",
+    "model.dim=32",
+    "model.head_dim=16",
+    "model.depth=2",
+    "model.patch_size=2",
+]
+PLANTED = [
+    "extensions=[tests]",
+    *SMALL,
+    "model._target_=tests.planted_tuning.Planted",
+    "batch_size=16",
+    "runtime=auto",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +62,9 @@ def stages(*steps: int) -> Any:
     return lambda *_: [lambda best: [best | {"accumulation_steps": n} for n in steps]]
 
 
-def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_fastest_that_is_right_is_chosen_and_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """A whole batch is slow, halves are quick, quarters wrong."""
     monkeypatch.setenv("PLANT", "slow:16,wrong:4")
     monkeypatch.setattr(tuning, "stages_of", stages(2, 4))
@@ -60,10 +83,16 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.
     monkeypatch.setattr(tuning, "Contest", None)  # what is known is not tried again
     monkeypatch.setattr(tuning, "Forecast", None)  # and what fits is not counted again
     assert tuning.tuned(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(found))
-    (tmp_path / tuning.FILE).write_text(json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []}))
+    (tmp_path / tuning.FILE).write_text(
+        json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []})
+    )
     assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 8
     wrong = ({"no_such_key": True}, {"compile": "x"}, {"accumulation_steps": 3})
-    for content in ("{", "[]", *(json.dumps({"changes": some, "words": "", "tried": []}) for some in wrong)):
+    for content in (
+        "{",
+        "[]",
+        *(json.dumps({"changes": some, "words": "", "tried": []}) for some in wrong),
+    ):
         (tmp_path / tuning.FILE).write_text(content)
         assert tuning.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 2
 
@@ -71,7 +100,9 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.
 def test_a_choice_is_kept_only_for_a_run_that_it_fits(tmp_path: Path):
     """That of another number of processes is none, nor that for other memory or other code."""
     cfg = compose(PLANTED).cfg
-    (tmp_path / tuning.FILE).write_text(json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []}))
+    (tmp_path / tuning.FILE).write_text(
+        json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []})
+    )
     assert tuning.read(tmp_path / tuning.FILE, cfg, CPU, 2) is not None
     assert tuning.read(tmp_path / tuning.FILE, cfg, CPU, 4) is None
     facts = tuning.facts_of(cfg, CPU, 1, {}, 0.0)
@@ -113,7 +144,9 @@ def contest_of(first: str, *stages: list[str]) -> tuple[str, dict[str, contest.C
     """What actors come to, each a process that says what its role would."""
     make: Any = Role
     held = contest.Contest(lambda changes: make(**changes), {}, contest.time.monotonic() + BUDGET)
-    chosen = held.run({"role": first}, [lambda _, own=own: [{"role": role} for role in own] for own in stages])
+    chosen = held.run(
+        {"role": first}, [lambda _, own=own: [{"role": role} for role in own] for own in stages]
+    )
     return chosen["role"], {candidate.changes["role"]: candidate for candidate in held.tried}
 
 
@@ -124,35 +157,49 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("actors")
 def test_the_slower_half_is_out_after_each_round(monkeypatch: pytest.MonkeyPatch):
-    """And whoever crashes, exhausts the memory or computes something else is refused with the reason."""
+    """And whoever crashes, exhausts the memory or computes something else is refused with the
+    reason."""
     monkeypatch.setattr(contest, "TURNS", 1)
     monkeypatch.setattr(contest, "MOST_TURNS", 2)
-    chosen, tried = contest_of("slow", ["slower", "quick"], ["crashes", "quicker", "memory", "other norms"])
+    chosen, tried = contest_of(
+        "slow", ["slower", "quick"], ["crashes", "quicker", "memory", "other norms"]
+    )
     assert chosen == "quicker"
     assert len(tried["quicker"].seconds) > len(tried["slower"].seconds) == contest.STEPS
     assert "its process ended" in str(tried["crashes"].refusal)
     assert tried["memory"].refusal == "memory ran out"
-    assert "its norms are 2.2 instead of 2, more than 1e-03 apart" in str(tried["other norms"].refusal)
+    assert "its norms are 2.2 instead of 2, more than 1e-03 apart" in str(
+        tried["other norms"].refusal
+    )
 
 
 @pytest.mark.usefixtures("actors")
 @pytest.mark.parametrize(
     ("role", "refusal", "taken"),
     [
-        ("hangs", f"it was not warm after {contest.PATIENCE * BUDGET:.0f} s", contest.PATIENCE * BUDGET),
+        (
+            "hangs",
+            f"it was not warm after {contest.PATIENCE * BUDGET:.0f} s",
+            contest.PATIENCE * BUDGET,
+        ),
         ("hangs later", contest.LATE, BUDGET),
     ],
 )
 def test_the_budget_is_kept_whatever_hangs(
     role: str, refusal: str, taken: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """One that never gets warm leaves a quarter of the time; one that hangs in a step ends with the budget.
+    """One that never gets warm leaves a quarter of the time; one that hangs in a step ends with the
+    budget.
 
-    The clock stands still but while the contest waits for one that hangs: it then shows when the contest gives up.
+    The clock stands still but while the contest waits for one that hangs: it then shows when the
+    contest gives up.
     """
-    now, waited = [0.0], select.select
+    now = [0.0]
+    waited = select.select
 
-    def given_up(read: list[int], write: list[int], other: list[int], left: float) -> tuple[list[int], ...]:
+    def given_up(
+        read: list[int], write: list[int], other: list[int], left: float
+    ) -> tuple[list[int], ...]:
         while not (found := waited(read, write, other, 0.01))[0]:
             for mark in tmp_path.glob("*/*.hangs"):
                 mark.unlink()
@@ -188,13 +235,18 @@ def test_a_candidate_ends_with_all_that_it_started(monkeypatch: pytest.MonkeyPat
 
 def test_a_candidate_ends_with_its_parent(tmp_path: Path):
     """Also where the parent has no time to say so."""
-    own = STARTS + "from training.tuning_candidate import end_with; end_with(int(sys.argv[2])); time.sleep(99999)"
-    parent = (
-        "import os, subprocess, sys; one = os.path.join(sys.argv[1], 'one');"
-        f"subprocess.Popen([sys.executable, '-c', {own!r}, one, str(os.getpid())], start_new_session=True);"
-        "sys.stdin.read()"
+    own = (
+        STARTS
+        + "from training.tuning_candidate import end_with; end_with(int(sys.argv[2])); time.sleep(99999)"
     )
-    with subprocess.Popen([sys.executable, "-c", parent, tmp_path], stdin=subprocess.PIPE, cwd=ROOT) as process:
+    parent = (
+        "import os, subprocess, sys; one = os.path.join(sys.argv[1], "
+        f"'one');subprocess.Popen([sys.executable, '-c', {own!r}, one, str(os.getpid())], "
+        "start_new_session=True);sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent, tmp_path], stdin=subprocess.PIPE, cwd=ROOT
+    ) as process:
         child = int(told_in(tmp_path))
         process.kill()
     until_dead(child)
@@ -208,7 +260,9 @@ def told_in(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_one_that_exhausts_the_memory_is_tried_alone_and_then_refused(monkeypatch: pytest.MonkeyPatch):
+def test_one_that_exhausts_the_memory_is_tried_alone_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("PLANT", "memory:8")
     monkeypatch.setattr(tuning, "stages_of", stages(2))
     new, found = tuning.tuned(compose(PLANTED).cfg, CPU, SINGLE)
@@ -218,13 +272,25 @@ def test_one_that_exhausts_the_memory_is_tried_alone_and_then_refused(monkeypatc
 
 
 def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.MonkeyPatch):
-    """The first that fits by its forecast; a limit that nothing meets is an error, before anything is tried."""
-    cfg = compose([*SMALL, "model.depth=6", "batch_size=16", "runtime=auto", "data.height=16", "data.width=16"]).cfg
+    """The first that fits by its forecast; a limit that nothing meets is an error, before anything
+    is tried."""
+    cfg = compose(
+        [
+            *SMALL,
+            "model.depth=6",
+            "batch_size=16",
+            "runtime=auto",
+            "data.height=16",
+            "data.width=16",
+        ]
+    ).cfg
     spec, resident = tuning.latents_of(cfg.data, 0, 1e9)
     assert resident == 2.2 * 64 * 256
 
     def needs(**changes: Any) -> float:
-        return Forecast(tuning.changed(cfg, changes), spec, gpu=False, resident=resident).needs.total
+        return Forecast(
+            tuning.changed(cfg, changes), spec, gpu=False, resident=resident
+        ).needs.total
 
     recomputed = {"gradient_checkpointing": True, "checkpoint_policy": "blocks"}
     halves = {"accumulation_steps": 2}
@@ -233,36 +299,58 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
         (needs(**halves), halves),
         (needs(**recomputed, **halves), recomputed | halves),
     ):
-        monkeypatch.setattr(tuning, "memory_of", lambda _, limit=limit: 1.001 * limit / tuning.USABLE)
+        monkeypatch.setattr(
+            tuning, "memory_of", lambda _, limit=limit: 1.001 * limit / tuning.USABLE
+        )
         assert tuning.fitting(cfg, CPU, 1, spec, resident)[0] == wanted
     monkeypatch.setattr(tuning, "memory_of", lambda _: 1e5)
-    with pytest.raises(ValueError, match=r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"):
+    with pytest.raises(
+        ValueError, match=r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"
+    ):
         tuning.fitting(replace(cfg, batch_size=1), CPU, 1, spec, resident)
 
 
 def test_candidates_go_with_the_rest_of_the_configuration():
-    """Whatever cannot be had here, or contradicts another key, is none; techniques that are on already are none."""
+    """Whatever cannot be had here, or contradicts another key, is none; techniques that are on
+    already are none."""
 
     def words(*given: str, processes: int = 1) -> set[str]:
         cfg = compose([*SMALL, "runtime=auto", *given]).cfg
         ways = tuning.stages_of(cfg, CPU, processes)
         return {tuning.words_of(changes) for way in ways for changes in way({})}
 
-    assert not any("cuda_graph" in some or "attention" in some or "fused" in some for some in words())
+    assert not any(
+        "cuda_graph" in some or "attention" in some or "fused" in some for some in words()
+    )
     assert "accumulation_steps=2" in words()
     assert "accumulation_steps=2" not in words("batch_size=6", processes=2)
     assert {"accumulation_steps=2", "accumulation_steps=8"} <= words("accumulation_steps=4")
 
 
 def test_what_cannot_be_chosen_by_time_is_refused():
-    with pytest.raises(ValueError, match=r"runtime.tune=true chooses techniques by their time, so runs differ"):
+    with pytest.raises(
+        ValueError, match=r"runtime.tune=true chooses techniques by their time, so runs differ"
+    ):
         compose([*SMALL, "runtime=auto", "deterministic=true"])
     with pytest.raises(ValueError, match=r"runtime.tune_seconds=0.0 must be above 0"):
         compose([*SMALL, "runtime.tune_seconds=0"])
-    with pytest.raises(ValueError, match=r"runtime.tune=true does not go with runtime.parallel.mode=fsdp: it measures"):
+    with pytest.raises(
+        ValueError,
+        match=r"runtime.tune=true does not go with runtime.parallel.mode=fsdp: it measures",
+    ):
         compose([*SMALL, "runtime=auto", "runtime.parallel.mode=fsdp"])
-    with pytest.raises(ValueError, match=r"runtime.tune_seconds=1800.0 must be below the 30.0? minutes of runtime.par"):
-        compose([*SMALL, "runtime=auto", "runtime.tune_seconds=1800", "runtime.parallel.timeout_minutes=30"])
+    with pytest.raises(
+        ValueError,
+        match=r"runtime.tune_seconds=1800.0 must be below the 30.0? minutes of runtime.par",
+    ):
+        compose(
+            [
+                *SMALL,
+                "runtime=auto",
+                "runtime.tune_seconds=1800",
+                "runtime.parallel.timeout_minutes=30",
+            ]
+        )
 
 
 def test_a_drift_of_the_machine_or_a_lucky_turn_chooses_nothing():
@@ -275,7 +363,14 @@ def test_a_drift_of_the_machine_or_a_lucky_turn_chooses_nothing():
 
 def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tuning, "stages_of", stages(2))
-    run = [*SMALL, "runtime=auto", "batch_size=8", "total_samples=32", f"run_dir={tmp_path / 'run'}", "save_every=2"]
+    run = [
+        *SMALL,
+        "runtime=auto",
+        "batch_size=8",
+        "total_samples=32",
+        f"run_dir={tmp_path / 'run'}",
+        "save_every=2",
+    ]
     monkeypatch.setenv("PLANT", "")
     (tmp_path / "run").mkdir()
     chosen = {"words": "accumulation_steps=2", "changes": {"accumulation_steps": 2}, "tried": []}
@@ -303,7 +398,9 @@ def test_tune_writes_a_runtime_file(
     with pytest.raises(ValueError, match=r"runtime=fast would be based on itself"):
         main(["tune", *SMALL, "runtime=fast", f"out={tmp_path / 'fast.yaml'}"])
     monkeypatch.setitem(row, "step_ms", None)
-    with pytest.raises(ValueError, match=r"seconds=120.0: nothing was measured .* give more seconds"):
+    with pytest.raises(
+        ValueError, match=r"seconds=120.0: nothing was measured .* give more seconds"
+    ):
         main(["tune", *SMALL, f"out={out}"])
     text = out.read_text()
     assert "# It goes with accumulation_steps=2." in text
@@ -312,16 +409,22 @@ def test_tune_writes_a_runtime_file(
 
 @pytest.mark.slow
 def test_auto_is_as_fast_as_the_better_preset():
-    """At most 8% slower than the better of fast and production, in turn, each in the quietest of 8 rounds.
+    """At most 8% slower than the better of fast and production, in turn, each in the quietest of 8
+    rounds.
 
-    On a shared CPU two processes of one candidate differ by up to 7%. Under the load of other guests eager steps take
-    up to a fifth longer and compiled ones do not, so a median would say what the load was.
+    On a shared CPU two processes of one candidate differ by up to 7%. Under the load of other
+    guests eager steps take up to a fifth longer and compiled ones do not, so a median would say
+    what the load was.
     """
     size = ["model=mamba_xs", "data=digits", "batch_size=64"]
     cfg = compose([*size, "runtime=auto"]).cfg
     found = tuning.tuned(cfg, CPU, SINGLE)[1]
     changes = [] if found["words"] == "as given" else found["words"].split()
-    ways = {"auto": [*size, *changes], "fast": [*size, "runtime=fast"], "production": [*size, "runtime=production"]}
+    ways = {
+        "auto": [*size, *changes],
+        "fast": [*size, "runtime=fast"],
+        "production": [*size, "runtime=production"],
+    }
     times = time_steps({name: Workload(words) for name, words in ways.items()}, 10, 8)
     quietest = {name: min(some) for name, some in times.items()}
     assert quietest["auto"] <= 1.08 * min(quietest.values()), (times, found)

@@ -24,24 +24,36 @@ def problems(folder: Path, **settings: object) -> list[str]:
 def test_a_set_of_ours_has_none(job: Job, capsys: pytest.CaptureFixture[str]):
     folder = job("flips=true", "limit=15")
     assert problems(folder) == []
-    assert "12 training and 3 held-out latents of 2×8×8 in float16, 2 classes, 3 shards" in capsys.readouterr().out
+    assert (
+        "12 training and 3 held-out latents of 2×8×8 in float16, 2 classes, 3 shards"
+        in capsys.readouterr().out
+    )
 
 
-def test_decoded_latents_stand_beside_their_originals(job: Job, photos: Path, vae: Path, tmp_path: Path, capsys):
-    out, folder = tmp_path / "grid.png", job()
+def test_decoded_latents_stand_beside_their_originals(
+    job: Job, photos: Path, vae: Path, tmp_path: Path, capsys
+):
+    out = tmp_path / "grid.png"
+    folder = job()
     assert problems(folder, count=3, source=str(photos), out=str(out)) == []
-    assert "the first 3 training latents decoded, each right of its original, at" in capsys.readouterr().out
+    assert (
+        "the first 3 training latents decoded, each right of its original, at"
+        in capsys.readouterr().out
+    )
     with Image.open(out) as grid:
         assert grid.width == 6 * grid.height  # three pairs in a row
     source = open_source(folder)
-    manifest, cfg = read_manifest(source), VerifyConfig(source=str(photos))
+    manifest = read_manifest(source)
+    cfg = VerifyConfig(source=str(photos))
     with torch.no_grad():
         mean, _ = DiffusersAutoencoder(str(vae)).encode(originals_of(cfg, source, manifest, 3))
     latents = first_latents(BlockReader(source, manifest, "train"), 3)
     torch.testing.assert_close(mean, latents.float(), rtol=0.0, atol=2e-2)
 
 
-def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(job: Job, tmp_path: Path, capsys, monkeypatch):
+def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(
+    job: Job, tmp_path: Path, capsys, monkeypatch
+):
     folder = job()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -1,1 +1,2 @@
-"""Training: configuration, objective, state, step, checkpoints, metrics. May use data, models and accel."""
+"""Training: configuration, objective, state, step, checkpoints, metrics. May use data, models and
+accel."""

@@ -1,4 +1,5 @@
-"""Assembles a training run from its configuration, describes it for its checkpoints, and restores it from one."""
+"""Assembles a training run from its configuration, describes it for its checkpoints, and restores
+it from one."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.adapter_gradients import AdapterGradients
+from accel.composite_optimizer import Groups
 from accel.ledger import Ledger
-from accel.members import Groups
 from accel.optimizer_state import OptimizerState, promised
-from accel.parallel import world_size
+from accel.sharding import world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
+from common.errors import UserError
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import passes
 from models.denoiser import Denoiser
-from training.base import Base, find_base, load_base, put_on
-from training.cards import peak_flops
+from sampling.load import check_guidance
 from training.checkpoint.find import branch_of, weights_file
 from training.checkpoint.load import identity, load, load_latest
 from training.checkpoint.save import Checkpoints
@@ -30,16 +31,17 @@ from training.components import build_loader, prove_kernels, runtime_values, spi
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
+from training.distributed.ranks import SINGLE, Ranks
 from training.ema import EMA
 from training.goodput import CLOCK
-from training.metrics import Meter
+from training.hardware import peak_flops
+from training.meter import Meter
 from training.optim import Schedule, parameter_groups
-from training.pretrained import build_model, weights_for
-from training.process.ranks import SINGLE, Ranks
-from training.sampling import check_guidance
 from training.spikes import SpikeGuard
 from training.state import TrainState, load_weights
 from training.step import StepOutput, StepSettings, TrainStep
+from training.weights.adapter_base import Base, find_base, load_base, put_on
+from training.weights.pretrained import build_model, weights_for
 
 SETTINGS = (
     *("batch_size", "accumulation_steps", "total_samples", "max_grad_norm", "deterministic"),
@@ -48,11 +50,15 @@ SETTINGS = (
 """What may change from one start to the next and has a part in the weights."""
 
 
-def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationStack) -> torch.optim.Optimizer:
-    """The optimizer over the model's parameter groups, with the stack's arguments where its class takes them."""
+def build_optimizer(
+    node: dict[str, Any], model: Denoiser, stack: AccelerationStack
+) -> torch.optim.Optimizer:
+    """The optimizer over the model's parameter groups, with the stack's arguments where its class
+    takes them."""
     kind = resolve_target(node.get("_target_", ""), "optim")
     known = set(inspect.signature(kind).parameters)
-    if kind is torch.optim.SGD:  # of a first step that is skipped its fused update keeps a momentum that nothing wrote
+    # of a first step that is skipped its fused update keeps a momentum that nothing wrote
+    if kind is torch.optim.SGD:
         known.discard("fused")
     extra = {name: value for name, value in stack.optimizer_kwargs().items() if name in known}
 
@@ -63,25 +69,34 @@ def build_optimizer(node: dict[str, Any], model: Denoiser, stack: AccelerationSt
 
 
 def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> AccelerationStack:
-    """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable` is error, and if
-    several processes would train apart from each other. `alone`: for one of them, whatever the others do."""
-    strictness = {"on_unavailable": cfg.runtime.on_unavailable.value, "deterministic": cfg.deterministic}
-    promise = promised(resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0))
+    """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable`
+    is error, and if several processes would train apart from each other. `alone`: for one of them,
+    whatever the others do."""
+    strictness = {
+        "on_unavailable": cfg.runtime.on_unavailable.value,
+        "deterministic": cfg.deterministic,
+    }
+    promise = promised(
+        resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0)
+    )
     also: list[Technique] = [OptimizerState(promise, device)]
     if cfg.adapter:
         kind = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
         also.append(AdapterGradients(kind.__name__.lower(), device))
     stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=also)
     if world_size() > 1 and stack.value("parallel") == "none" and not alone:
-        reason = stack.reasons.get("parallel", "Each would train a model of its own; use auto, or start one process.")
+        reason = stack.reasons.get(
+            "parallel", "Each would train a model of its own; use auto, or start one process."
+        )
         mode = cfg.runtime.parallel.mode.value
-        raise ValueError(f"runtime.parallel.mode={mode} with {world_size()} processes: {reason}")
+        raise UserError(f"runtime.parallel.mode={mode} with {world_size()} processes: {reason}")
     return stack
 
 
 @dataclass
 class Training:
-    """All that trains, built from one configuration; `train.py`, the benchmarks and the tests run the same parts."""
+    """All that trains, built from one configuration; `train.py`, the benchmarks and the tests run
+    the same parts."""
 
     cfg: TrainConfig
     device: torch.device
@@ -98,7 +113,8 @@ class Training:
     base: Base | None = None
     """The model that an adapter goes on."""
     held: int = 0
-    """Bytes that lay on the GPU before warm-up: weights, averages, latents, networks that score or decode."""
+    """Bytes that lay on the GPU before warm-up: weights, averages, latents, networks that score or
+    decode."""
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
@@ -112,20 +128,26 @@ class Training:
         return output
 
     def note_skipped_data(self) -> dict[str, int]:
-        """Takes what `data.on_corrupt=skip` left out in any process into the state; returns the samples as a metric."""
-        state, own = self.state, self.loader.skipped
-        if self.ranks.reduced(torch.tensor(float(not own.keys() <= state.skipped_data.keys())), "max"):
+        """Takes what `data.on_corrupt=skip` left out in any process into the state; returns the
+        samples as a metric."""
+        state = self.state
+        own = self.loader.skipped
+        if self.ranks.reduced(
+            torch.tensor(float(not own.keys() <= state.skipped_data.keys())), "max"
+        ):
             for found in self.ranks.gathered_objects(own):
                 state.skipped_data = state.skipped_data | found
         return {"skipped_data": sum(state.skipped_data.values())}
 
     def skips_only(self) -> bool:
-        """Whether as many steps in a row were skipped as end a run, as far as this process knows without waiting."""
+        """Whether as many steps in a row were skipped as end a run, as far as this process knows
+        without waiting."""
         return self.state.meter.skips(self.cfg.guards.max_skipped_in_row)
 
     @CLOCK.spending("warm_up")
     def warm_up(self) -> Ledger:
-        """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the state."""
+        """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the
+        state."""
         self.held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         with self.state.preserved():
             self.step.schedule(0)
@@ -149,10 +171,11 @@ def assemble(
     folder: Path | None = None,
     parts: Parts = Parts(),  # noqa: B008 - it cannot be changed
 ) -> Training:
-    """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a configuration.
+    """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a
+    configuration.
 
-    `folder` is the run's, which may hold a choice of kernels. ValueError, in one sentence, for a part that cannot be
-    built.
+    `folder` is the run's, which may hold a choice of kernels. ValueError, in one sentence, for a
+    part that cannot be built.
     """
     # What we train, and on what.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
@@ -178,23 +201,37 @@ def assemble(
     ema = EMA(model, **spine(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
     peak = peak_flops(device, str(stack.value("precision")))
-    meter = Meter(cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model))
-    spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device) if cfg.guards.spike_sigmas else None
+    meter = Meter(
+        cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model)
+    )
+    spikes = (
+        SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
+        if cfg.guards.spike_sigmas
+        else None
+    )
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
     settings = StepSettings(cfg.seed, cfg.batch_size, cfg.max_grad_norm)
     step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, settings, spikes))
-    return Training(cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base)
+    return Training(
+        cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base
+    )
 
 
-def describe_run(composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None) -> dict[str, Any]:
+def describe_run(
+    composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None
+) -> dict[str, Any]:
     """Describes a run for its checkpoints.
 
-    `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume; a change in
-    `settings` is allowed, and said.
+    `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume; a
+    change in `settings` is allowed, and said.
     """
     same = identity(vars(composed.cfg))
     if base is not None:
-        same["adapter"] = {"node": same["adapter"], "base_sha256": base.sha256, "labels": base.new_classes}
+        same["adapter"] = {
+            "node": same["adapter"],
+            "base_sha256": base.sha256,
+            "labels": base.new_classes,
+        }
     return {
         **same,
         "base": base and str(base.file),
@@ -211,20 +248,28 @@ def plain(node: Any) -> Any:
     return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
 
-def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, described: dict[str, Any]) -> str:
+def restore(
+    cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, described: dict[str, Any]
+) -> str:
     """Continues the run, or starts it from `resume` or `init_from`; returns a sentence on that.
 
-    `resume` names a checkpoint, or a run for its newest one, where a new run starts; the same command again continues
-    that run from its own newest checkpoint. An older checkpoint of the same run is a ValueError: later ones would be
-    lost or win.
+    `resume` names a checkpoint, or a run for its newest one, where a new run starts; the same
+    command again continues that run from its own newest checkpoint. An older checkpoint of the same
+    run is a ValueError: later ones would be lost or win.
     """
     branch = checkpoints.ranks.agreed(lambda: branch_of(cfg.resume, checkpoints.folder))
-    latest = None if cfg.resume == "never" else load_latest(checkpoints.folder, state, described, checkpoints.ranks)
+    latest = (
+        None
+        if cfg.resume == "never"
+        else load_latest(checkpoints.folder, state, described, checkpoints.ranks)
+    )
     if latest is None and branch is not None:
         latest = branch, load(branch, state, described, checkpoints.ranks)
     if latest is not None:
         folder, changes = latest
-        return f"resumed from {folder} at step {state.step}" + (f"; since then {changes}" if changes else "")
+        return f"resumed from {folder} at step {state.step}" + (
+            f"; since then {changes}" if changes else ""
+        )
     if cfg.adapter:
         count = sum(p.numel() for p in state.ema.parameters)
         return f"starting with an adapter of {count} parameters on {described['base']}"
@@ -233,7 +278,7 @@ def restore(cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, descr
         try:
             tensors, rows = weights_for(state.model, state.loader.spec, file)
         except ValueError as error:
-            raise ValueError(f"init_from={cfg.init_from}: {error}") from error
+            raise UserError(f"init_from={cfg.init_from}: {error}") from error
         load_weights(state.model, tensors)
         state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})
         return f"starting with the weights of {file}{rows}"

@@ -1,4 +1,5 @@
-"""Parts of a run for those who need no training: its loader, its runtime keys, its choice of kernels."""
+"""Parts of a run for those who need no training: its loader, its runtime keys, its choice of
+kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from data.resident import bytes_of_a_sample
 from models.denoiser import Denoiser
 from training.config.build import build
 from training.config.schema import RuntimeConfig
+from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
-from training.process.ranks import SINGLE, Ranks
 
 
 def spine(node: Any) -> dict[str, Any]:
@@ -26,7 +27,8 @@ def spine(node: Any) -> dict[str, Any]:
 
 
 def runtime_values(runtime: RuntimeConfig) -> dict[str, Any]:
-    """The runtime keys by technique: those of `parallel` beside the others, its mode under the technique's name."""
+    """The runtime keys by technique: those of `parallel` beside the others, its mode under the
+    technique's name."""
     parallel = spine(runtime.parallel)
     return spine(runtime) | parallel | {"parallel": parallel["mode"]}
 
@@ -40,8 +42,8 @@ def build_loader(
 
 
 def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
-    """The spec of the latents that `data` describes, read from as little of them as can be, and the bytes that they
-    would take of a device with `memory` bytes."""
+    """The spec of the latents that `data` describes, read from as little of them as can be, and the
+    bytes that they would take of a device with `memory` bytes."""
     device = torch.device("cpu")
     if "count" in node:  # made by a generator; all of it lies on the device
         spec = build_loader(node | {"count": 1}, seed, 1, device).spec
@@ -60,10 +62,16 @@ def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSp
 
 @CLOCK.spending("warm_up")
 def prove_kernels(
-    stack: AccelerationStack, model: Denoiser, spec: LatentSpec, samples: int, folder: Path | None = None
+    stack: AccelerationStack,
+    model: Denoiser,
+    spec: LatentSpec,
+    samples: int,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Has the stack decide about fused kernels for micro-batches of `samples`; returns what the run has to keep."""
+    """Has the stack decide about fused kernels for micro-batches of `samples`; returns what the run
+    has to keep."""
     device = model.pos_embed.device
     latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
-    t, labels = torch.full((2,), 0.5, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    t = torch.full((2,), 0.5, device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
     return stack.prove_kernels(model, lambda: model(latents, t, labels), samples, folder)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel import processes
+from common import processes
 from training.assemble import plain
 from training.config.schema import TrainConfig
 
@@ -26,7 +26,8 @@ GAIN = 0.98
 STEPS = 4
 """That a candidate takes before it is the next one's turn."""
 TURNS = 4
-"""In the first round; twice as many in each that follows. Those that cannot be in memory together have one round."""
+"""In the first round; twice as many in each that follows. Those that cannot be in memory together
+have one round."""
 MOST_TURNS = 16
 PATIENCE = 0.75
 """Share of the time that is left in which a candidate must get warm."""
@@ -40,7 +41,10 @@ Changes = dict[str, Any]
 def words_of(changes: Changes) -> str:
     """The overrides that a candidate amounts to."""
     names = {key: key if key == "accumulation_steps" else f"runtime.{key}" for key in changes}
-    return " ".join(f"{names[key]}={str(value).lower()}" for key, value in changes.items()) or "as given"
+    return (
+        " ".join(f"{names[key]}={str(value).lower()}" for key, value in changes.items())
+        or "as given"
+    )
 
 
 @dataclass
@@ -55,8 +59,10 @@ class Candidate:
     refusal: str | None = None
 
     def shares(self, champion: Candidate) -> list[float]:
-        """Its step time as shares of the champion's in the same turns, sorted: a machine's drift meets both alike."""
-        pairs = zip(self.turns, champion.turns, strict=False)  # without pairs nothing is known, which is slow
+        """Its step time as shares of the champion's in the same turns, sorted: a machine's drift
+        meets both alike."""
+        # without pairs nothing is known, which is slow
+        pairs = zip(self.turns, champion.turns, strict=False)
         return sorted(own / its for own, its in pairs) or [math.inf]
 
     def beats(self, champion: Candidate) -> bool:
@@ -66,14 +72,23 @@ class Candidate:
 
     def as_dict(self) -> dict[str, Any]:
         ms = round(1e3 * statistics.median(self.seconds), 4) if self.seconds else None
-        return {"words": words_of(self.changes), "step_ms": ms, "steps": len(self.seconds), "refusal": self.refusal}
+        return {
+            "words": words_of(self.changes),
+            "step_ms": ms,
+            "steps": len(self.seconds),
+            "refusal": self.refusal,
+        }
 
 
 class Contestant:
     """A candidate's process: it says when it is warm, then steps when it is told to."""
 
-    def __init__(self, candidate: Candidate, job: dict[str, Any], folder: Path, deadline: float) -> None:
-        self.candidate, self.deadline, self.ended = candidate, deadline, False
+    def __init__(
+        self, candidate: Candidate, job: dict[str, Any], folder: Path, deadline: float
+    ) -> None:
+        self.candidate = candidate
+        self.deadline = deadline
+        self.ended = False
         descriptor, name = tempfile.mkstemp(dir=folder, suffix=".job")
         file = Path(name)
         with open(descriptor, "w") as opened:
@@ -96,7 +111,8 @@ class Contestant:
         os.close(theirs)
 
     def answer(self, deadline: float | None = None) -> dict[str, Any] | None:
-        """The next line that it says; None where it has ended, which is a refusal, or where time is up."""
+        """The next line that it says; None where it has ended, which is a refusal, or where time is
+        up."""
         said = b""
         while not said.endswith(b"\n"):
             left = (deadline or self.deadline) - time.monotonic()
@@ -144,8 +160,12 @@ class Contest:
     `config_of` gives the configuration of a candidate, `job` what else its process has to know.
     """
 
-    def __init__(self, config_of: Callable[[Changes], TrainConfig], job: dict[str, Any], deadline: float) -> None:
-        self.config_of, self.job, self.deadline = config_of, job, deadline
+    def __init__(
+        self, config_of: Callable[[Changes], TrainConfig], job: dict[str, Any], deadline: float
+    ) -> None:
+        self.config_of = config_of
+        self.job = job
+        self.deadline = deadline
         self.tried: list[Candidate] = []
         self.alive: list[Contestant] = []
         self.reference: dict[str, Any] | None = None
@@ -154,16 +174,24 @@ class Contest:
         """Seconds in which a candidate got warm."""
 
     def run(self, first: Changes, stages: Sequence[Callable[[Changes], list[Changes]]]) -> Changes:
-        """The changes of the fastest candidate. A stage says what to try beside the best one so far."""
+        """The changes of the fastest candidate. A stage says what to try beside the best one so
+        far."""
         best = Candidate(first)
         self.tried.append(best)
-        with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder, ExitStack() as running:
+        with (
+            tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder,
+            ExitStack() as running,
+        ):
             champion = self.started(best, Path(folder), running)
             if champion:
                 champion.step()  # whatever becomes of the others, its time is known
             for stage in stages:
                 known = [self.config_of(c.changes) for c in self.tried]
-                new = [Candidate(some) for some in stage(best.changes) if self.config_of(some) not in known]
+                new = [
+                    Candidate(some)
+                    for some in stage(best.changes)
+                    if self.config_of(some) not in known
+                ]
                 if new and time.monotonic() + self.longest < self.deadline:
                     champion = self.fastest(champion, new, Path(folder), running)
                     best = champion.candidate if champion else best
@@ -172,7 +200,11 @@ class Contest:
         return best.changes
 
     def fastest(
-        self, champion: Contestant | None, new: Sequence[Candidate], folder: Path, running: ExitStack
+        self,
+        champion: Contestant | None,
+        new: Sequence[Candidate],
+        folder: Path,
+        running: ExitStack,
     ) -> Contestant | None:
         """The champion, or the fastest of the new candidates if that is clearly faster."""
         self.tried += new
@@ -195,13 +227,19 @@ class Contest:
         return best
 
     def raced(self, everyone: list[Contestant]) -> Contestant:
-        """Lets those that are alive step in turn, round by round; the slower half is out after each."""
-        turns, pace = TURNS, everyone[0]
+        """Lets those that are alive step in turn, round by round; the slower half is out after
+        each."""
+        turns = TURNS
+        pace = everyone[0]
 
         def share(contestant: Contestant) -> float:
             return statistics.median(contestant.candidate.shares(pace.candidate))
 
-        while (len(self.alive) > 1 or turns == TURNS) and turns <= MOST_TURNS and time.monotonic() < self.deadline:
+        while (
+            (len(self.alive) > 1 or turns == TURNS)
+            and turns <= MOST_TURNS
+            and time.monotonic() < self.deadline
+        ):
             for _ in range(turns):
                 for contestant in self.alive:
                     contestant.step()
@@ -209,25 +247,36 @@ class Contest:
             for slower in others[max(1, -(-len(others) // 2)) :]:
                 slower.end()
                 everyone.remove(slower)
-            self.alive, turns = [c for c in self.alive if not c.ended], 2 * turns
+            self.alive = [c for c in self.alive if not c.ended]
+            turns = 2 * turns
             if pace.candidate.refusal and self.alive:
                 pace = self.alive[0]
-        best = min((c for c in everyone if c.candidate.turns and not c.candidate.refusal), key=share, default=pace)
+        best = min(
+            (c for c in everyone if c.candidate.turns and not c.candidate.refusal),
+            key=share,
+            default=pace,
+        )
         return best if pace.candidate.refusal or best.candidate.beats(pace.candidate) else pace
 
     def started(self, candidate: Candidate, folder: Path, running: ExitStack) -> Contestant | None:
-        """A candidate's process, warm; None if it is refused. One that needs all the memory is alone with it.
+        """A candidate's process, warm; None if it is refused. One that needs all the memory is
+        alone with it.
 
-        After the first each has `PATIENCE` of the time that is left, so that one that hangs leaves time for the others.
+        After the first each has `PATIENCE` of the time that is left, so that one that hangs leaves
+        time for the others.
         """
         asked = [key for key in candidate.changes if key != "accumulation_steps"]
         job = self.job | {"cfg": plain(asdict(self.config_of(candidate.changes))), "asked": asked}
-        began, said, contestant = time.monotonic(), None, None
+        began = time.monotonic()
+        said = None
+        contestant = None
         for attempt in range(2):
             contestant = Contestant(candidate, job, folder, self.deadline)
             running.callback(contestant.end)
             now = time.monotonic()
-            said = contestant.answer(None if self.reference is None else now + PATIENCE * (self.deadline - now))
+            said = contestant.answer(
+                None if self.reference is None else now + PATIENCE * (self.deadline - now)
+            )
             if said is None or said["refusal"] != NO_MEMORY or attempt or not self.alive:
                 break
             contestant.end()
@@ -236,7 +285,9 @@ class Contest:
                 other.end()
             self.alive = []
         if said is None or contestant is None:
-            candidate.refusal = candidate.refusal or f"it was not warm after {time.monotonic() - began:.0f} s"
+            candidate.refusal = (
+                candidate.refusal or f"it was not warm after {time.monotonic() - began:.0f} s"
+            )
             return None
         self.longest = max(self.longest, time.monotonic() - began)
         if why := said["refusal"] or self.difference(said):
@@ -245,7 +296,8 @@ class Contest:
         return contestant
 
     def difference(self, said: dict[str, Any]) -> str | None:
-        """Why its losses are not those of the first candidate; None where they are, within what it may differ."""
+        """Why its losses are not those of the first candidate; None where they are, within what it
+        may differ."""
         if self.reference is None:
             self.reference = said
             return None

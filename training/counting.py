@@ -1,8 +1,10 @@
-"""Counts what a training step takes without a device that takes it: on models of few blocks, which more blocks extend.
+"""Counts what a training step takes without a device that takes it: on models of few blocks, which
+more blocks extend.
 
-The forward and backward pass run on PyTorch's fake tensors, which have shapes and no values, at the run's own batch;
-compiled blocks through the partitioner that Inductor uses too. The update runs on real tensors, for the optimizers of
-libraries take no others. Each place of a step has a peak of its own, and that is a straight line over the blocks.
+The forward and backward pass run on PyTorch's fake tensors, which have shapes and no values, at the
+run's own batch; compiled blocks through the partitioner that Inductor uses too. The update runs on
+real tensors, for the optimizers of libraries take no others. Each place of a step has a peak of its
+own, and that is a straight line over the blocks.
 """
 
 from __future__ import annotations
@@ -20,26 +22,27 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel import weights
-from accel.compilation import Compile
-from accel.fused_kernels import FusedKernel
-from accel.members import innermost, kept_by
-from accel.offload_activations import OffloadActivations
-from accel.offload_optimizer import OffloadOptimizer
+from accel.composite_optimizer import innermost, kept_by
 from accel.proof import Proof
 from accel.stack import TECHNIQUES, AccelerationStack
+from accel.techniques import weights
+from accel.techniques.compilation import Compile
+from accel.techniques.fused_kernels import FusedKernel
+from accel.techniques.offload_activations import OffloadActivations
+from accel.techniques.offload_optimizer import OffloadOptimizer
 from data.loader import Batch, LatentSpec
 from models.adapters import trained
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.schema import AttentionName, ParallelConfig, ParallelMode, TrainConfig
 from training.memory import Bytes, lasting_bytes
-from training.pretrained import build_on_meta
 from training.tracker import Op, Peak, Place, Placed, Tracker
+from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")
 PARTITIONER = "aot_eager_decomp_partition"
-"""The backend that cuts a compiled block into its two passes as Inductor does, and generates no code."""
+"""The backend that cuts a compiled block into its two passes as Inductor does, and generates no
+code."""
 
 
 class Passed(NamedTuple):
@@ -74,11 +77,14 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
-    """The configuration with another depth and batch, for one process. Flash, cuDNN, efficient and flex attention keep
-    the same tensors, so PyTorch's own choice stands for all; a captured step takes what an eager one does."""
+    """The configuration with another depth and batch, for one process. Flash, cuDNN, efficient and
+    flex attention keep the same tensors, so PyTorch's own choice stands for all; a captured step
+    takes what an eager one does."""
     runtime = replace(
         cfg.runtime,
-        attention=AttentionName.math if cfg.runtime.attention is AttentionName.math else AttentionName.auto,
+        attention=AttentionName.math
+        if cfg.runtime.attention is AttentionName.math
+        else AttentionName.auto,
         parallel=ParallelConfig(mode=ParallelMode.none),
         cuda_graph=False,
         cudnn_benchmark=False,
@@ -89,14 +95,16 @@ def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int
 
 
 def for_a_pass(cfg: TrainConfig, depth: int, samples: int) -> TrainConfig:
-    """The configuration whose passes are counted: two micro-batches stand for all, and no optimizer plays a part."""
+    """The configuration whose passes are counted: two micro-batches stand for all, and no optimizer
+    plays a part."""
     small = of_few_blocks(cfg, depth, samples, min(2, cfg.accumulation_steps))
     runtime = replace(small.runtime, offload_optimizer=False, fused_adamw=False)
     return replace(small, optim={"_target_": "torch.optim.SGD"}, runtime=runtime)
 
 
 def with_depth(node: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """The model's node with another number of blocks; the same where it is no key, and the model is counted whole."""
+    """The model's node with another number of blocks; the same where it is no key, and the model is
+    counted whole."""
     return dict(node) | ({"depth": depth} if "depth" in node else {})
 
 
@@ -110,7 +118,9 @@ def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device
                 zeros = torch.zeros_like(tensor, device=CPU)
                 module._parameters[name] = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
         own = module._buffers
-        own.update({name: torch.zeros_like(t, device=CPU) for name, t in own.items() if t is not None})
+        own.update(
+            {name: torch.zeros_like(t, device=CPU) for name, t in own.items() if t is not None}
+        )
     return model
 
 
@@ -136,7 +146,8 @@ def built(cfg: TrainConfig, spec: LatentSpec) -> Training:
 
 
 def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
-    """Counts a forward and backward pass of a micro-batch of `for_a_pass`; the second, if gradients are accumulated.
+    """Counts a forward and backward pass of a micro-batch of `for_a_pass`; the second, if gradients
+    are accumulated.
 
     `fused`: the blocks run uncompiled here, and their operations count as compiled ones do.
     """
@@ -145,9 +156,12 @@ def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
     tracker = Tracker()
     with patch.object(Compile, "backend", PARTITIONER), FakeTensorMode(allow_non_fake_inputs=True):
         training = built(cfg, spec)
-        step, offload = training.step, training.stack.technique(OffloadActivations)
+        step = training.step
+        offload = training.stack.technique(OffloadActivations)
         numbers = torch.zeros(samples, dtype=torch.int64)
-        latents = [torch.zeros(samples, spec.channels, spec.height, spec.width) for _ in range(again)]
+        latents = [
+            torch.zeros(samples, spec.channels, spec.height, spec.width) for _ in range(again)
+        ]
         batches = [Batch(some, numbers, numbers, numbers) for some in latents]
         compiled = training.stack.technique(Compile)
         if compiled.compiled:
@@ -158,7 +172,9 @@ def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
             for i, block in enumerate(list(blocks)):
                 blocks[i] = Placed(block, i, tracker, fused or bool(compiled.compiled))
         tracker.in_compiled = compiled.hides_blocks()
-        to_host, kept, moved = offload.to_host, [0.0], [0.0]
+        to_host = offload.to_host
+        kept = [0.0]
+        moved = [0.0]
 
         def away(tensor: Tensor) -> Tensor:
             with patch.object(tracker, "know", lambda tensors: None):
@@ -174,7 +190,8 @@ def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
             elif phase == "backward":
                 tracker.at("forward")
 
-        offload.to_host, step.mark = away, mark
+        offload.to_host = away
+        step.mark = mark
         for parameter in trained(training.model).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
         tracker.know([*training.model.parameters(), *training.model.buffers(), *latents, numbers])
@@ -188,22 +205,28 @@ def passed(cfg: TrainConfig, spec: LatentSpec, fused: bool = False) -> Passed:
 def updated(cfg: TrainConfig, spec: LatentSpec, depth: int, gpu: bool) -> Updated:
     """Counts an update of optimizer and averages, the second one: it finds its state."""
     training = built(of_few_blocks(cfg, depth, 1, 1), spec)
-    step, optimizer = training.step, training.step.optimizer
+    step = training.step
+    optimizer = training.step.optimizer
     for group in (group for own in innermost(optimizer) for group in own.param_groups):
         if gpu and not group.get("fused") and "foreach" in group:
             group["foreach"] = True  # PyTorch's choice on a GPU
     for parameter in step.parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    tracker, lasting = Tracker(), lasting_bytes(training)
-    own = [t for p in step.parameters for t in kept_by(optimizer, p).values() if isinstance(t, Tensor)]
+    tracker = Tracker()
+    lasting = lasting_bytes(training)
+    own = [
+        t for p in step.parameters for t in kept_by(optimizer, p).values() if isinstance(t, Tensor)
+    ]
     for away in training.stack.technique(OffloadOptimizer).states:
         tracker.know(away.host.values(), on_host=True)
     gradients = [p.grad for p in step.parameters if p.grad is not None]
     tracker.know([*step.parameters, *gradients, *own, *training.state.ema.averages])
-    start, one = tracker.live, torch.ones(())
+    start = tracker.live
+    one = torch.ones(())
     few = max(2**10, sum(p.numel() for p in step.parameters) // 64)
-    with tracker, patch.object(weights, "PART", few):  # what random bits take is reckoned with apart
+    # what random bits take is reckoned with apart
+    with tracker, patch.object(weights, "PART", few):
         tracker.at("optimizer")
         step.optimizer_step(gradients, one, one > 0)
         tracker.at("ema")
@@ -212,7 +235,8 @@ def updated(cfg: TrainConfig, spec: LatentSpec, depth: int, gpu: bool) -> Update
 
 
 def on_a_line(depths: Sequence[int], values: Sequence[float], depth: int) -> float:
-    """What `depth` blocks take, from what two smaller numbers of blocks do; of one number, that itself."""
+    """What `depth` blocks take, from what two smaller numbers of blocks do; of one number, that
+    itself."""
     if len(depths) == 1:
         return values[0]
     (a, b), (at_a, at_b) = depths, values

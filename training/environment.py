@@ -1,4 +1,5 @@
-"""The machine: which device, whether it is deterministic; its versions, hardware, and the state of the code."""
+"""The machine: which device, whether it is deterministic; its versions, hardware, and the state of
+the code."""
 
 from __future__ import annotations
 
@@ -12,17 +13,30 @@ from typing import Any
 
 import torch
 
+from common.errors import UserError
 from training.config.compose import ROOT
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words
 
-PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "webdataset", "diffusers", "safetensors", "wandb")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "webdataset",
+    "diffusers",
+    "safetensors",
+    "wandb",
+)
 
 
 def pick_device(name: str) -> torch.device:
     """ValueError if a GPU was asked for and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu.")
+        raise UserError(
+            "runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu."
+        )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -44,7 +58,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     threads = f"{cpu_name()}, {torch.get_num_threads()} threads"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     program = Path(sys.argv[0])
-    argv = [str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program), *redact_words(sys.argv[1:])]
+    argv = [
+        str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program),
+        *redact_words(sys.argv[1:]),
+    ]
     return {"versions": versions, "hardware": hardware, "git": git_state(), "argv": argv}
 
 
@@ -52,7 +69,10 @@ def cpu_name() -> str:
     """The CPU's name where Linux tells it, otherwise its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def git_state() -> dict[str, Any] | None:
@@ -62,23 +82,31 @@ def git_state() -> dict[str, Any] | None:
         ).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "-uno"))}
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "uncommitted_changes": bool(git("status", "--porcelain", "-uno")),
+        }
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:
-    """ValueError for a launcher's variables that say something else than the runtime keys; both would be believed."""
+    """ValueError for a launcher's variables that say something else than the runtime keys; both
+    would be believed."""
     precision = {"no": "fp32"}.get(found := os.environ.get("ACCELERATE_MIXED_PRECISION", ""), found)
     wanted = cfg.runtime.precision.value
     if precision and precision != wanted:
-        raise ValueError(
-            f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one (accelerate launch "
-            f"--mixed_precision {'no' if wanted == 'fp32' else wanted})."
+        raise UserError(
+            f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one "
+            f"(accelerate launch --mixed_precision {'no' if wanted == 'fp32' else wanted})."
         )
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "false").lower() in ("true", "1"):
-            raise ValueError(f"{name} is set, and would be ignored; unset it and use runtime.parallel.mode.")
+            raise UserError(
+                f"{name} is set, and would be ignored; unset it and use runtime.parallel.mode."
+            )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
     if backend != "NO" and not cfg.runtime.compile:
-        raise ValueError(f"ACCELERATE_DYNAMO_BACKEND={backend}, but runtime.compile=false; change one of them.")
+        raise UserError(
+            f"ACCELERATE_DYNAMO_BACKEND={backend}, but runtime.compile=false; change one of them."
+        )

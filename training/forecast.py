@@ -1,9 +1,11 @@
-"""Predicts a run's memory, time and cost on a card from what training/counting.py counts of its step.
+"""Predicts a run's memory, time and cost on a card from what training/counting.py counts of its
+step.
 
-Memory: the peak of live tensors over a whole step, and where it occurs; to that come the driver's context, what the
-caching allocator loses, and latents that lie on the device. Time: each operation takes as long as its FLOPs or its
-bytes need at the card's rates, whichever is longer, and at least as long as a launch; a range, for no kernel reaches a
-data sheet's rates. No constant here was checked on a GPU yet.
+Memory: the peak of live tensors over a whole step, and where it occurs; to that come the driver's
+context, what the caching allocator loses, and latents that lie on the device. Time: each operation
+takes as long as its FLOPs or its bytes need at the card's rates, whichever is longer, and at least
+as long as a launch; a range, for no kernel reaches a data sheet's rates. No constant here was
+checked on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,33 +20,46 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.fused_kernels import FusedKernel
-from accel.members import PART, largest_part
-from accel.technique import first_line
+from accel.composite_optimizer import PART, largest_part
+from accel.techniques.fused_kernels import FusedKernel
+from common.errors import UserError
+from common.text import first_line
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from training.assemble import Training
-from training.base import find_base, put_on
-from training.cards import GIB, Card, this_card
 from training.config.schema import CheckpointPolicyName, TrainConfig
-from training.counting import Passed, Updated, as_on_a_gpu, for_a_pass, on_a_line, passed, updated, with_depth
+from training.counting import (
+    Passed,
+    Updated,
+    as_on_a_gpu,
+    for_a_pass,
+    on_a_line,
+    passed,
+    updated,
+    with_depth,
+)
 from training.ema import EMA
+from training.hardware import GIB, Card, this_card
 from training.memory import Bytes, lasting_bytes, memory_of
 from training.optim import parameter_groups
-from training.pretrained import build_on_meta
 from training.roofline import Running, Time, seconds_of
 from training.tracker import Op, Peak, Place
+from training.weights.adapter_base import find_base, put_on
+from training.weights.pretrained import build_on_meta
 
 CONTEXT = 0.6 * GIB
 """The driver's context, and the workspaces of cuBLAS and cuDNN."""
 SLACK = 0.04
 """Share of the live bytes by which the caching allocator reserves more."""
 DRAW = 19.0
-"""Bytes an element that drawing the bits of stochastic rounding takes, for `PART` elements at a time; as counted."""
+"""Bytes an element that drawing the bits of stochastic rounding takes, for `PART` elements at a
+time; as counted."""
 PASSES: dict[str, Passed] = {}
-"""All passes that this process has counted. Forecasts of other optimizers, or of more processes, count none again."""
+"""All passes that this process has counted. Forecasts of other optimizers, or of more processes,
+count none again."""
 UPDATES: dict[str, Updated] = {}
-"""All updates that this process has counted. Forecasts of other batches or kernels count none again."""
+"""All updates that this process has counted. Forecasts of other batches or kernels count none
+again."""
 
 
 class Needs(NamedTuple):
@@ -57,7 +72,8 @@ class Needs(NamedTuple):
     kept: float
     """For the backward pass, all blocks together."""
     workspace: float
-    """Of the operation at work: the gradients of a block's activations, or an update's temporary copies."""
+    """Of the operation at work: the gradients of a block's activations, or an update's temporary
+    copies."""
     latents: float
     context: float
     slack: float
@@ -70,46 +86,73 @@ class Needs(NamedTuple):
 class Forecast:
     """What a configuration takes of one GPU of `gpus` that share each batch.
 
-    `spec` describes its latents, `resident` are bytes of them on the device. `gpu=False` counts what this machine's CPU
-    would do: techniques that it cannot have are off. Random number generators stay as they are, process-wide flags do
-    not: building a run sets them both ways. Counting takes seconds. ValueError for a model that cannot be counted.
+    `spec` describes its latents, `resident` are bytes of them on the device. `gpu=False` counts
+    what this machine's CPU would do: techniques that it cannot have are off. Random number
+    generators stay as they are, process-wide flags do
+    not: building a run sets them both ways. Counting takes seconds. ValueError for a model that
+    cannot be counted.
     """
 
     def __init__(
-        self, cfg: TrainConfig, spec: LatentSpec, *, gpus: int = 1, resident: float = 0.0, gpu: bool = True
+        self,
+        cfg: TrainConfig,
+        spec: LatentSpec,
+        *,
+        gpus: int = 1,
+        resident: float = 0.0,
+        gpu: bool = True,
     ) -> None:
         self.describe(cfg, spec, gpus, gpu)
-        self.resident, self.compiled, self.kept_in_blocks = resident, cfg.runtime.compile, None
+        self.resident = resident
+        self.compiled = cfg.runtime.compile
+        self.kept_in_blocks = None
         with self.counting():
             self.passes = [self.pass_at(depth) for depth in self.depths]
-            self.updates, self.updated_at = [self.update_at(depth) for depth in self.depths], self.depths
+            self.updates = [self.update_at(depth) for depth in self.depths]
+            self.updated_at = self.depths
 
     @classmethod
     def of_run(cls, training: Training) -> Forecast:
-        """Of a run that is warm: what lasts and what its blocks keep is known, so only an eager pass is counted."""
-        own, gpu = cls.__new__(cls), training.device.type == "cuda"
+        """Of a run that is warm: what lasts and what its blocks keep is known, so only an eager
+        pass is counted."""
+        own = cls.__new__(cls)
+        gpu = training.device.type == "cuda"
         own.describe(training.cfg, training.loader.spec, training.ranks.world_size, gpu)
         own.kept_in_blocks = training.stack.kept
         own.compiled = training.stack.value("compile") is True
-        kernels = {t.key: t.value is True for t in training.stack.techniques if isinstance(t, FusedKernel)}
-        eager = replace(training.cfg, runtime=replace(training.cfg.runtime, compile=False, **kernels))
+        kernels = {
+            t.key: t.value is True for t in training.stack.techniques if isinstance(t, FusedKernel)
+        }
+        eager = replace(
+            training.cfg, runtime=replace(training.cfg.runtime, compile=False, **kernels)
+        )
         with own.counting():
-            own.passes = [passed(for_a_pass(eager, depth, own.samples), own.spec, own.compiled) for depth in own.depths]
+            own.passes = [
+                passed(for_a_pass(eager, depth, own.samples), own.spec, own.compiled)
+                for depth in own.depths
+            ]
         here = lasting_bytes(training)
         own.resident = max(0.0, float(training.held - here.weights - here.averages))
         lasting = Bytes(*(own.shards * size for size in here))
         moved = sum(lasting) + 2 * (lasting.weights + lasting.averages)
-        own.updates, own.updated_at = [Updated(lasting, 0.0, Counter({Op(0, moved, 0, False): 1}))], [own.depth]
+        own.updates = [Updated(lasting, 0.0, Counter({Op(0, moved, 0, False): 1}))]
+        own.updated_at = [own.depth]
         return own
 
     def describe(self, cfg: TrainConfig, spec: LatentSpec, gpus: int, gpu: bool) -> None:
-        self.cfg, self.spec, self.gpus, self.gpu = cfg, spec, gpus, gpu
+        self.cfg = cfg
+        self.spec = spec
+        self.gpus = gpus
+        self.gpu = gpu
         self.samples = max(1, cfg.batch_size // cfg.accumulation_steps // gpus)
         mode = cfg.runtime.parallel.mode.value
         self.mode = "none" if gpus == 1 else "ddp" if mode in ("auto", "none") else mode
         self.model = self.network(cfg.model)
         self.depth = self.model.depth
-        every_2 = cfg.runtime.gradient_checkpointing and cfg.runtime.checkpoint_policy is CheckpointPolicyName.every_2
+        every_2 = (
+            cfg.runtime.gradient_checkpointing
+            and cfg.runtime.checkpoint_policy is CheckpointPolicyName.every_2
+        )
         self.period = 2 if every_2 else 1
         """Blocks after which the next ones are like the first."""
         first = (2 + self.depth % 2) if every_2 else 1
@@ -125,20 +168,23 @@ class Forecast:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """ValueError for a model of the user's own that does something else with fake tensors than compute."""
+        """ValueError for a model of the user's own that does something else with fake tensors than
+        compute."""
         try:
             with torch.random.fork_rng([]), as_on_a_gpu() if self.gpu else nullcontext():
                 yield
         except (ValueError, ImportError):
             raise
         except Exception as error:
-            raise ValueError(
-                f"model._target_={self.cfg.model.get('_target_')}: its step cannot be counted without a device "
-                f"({first_line(error)}); `python -m scripts.bench step` measures it."
+            raise UserError(
+                f"model._target_={self.cfg.model.get('_target_')}: its step cannot be counted "
+                f"without a device ({first_line(error)}); `python -m scripts.bench step` measures "
+                "it."
             ) from error
 
     def pass_at(self, depth: int) -> Passed:
-        """`passed`, or what it came to when an earlier forecast called it with the same configuration."""
+        """`passed`, or what it came to when an earlier forecast called it with the same
+        configuration."""
         small = for_a_pass(self.cfg, depth, self.samples)
         key = repr((small, self.spec.as_dict(), self.gpu))
         if key not in PASSES:
@@ -158,8 +204,11 @@ class Forecast:
     def on(self, gpus: int, mode: str) -> Forecast:
         """The same samples a GPU on so many GPUs, which share the work in this way."""
         other = Forecast.__new__(Forecast)
-        other.__dict__ = {k: v for k, v in self.__dict__.items() if k not in ("lasting", "peaks", "phases")}
-        other.gpus, other.mode = gpus, mode if gpus > 1 else "none"
+        other.__dict__ = {
+            k: v for k, v in self.__dict__.items() if k not in ("lasting", "peaks", "phases")
+        }
+        other.gpus = gpus
+        other.mode = mode if gpus > 1 else "none"
         return other
 
     def of_passes(self, values: list[float]) -> float:
@@ -176,17 +225,25 @@ class Forecast:
 
     @property
     def kept_otherwise(self) -> float:
-        """What the blocks of a warm run were seen to keep beyond what was counted here: their compiler decided."""
+        """What the blocks of a warm run were seen to keep beyond what was counted here: their
+        compiler decided."""
         if self.kept_in_blocks is None or not self.compiled:
             return 0.0
-        counted = self.depth * (self.passes[-1].kept - self.passes[0].kept) / max(1, self.depths[-1] - self.depths[0])
+        counted = (
+            self.depth
+            * (self.passes[-1].kept - self.passes[0].kept)
+            / max(1, self.depths[-1] - self.depths[0])
+        )
         return self.kept_in_blocks - counted if len(self.depths) > 1 else 0.0
 
     @cached_property
     def lasting(self) -> dict[str, float]:
         """Bytes from one step to the next, of one GPU's share."""
         names = ("weights", "gradients", "averages", "optimizer", "on_host")
-        found = {name: self.of_updates([getattr(u.lasting, name) for u in self.updates]) for name in names}
+        found = {
+            name: self.of_updates([getattr(u.lasting, name) for u in self.updates])
+            for name in names
+        }
         shared = {name: size / self.shards for name, size in found.items()}
         if self.cfg.runtime.parallel.cpu_offload and self.shards > 1:
             away = ("weights", "gradients", "optimizer", "averages")
@@ -199,12 +256,20 @@ class Forecast:
         """GPUs over which the state is cut."""
         if self.mode == "fsdp":
             return self.gpus
-        return min(self.cfg.runtime.parallel.shard_degree or 8, self.gpus) if self.mode == "hsdp" else 1
+        return (
+            min(self.cfg.runtime.parallel.shard_degree or 8, self.gpus)
+            if self.mode == "hsdp"
+            else 1
+        )
 
     @cached_property
     def peaks(self) -> dict[str, Peak]:
-        """Phase -> the most that lives in it: weights, gradients, what is kept, workspace; not the rest that lasts."""
-        places = [by_role(p.peaks, depth, self.period) for p, depth in zip(self.passes, self.depths, strict=True)]
+        """Phase -> the most that lives in it: weights, gradients, what is kept, workspace; not the
+        rest that lasts."""
+        places = [
+            by_role(p.peaks, depth, self.period)
+            for p, depth in zip(self.passes, self.depths, strict=True)
+        ]
         found: dict[str, Peak] = {}
         for place in places[0].keys() & places[-1].keys():
             live, gradients = (self.of_passes([by[place][i] for by in places]) for i in range(2))
@@ -216,25 +281,38 @@ class Forecast:
     @cached_property
     def phases(self) -> dict[str, Needs]:
         """Phase -> the bytes at its peak."""
-        lasting, kept = self.lasting, self.kept
+        lasting = self.lasting
+        kept = self.kept
         whole = self.of_updates([u.lasting.weights for u in self.updates])
         sizes = (self.spec.channels, self.spec.height, self.spec.width)
-        more = max(0, self.cfg.accumulation_steps - 2) * self.samples  # two micro-batches are counted
+        # two micro-batches are counted
+        more = max(0, self.cfg.accumulation_steps - 2) * self.samples
         batches = more * (4.0 * math.prod(sizes) + 8.0)
         held = Needs(
-            lasting["weights"] + self.gathered, 0.0, lasting["optimizer"], lasting["averages"], 0.0, 0.0, 0.0, 0.0, 0.0
+            lasting["weights"] + self.gathered,
+            0.0,
+            lasting["optimizer"],
+            lasting["averages"],
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
         )
         found = {}
         for phase, peak in self.peaks.items():
             rest = max(0.0, peak.live - whole - peak.gradients)
             share = 0.0 if phase == "forward" and self.cfg.accumulation_steps == 1 else 1.0
-            cut = self.shards if self.cfg.accumulation_steps == 1 else 1  # they are whole until the last micro-batch
+            # they are whole until the last micro-batch
+            cut = self.shards if self.cfg.accumulation_steps == 1 else 1
             gradients = share * peak.gradients / cut + (self.buckets if share else 0.0)
             found[phase] = held._replace(
                 gradients=gradients, kept=min(kept, rest), workspace=max(0.0, rest - kept) + batches
             )
         for phase, extra in (("optimizer", self.update_bytes), ("ema", self.average_bytes)):
-            found[phase] = held._replace(gradients=lasting["gradients"] + self.buckets, workspace=extra)
+            found[phase] = held._replace(
+                gradients=lasting["gradients"] + self.buckets, workspace=extra
+            )
         return {phase: self.with_the_rest(needs) for phase, needs in found.items()}
 
     def with_the_rest(self, needs: Needs) -> Needs:
@@ -275,13 +353,17 @@ class Forecast:
         part = largest_part(parameter_groups(self.model, 0.0))
         draws = runtime.weights.value == "bf16" and runtime.rounding.value == "stochastic"
         rounding = 4.0 * part + DRAW * min(part, PART) if draws else 0.0
-        return max(rounding, self.updates[-1].optimizer * part / largest_part(parameter_groups(few, 0.0)))
+        return max(
+            rounding, self.updates[-1].optimizer * part / largest_part(parameter_groups(few, 0.0))
+        )
 
     @property
     def average_bytes(self) -> float:
         """Temporary bytes of the averages: one fp32 copy of the largest part."""
         parts = EMA(self.model, 1.0).parts
-        return 4.0 * max(sum(average.numel() for _, average in part) for part in parts) / self.shards
+        return (
+            4.0 * max(sum(average.numel() for _, average in part) for part in parts) / self.shards
+        )
 
     def time(self, card: Card) -> Time:
         """Seconds of a step, without communication."""
@@ -292,20 +374,28 @@ class Forecast:
         device = Running(card, self.cfg.runtime.tf32, self.cfg.runtime.cuda_graph)
 
         def costs(counted: Sequence[Passed | Updated]) -> list[float]:
-            return [sum(n * seconds_of(op, device, end) for op, n in some.ops.items()) for some in counted]
+            return [
+                sum(n * seconds_of(op, device, end) for op, n in some.ops.items())
+                for some in counted
+            ]
 
-        of_pass, of_update = self.of_passes(costs(self.passes)), self.of_updates(costs(self.updates))
+        of_pass = self.of_passes(costs(self.passes))
+        of_update = self.of_updates(costs(self.updates))
         flops = self.of_passes([sum(n * op.flops for op, n in p.ops.items()) for p in self.passes])
-        hidden = max(0.0, 3.0 * self.model.flops_per_sample() * self.samples - flops)  # in attention and fused kernels
+        # in attention and fused kernels
+        hidden = max(0.0, 3.0 * self.model.flops_per_sample() * self.samples - flops)
         bits = 32 if self.cfg.runtime.precision.value == "fp32" else 16
         of_pass += seconds_of(Op(int(hidden), 0, bits, False), device, end)
         steps = self.cfg.accumulation_steps
-        moved = steps * self.of_passes([p.moved for p in self.passes]) + 2.0 * self.lasting["on_host"]
+        moved = (
+            steps * self.of_passes([p.moved for p in self.passes]) + 2.0 * self.lasting["on_host"]
+        )
         return steps * of_pass + of_update / self.shards + moved / card.host
 
 
 def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
-    """The places that models of every depth have: the first `period` blocks, and the last, counted from the end."""
+    """The places that models of every depth have: the first `period` blocks, and the last, counted
+    from the end."""
     found: dict[Place, Peak] = {}
     for (phase, block), peak in peaks.items():
         if block is None or block < period:
@@ -316,13 +406,16 @@ def by_role(peaks: Mapping[Place, Peak], depth: int, period: int) -> dict[Place,
 
 
 def predicted(training: Training) -> dict[str, float | None]:
-    """What a warm run should come to: `peak_gib` reserved, and `step_ms` at best and at worst, None on a CPU or a card
-    whose rates are not known. On a GPU compare the peak with `memory_reserved_peak`, without the driver's context."""
+    """What a warm run should come to: `peak_gib` reserved, and `step_ms` at best and at worst, None
+    on a CPU or a card whose rates are not known. On a GPU compare the peak with
+    `memory_reserved_peak`, without the driver's context."""
     try:
         found = Forecast.of_run(training)
     finally:
         training.stack.on_process()  # the small models set flags of their own
     card = this_card(training.device, memory_of(training.device))
     time = found.time(card) if card else None
-    ends = {f"step_ms_{end}": 1e3 * getattr(time, end) if time else None for end in ("best", "worst")}
+    ends = {
+        f"step_ms_{end}": 1e3 * getattr(time, end) if time else None for end in ("best", "worst")
+    }
     return {"peak_gib": (found.needs.total - found.needs.context) / GIB} | ends

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.members import kept_by
-from accel.offload_optimizer import OffloadOptimizer
-from accel.parallel import local
+from accel.composite_optimizer import kept_by
 from accel.saved_tensors import keeping
+from accel.sharding import local
+from accel.techniques.offload_optimizer import OffloadOptimizer
 from data.loader import Batch
 from training.assemble import Training
 
@@ -36,19 +36,29 @@ def lasting_bytes(training: Training) -> Bytes:
     """Counts the tensors of a run that has stepped, or was warmed up."""
     step = training.step
     sizes = [(local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
-    weights, gradients = (sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains))
+    weights = sum(size for size, _ in sizes)
+    gradients = sum(size for size, trains in sizes if trains)
     averages = sum(local(average).nbytes for average in training.state.ema.averages)
-    kept = [t for p in step.parameters for t in kept_by(step.optimizer, p).values() if isinstance(t, Tensor)]
+    kept = [
+        t
+        for p in step.parameters
+        for t in kept_by(step.optimizer, p).values()
+        if isinstance(t, Tensor)
+    ]
     on_host = training.stack.technique(OffloadOptimizer).on_host()
-    return Bytes(weights, gradients, averages, sum(local(t).nbytes for t in kept) - on_host, on_host)
+    return Bytes(
+        weights, gradients, averages, sum(local(t).nbytes for t in kept) - on_host, on_host
+    )
 
 
 def kept_at(training: Training, samples: int) -> int:
-    """Bytes that stay on the device for the backward pass, of the loss on `samples` samples of zeros.
+    """Bytes that stay on the device for the backward pass, of the loss on `samples` samples of
+    zeros.
 
     Nothing runs compiled.
     """
-    spec, device = training.loader.spec, training.device
+    spec = training.loader.spec
+    device = training.device
     latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
     numbers = torch.arange(samples, device=device)
     batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)

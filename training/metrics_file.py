@@ -1,4 +1,5 @@
-"""metrics.jsonl: one JSON object a logged step. It is for people and plots; no run depends on it."""
+"""metrics.jsonl: one JSON object a logged step. It is for people and plots; no run depends on
+it."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.text import as_json, finite, is_figure
-from data.manifest import rename, write_atomically
+from common.files import rename, write_atomically
+from common.text import as_json, finite, is_figure
 
 NAME = "metrics.jsonl"
 
@@ -47,7 +48,8 @@ def as_metrics(line: bytes) -> dict[str, Any] | None:
 
 
 def append_metrics(file: Path, metrics: Mapping[str, Any], torn: bool = False) -> None:
-    """Adds a line; `not_finite` counts the values that it has as null because they are NaN or infinite.
+    """Adds a line; `not_finite` counts the values that it has as null because they are NaN or
+    infinite.
 
     `torn`: the line before may have no end. OSError as the disk gives it.
     """
@@ -58,7 +60,8 @@ def append_metrics(file: Path, metrics: Mapping[str, Any], torn: bool = False) -
 
 
 def drop_after(file: Path, step: int) -> list[dict[str, Any]]:
-    """Drops logged steps after `step`, which a killed run had reached and this one will do again; returns the rest.
+    """Drops logged steps after `step`, which a killed run had reached and this one will do again;
+    returns the rest.
 
     What cannot be read goes too, with a warning, and `<file>.damaged` is then the file as it was.
     """
@@ -67,7 +70,10 @@ def drop_after(file: Path, step: int) -> list[dict[str, Any]]:
     if lost := logged.damaged - logged.torn:
         aside = file.with_name(f"{file.name}.damaged")
         rename(file, aside)
-        warnings.warn(f"{file}: {lost} lines cannot be read; they are left out, and kept in {aside}.", stacklevel=2)
+        warnings.warn(
+            f"{file}: {lost} lines cannot be read; they are left out, and kept in {aside}.",
+            stacklevel=2,
+        )
     if kept or file.exists():
         write_atomically(file, "".join(f"{as_json(line)}\n" for line in kept))
     return kept

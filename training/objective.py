@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
+from common.errors import UserError
 from models.sampler import shifted
 
 if TYPE_CHECKING:
@@ -19,22 +20,30 @@ if TYPE_CHECKING:
 class FlowMatching:
     """Mean squared error of the velocity on straight paths from data to noise.
 
-    x = (1-t)·z + t·ε and the target is v = ε - z (Lipman et al. 2023; Liu et al. 2023). t is logit-normal
-    (`logit_mean`, `logit_std`; Esser et al. 2024), then shifted by `timestep_shift`. A share `label_dropout` of labels
-    is replaced by the null label, so that classifier-free guidance can be used in sampling.
+    x = (1-t)·z + t·ε and the target is v = ε - z (Lipman et al. 2023; Liu et al. 2023). t is
+    logit-normal (`logit_mean`, `logit_std`; Esser et al. 2024), then shifted by `timestep_shift`. A
+    share `label_dropout` of labels is replaced by the null label, so that classifier-free guidance
+    can be used in sampling.
     """
 
     def __init__(
-        self, logit_mean: float = 0.0, logit_std: float = 1.0, timestep_shift: float = 1.0, label_dropout: float = 0.1
+        self,
+        logit_mean: float = 0.0,
+        logit_std: float = 1.0,
+        timestep_shift: float = 1.0,
+        label_dropout: float = 0.1,
     ) -> None:
         if logit_std <= 0.0 or timestep_shift <= 0.0:
-            raise ValueError(
-                f"objective.logit_std={logit_std} and objective.timestep_shift={timestep_shift} must be above 0."
+            raise UserError(
+                f"objective.logit_std={logit_std} and objective.timestep_shift={timestep_shift} "
+                "must be above 0."
             )
         if not 0.0 <= label_dropout <= 1.0:
-            raise ValueError(f"objective.label_dropout={label_dropout} must lie between 0 and 1.")
-        self.logit_mean, self.logit_std = logit_mean, logit_std
-        self.timestep_shift, self.label_dropout = timestep_shift, label_dropout
+            raise UserError(f"objective.label_dropout={label_dropout} must lie between 0 and 1.")
+        self.logit_mean = logit_mean
+        self.logit_std = logit_std
+        self.timestep_shift = timestep_shift
+        self.label_dropout = label_dropout
 
     def losses(
         self,
@@ -46,20 +55,31 @@ class FlowMatching:
         drop_path_depth: int = 0,
         held_out: bool = False,
     ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
-        """Loss and t of each sample, both fp32. All draws come from (seed, position), those of held-out data apart.
+        """Loss and t of each sample, both fp32. All draws come from (seed, position), those of
+        held-out data apart.
 
         `drop_path_depth` is the number of blocks to draw stochastic depth for; 0 draws none.
         """
-        purposes = (Purpose.EVAL_NOISE, Purpose.EVAL_TIME) if held_out else (Purpose.NOISE, Purpose.TIME)
+        purposes = (
+            (Purpose.EVAL_NOISE, Purpose.EVAL_TIME) if held_out else (Purpose.NOISE, Purpose.TIME)
+        )
         noise = counter_normal(seed, purposes[0], batch.position, batch.latents.shape[1:])
-        logit = self.logit_mean + self.logit_std * counter_normal(seed, purposes[1], batch.position, (1,)).squeeze(1)
+        logit = self.logit_mean + self.logit_std * counter_normal(
+            seed, purposes[1], batch.position, (1,)
+        ).squeeze(1)
         t = shifted(torch.sigmoid(logit), self.timestep_shift)
-        labels, extra = batch.labels, {}
+        labels = batch.labels
+        extra = {}
         if not held_out:
-            drop = counter_uniform(seed, Purpose.LABEL_DROP, batch.position).squeeze(1) < self.label_dropout
+            drop = (
+                counter_uniform(seed, Purpose.LABEL_DROP, batch.position).squeeze(1)
+                < self.label_dropout
+            )
             labels = torch.where(drop, null_label, labels)
             if drop_path_depth:
-                extra["drop_uniforms"] = counter_uniform(seed, Purpose.DROP_PATH, batch.position, drop_path_depth)
+                extra["drop_uniforms"] = counter_uniform(
+                    seed, Purpose.DROP_PATH, batch.position, drop_path_depth
+                )
         x = torch.lerp(batch.latents, noise, t.view(-1, 1, 1, 1))
         velocity = model(x, t, labels, **extra)
         return (velocity.float() - (noise - batch.latents)).square().mean(dim=(1, 2, 3)), t

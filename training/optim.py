@@ -1,4 +1,5 @@
-"""Parameter groups, and the learning-rate schedule: in samples, so that it does not move with the batch size."""
+"""Parameter groups, and the learning-rate schedule: in samples, so that it does not move with the
+batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from training.config.schema import ScheduleKind
 
 
 def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of what is trained: matrices, which decay, and all that the model's `no_weight_decay()` names."""
+    """Two groups of what is trained: matrices, which decay, and all that the model's
+    `no_weight_decay()` names."""
     exempt = model.no_weight_decay()
     named = trained(model).items()
     groups = [
@@ -22,11 +24,16 @@ def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any
 
 
 class Schedule:
-    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine to `final` of it."""
+    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine
+    to `final` of it."""
 
-    def __init__(self, kind: str, total_samples: int, warmup_samples: int = 0, final: float = 0.0) -> None:
-        self.kind, self.total_samples = kind, total_samples
-        self.warmup_samples, self.final = warmup_samples, final
+    def __init__(
+        self, kind: str, total_samples: int, warmup_samples: int = 0, final: float = 0.0
+    ) -> None:
+        self.kind = kind
+        self.total_samples = total_samples
+        self.warmup_samples = warmup_samples
+        self.final = final
 
     def __call__(self, samples: float, batch_size: int = 0) -> float:
         """Factor for the step of `batch_size` samples that ends at `samples`.
@@ -38,5 +45,9 @@ class Schedule:
         if self.kind == ScheduleKind.constant:
             return 1.0
         samples = min(samples, self.total_samples - batch_size / 2)
-        progress = (samples - self.warmup_samples) / max(1, self.total_samples - self.warmup_samples)
-        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+        progress = (samples - self.warmup_samples) / max(
+            1, self.total_samples - self.warmup_samples
+        )
+        return self.final + (1.0 - self.final) * 0.5 * (
+            1.0 + math.cos(math.pi * min(progress, 1.0))
+        )

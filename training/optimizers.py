@@ -1,13 +1,15 @@
-"""Optimizers with a smaller state than AdamW's, and Muon: well-kept libraries behind PyTorch's interface.
+"""Optimizers with a smaller state than AdamW's, and Muon: well-kept libraries behind PyTorch's
+interface.
 
-Bytes a parameter that AdamW keeps: 8. Here: 8-bit moments 2, 4-bit 1, fp8 2, and what their scales take; Muon 4 for
-matrices. What they cost: rounding of the moments (docs/memory.md has losses measured), and none of them decides on the
-device, so the host reads one flag a step, and `runtime.cuda_graph` refuses them. The ledger's row `optim` counts the
-parameters whose state really has the promised form, and the bytes.
+Bytes a parameter that AdamW keeps: 8. Here: 8-bit moments 2, 4-bit 1, fp8 2, and what their scales
+take; Muon 4 for matrices. What they cost: rounding of the moments (docs/memory.md has losses
+measured), and none of them decides on the device, so the host reads one flag a step, and
+`runtime.cuda_graph` refuses them. The ledger's row `optim` counts the parameters whose state really
+has the promised form, and the bytes.
 
 References: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (8-bit); Li et al. 2023,
-https://arxiv.org/abs/2309.01507 (4-bit); Jordan 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
-https://arxiv.org/abs/2502.16982 (Muon's rate matched to AdamW's by RMS).
+https://arxiv.org/abs/2309.01507 (4-bit); Jordan 2024, https://kellerjordan.github.io/posts/muon/;
+Liu et al. 2025, https://arxiv.org/abs/2502.16982 (Muon's rate matched to AdamW's by RMS).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import Any
 
 import torch
 
-from accel.libraries import bitsandbytes_optim, torchao_optim
-from accel.members import Groups, Members, of_class
+from accel.composite_optimizer import Groups, Members, of_class
+from common.libraries import bitsandbytes_optim, torchao_optim
 
 
 class LibraryAdamW(Members):
@@ -44,8 +46,8 @@ class LibraryAdamW(Members):
 class AdamW8bit(LibraryAdamW):
     """AdamW with both moments in 8 bits, in blocks of 256 with a scale each, by bitsandbytes.
 
-    Moments of parameters below 4,096 elements stay fp32. On a GPU the library waits for the device after each update of
-    a parameter.
+    Moments of parameters below 4,096 elements stay fp32. On a GPU the library waits for the device
+    after each update of a parameter.
     """
 
     form = "8bit"
@@ -73,17 +75,22 @@ class TorchaoAdamW(LibraryAdamW):
 class AdamW4bit(TorchaoAdamW):
     """AdamW with both moments in 4 bits, in blocks of 128, by torchao."""
 
-    name, form, block = "AdamW4bit", "4bit", 128
+    name = "AdamW4bit"
+    form = "4bit"
+    block = 128
 
 
 class AdamWFp8(TorchaoAdamW):
     """AdamW with both moments in fp8 (e4m3), in blocks of 256, by torchao."""
 
-    name, form, block = "AdamWFp8", "fp8", 256
+    name = "AdamWFp8"
+    form = "fp8"
+    block = 256
 
 
 class Muon(Members):
-    """Muon for the matrices, AdamW for all else, at one rate: Muon's steps are scaled to the RMS of AdamW's."""
+    """Muon for the matrices, AdamW for all else, at one rate: Muon's steps are scaled to the RMS of
+    AdamW's."""
 
     form = "momentum"
 
@@ -101,5 +108,7 @@ class Muon(Members):
             how: dict[str, Any] = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
             members.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **how))
         if others := of_class(groups, lambda p: p.ndim != 2):
-            members.append(torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+            members.append(
+                torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+            )
         super().__init__(groups, members)

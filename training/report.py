@@ -13,14 +13,18 @@ def log_line(metrics: Mapping[str, Any], left: str) -> str:
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
-    shown = [name for name in metrics if name.startswith("fd_")] or [name for name in metrics if name.startswith("kd_")]
+    shown = [name for name in metrics if name.startswith("fd_")] or [
+        name for name in metrics if name.startswith("kd_")
+    ]
     parts += [f"{name} {metrics[name]:.4g}" for name in shown]
     parts += [f"lr {metrics['lr']:.2e}", f"{metrics['samples_per_s']:.1f} samples/s"]
     if metrics.get("mfu") is not None:
         parts.append(f"mfu {metrics['mfu']:.1%}")
     parts.append(f"data wait {metrics['data_wait']:.1%}")
     if metrics.get("skipped"):
-        parts.append(f"{metrics['skipped']} steps skipped: their gradients were not finite or spikes")
+        parts.append(
+            f"{metrics['skipped']} steps skipped: their gradients were not finite or spikes"
+        )
     if metrics.get("skipped_data"):
         parts.append(f"others stand in for {metrics['skipped_data']} samples of damaged data")
     if metrics.get("backed_off"):
@@ -38,5 +42,6 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     shown |= {"time": shares(summary["time"])} if "time" in shown else {}
     width = max(len(k) for k in shown)
     return "\n".join(
-        f"  {k.ljust(width)}  {v:.6g}" if isinstance(v, float) else f"  {k.ljust(width)}  {v}" for k, v in shown.items()
+        f"  {k.ljust(width)}  {v:.6g}" if isinstance(v, float) else f"  {k.ljust(width)}  {v}"
+        for k, v in shown.items()
     )

@@ -1,4 +1,5 @@
-"""How long an operation takes on a card: as its FLOPs, its bytes or its launch need, whichever is longest.
+"""How long an operation takes on a card: as its FLOPs, its bytes or its launch need, whichever is
+longest.
 
 A range, for no kernel reaches a data sheet's rates. No constant here was checked on a GPU yet.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from training.cards import Card
+from training.hardware import Card
 from training.tracker import Op
 
 REACHED = {"best": 0.85, "worst": 0.5}
@@ -45,7 +46,8 @@ class Running(NamedTuple):
 
 
 def seconds_of(op: Op, on: Running, end: str) -> float:
-    """Seconds of one operation at the "best" or "worst" end of the range: its work, or its launch by the host."""
+    """Seconds of one operation at the "best" or "worst" end of the range: its work, or its launch
+    by the host."""
     card = on.card
     share = (REACHED_MEASURED if card.measured else REACHED)[end]
     products = op.flops / (share * card.rate(op.bits, on.tf32)) if op.flops else 0.0

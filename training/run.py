@@ -15,8 +15,10 @@ import torch
 from accel.ledger import Ledger, LedgerRow
 from accel.proof import FILE as KERNELS_FILE
 from accel.stack import AccelerationStack
-from accel.text import as_json
-from data.manifest import make_folder, read_object, write_atomically
+from common import lock
+from common.errors import UserError
+from common.files import make_folder, read_object, write_atomically
+from common.text import as_json
 from training.assemble import Training
 from training.checkpoint.find import branch_of, complete, description, verified
 from training.checkpoint.load import MUST_MATCH, difference, identity
@@ -24,16 +26,20 @@ from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.config.yaml_text import as_yaml, from_yaml, read_config
-from training.environment import describe_environment, pick_device, refuse_contradictions, set_deterministic
+from training.distributed.ranks import Ranks
+from training.distributed.stop_request import EXIT_CODE
+from training.environment import (
+    describe_environment,
+    pick_device,
+    refuse_contradictions,
+    set_deterministic,
+)
 from training.forecast import predicted
 from training.goodput import CLOCK, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE
+from training.loggers import SafeLogger
 from training.metrics_file import NAME as METRICS_FILE
 from training.metrics_file import append_metrics, drop_after, read_metrics
-from training.process import lock
-from training.process.loggers import SafeLogger
-from training.process.ranks import Ranks
-from training.process.stop import EXIT_CODE
 from training.report import summary_table
 from training.state import TrainState
 from training.tuning import FILE as TUNING_FILE
@@ -44,26 +50,35 @@ from training.tuning import tuned
 class Run:
     """One run folder.
 
-    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json, kernels.json and
-    tuning.json (where there was a choice), metrics.jsonl, samples/, checkpoints/ and summary.json.
+    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json,
+    kernels.json and tuning.json (where there was a choice), metrics.jsonl, samples/, checkpoints/
+    and summary.json.
     """
 
     def __init__(self, composed: Composed) -> None:
-        cfg, self.account = composed.cfg, Account()
-        self.cfg, self.choices, self.config = cfg, composed.choices, composed.source
+        cfg = composed.cfg
+        self.account = Account()
+        self.cfg = cfg
+        self.choices = composed.choices
+        self.config = composed.source
         self.ranks = Ranks.from_environment()
         refuse_contradictions(cfg)
         self.ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
         self.device = self.ranks.device(pick_device(cfg.runtime.device.value))
         parallel = cfg.runtime.parallel
         alone = parallel.mode.value not in ("auto", "none")  # one process on the path of many
-        self.ranks.connect(self.device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone)
+        self.ranks.connect(
+            self.device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone
+        )
         self.started = time.perf_counter()
-        self.folder = self.ranks.agreed(lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser())
+        self.folder = self.ranks.agreed(
+            lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
+        )
         earlier = (*(self.folder / "checkpoints").glob("step-*"), *self.folder.glob("summary.json"))
         if cfg.resume == "never" and earlier:
-            raise ValueError(
-                f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or resume=auto."
+            raise UserError(
+                f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or "
+                "resume=auto."
             )
         self.lock: lock.Held | None = None
         self.rows: list[LedgerRow] = []
@@ -75,7 +90,8 @@ class Run:
         """Lines of metrics.jsonl that could not be written."""
         self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
         self.finished = self.ranks.agreed(self.summary_of_all)
-        """The summary, where this folder holds a run that has seen all its samples: there is nothing to do."""
+        """The summary, where this folder holds a run that has seen all its samples: there is
+        nothing to do."""
         if self.finished is not None:
             return
         self.claimed = self.ranks.agreed(lambda: self.folder.exists() and self.hold())
@@ -87,20 +103,25 @@ class Run:
         set_deterministic(cfg.deterministic)
 
     def hold(self) -> bool:
-        """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in it."""
+        """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in
+        it."""
         where = f"run_dir={self.folder}"
         try:
             make_folder(self.folder)
             self.lock = lock.held(
-                self.folder, f"{where}: another run writes to it; wait for it, or choose another folder."
+                self.folder,
+                f"{where}: another run writes to it; wait for it, or choose another folder.",
             )
         except OSError as error:
-            raise ValueError(f"{where} cannot be written to ({error.strerror}); choose another folder.") from error
+            raise UserError(
+                f"{where} cannot be written to ({error.strerror}); choose another folder."
+            ) from error
         return True
 
     @CLOCK.spending("warm_up")
     def tuned(self) -> TrainConfig:
-        """The configuration with the techniques that `runtime.tune` found to be fastest; without it as composed."""
+        """The configuration with the techniques that `runtime.tune` found to be fastest; without it
+        as composed."""
         if self.cfg.runtime.tune:
             self.cfg, found = tuned(self.cfg, self.device, self.ranks, self.folder)
             self.claimed = self.claimed or self.ranks.agreed(self.hold)
@@ -118,7 +139,10 @@ class Run:
             except ValueError as error:
                 warnings.warn(f"nothing is predicted: {error}", stacklevel=2)
                 return
-            told = {name: value if value is None else round(value, 3) for name, value in self.predicted.items()}
+            told = {
+                name: value if value is None else round(value, 3)
+                for name, value in self.predicted.items()
+            }
             self.ranks.say(f"predicted: {told}")
 
     def checkpoints(self) -> Checkpoints:
@@ -144,7 +168,8 @@ class Run:
         write_atomically(self.folder / name, as_json(content, indent=1) + "\n")
 
     def open(self, ledger: Ledger, logger: SafeLogger, where: str) -> None:
-        """The ledger goes to the folder, to the terminal and to the logger; by the first process only.
+        """The ledger goes to the folder, to the terminal and to the logger; by the first process
+        only.
 
         Now that all is known to work, the folder is made.
         """
@@ -154,11 +179,21 @@ class Run:
             return
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)
-        print(f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.table()}\n\n{where}", flush=True)
+        print(
+            f"\nledger ({self.device}: "
+            f"{self.environment['hardware']})\n{ledger.table()}\n\n{where}",
+            flush=True,
+        )
         self.write_json("ledger.json", ledger.as_dict())
-        facts = {f"ledger.{key}": f"{row['requested']} -> {row['active']}" for key, row in ledger.as_dict().items()}
+        facts = {
+            f"ledger.{key}": f"{row['requested']} -> {row['active']}"
+            for key, row in ledger.as_dict().items()
+        }
         versions = self.environment["versions"]
-        logger.start(self.folder, {"config": self.config, "choices": self.choices, "versions": versions, **facts})
+        logger.start(
+            self.folder,
+            {"config": self.config, "choices": self.choices, "versions": versions, **facts},
+        )
 
     def keep_kernels(self, kernels: Mapping[str, Any]) -> None:
         """Writes which kernels were chosen, so that a resumed run computes with the same."""
@@ -168,7 +203,8 @@ class Run:
                 self.write_json(KERNELS_FILE, kernels)
 
     def keep_metrics_before(self, step: int) -> float:
-        """Drops logged steps after `step`; returns the seconds of training up to the last line that stays.
+        """Drops logged steps after `step`; returns the seconds of training up to the last line that
+        stays.
 
         0 in all processes but the first.
         """
@@ -177,10 +213,12 @@ class Run:
         return float((kept[-1].get("train_seconds") if kept else None) or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Logs a line. Where it cannot be written a warning says so, once, and the run goes on without."""
+        """Logs a line. Where it cannot be written a warning says so, once, and the run goes on
+        without."""
         if not self.ranks.first:
             return
-        stack, file = self.stack, self.folder / METRICS_FILE
+        stack = self.stack
+        file = self.folder / METRICS_FILE
         if stack and (line := self.account.advice(metrics, self.cfg, stack.busy_ms, stack.left())):
             print(line, flush=True)
         try:
@@ -188,7 +226,8 @@ class Run:
         except OSError as error:
             if not self.unlogged:
                 warnings.warn(
-                    f"{file} cannot be written ({error.strerror}); the run goes on, and lines are missing.",
+                    f"{file} cannot be written ({error.strerror}); the run goes on, and lines are "
+                    "missing.",
                     stacklevel=2,
                 )
             self.unlogged += 1
@@ -203,8 +242,11 @@ class Run:
         """The summary of a run that has seen `total_samples`; None if there is something to do."""
         try:
             summary = read_object(self.folder / "summary.json")
-            damaged, total = summary.get("skipped_data") or {}, self.cfg.total_samples
-            if summary["samples"] < total or not all(type(count) is int for count in damaged.values()):
+            damaged = summary.get("skipped_data") or {}
+            total = self.cfg.total_samples
+            if summary["samples"] < total or not all(
+                type(count) is int for count in damaged.values()
+            ):
                 return None
             if self.cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
                 newest = verified(complete(self.folder / "checkpoints")[-1])
@@ -214,20 +256,24 @@ class Run:
             return None
 
     def show_finished(self) -> dict[str, Any]:
-        """Says that the run is finished, with its summary, and touches nothing. ValueError for another model's run."""
+        """Says that the run is finished, with its summary, and touches nothing. ValueError for
+        another model's run."""
         assert self.finished is not None
         where = f"run_dir={self.folder} holds a finished run"
         try:
-            before, now = read_config(self.folder / "config.yaml"), from_yaml(as_yaml(self.config))
+            before = read_config(self.folder / "config.yaml")
+            now = from_yaml(as_yaml(self.config))
         except (OSError, ValueError):
             before = now = {}
-        parts, wanted = identity(before), identity(now)
+        parts = identity(before)
+        wanted = identity(now)
         for part in MUST_MATCH:
             if other := difference(parts[part], wanted[part]):
-                raise ValueError(f"{where} of another {part}: {other}; use a new run_dir.")
+                raise UserError(f"{where} of another {part}: {other}; use a new run_dir.")
         changed = difference(before, now)
         self.ranks.say(
-            f"{where}, of {self.finished['samples']} samples; nothing is done. A larger total_samples continues it."
+            f"{where}, of {self.finished['samples']} samples; nothing is done. A larger "
+            "total_samples continues it."
             + (f" Settings that differ now are not looked at: {changed}." if changed else "")
             + f"\n\nsummary\n{summary_table(self.finished)}"
         )
@@ -239,20 +285,29 @@ class Run:
         self.keep_time(state, now=True)
         kept = "saved" if self.cfg.save_every and state.step else "nothing is saved"
         kept += "" if self.cfg.save_every else ", for save_every=0"
-        self.ranks.say(f"\nasked to stop at step {state.step}; {kept}. The same command again resumes.")
+        self.ranks.say(
+            f"\nasked to stop at step {state.step}; {kept}. The same command again resumes."
+        )
         self.close()
         raise SystemExit(EXIT_CODE)
 
     def summarise(self, state: TrainState, ledger: Ledger, saved: Checkpoints) -> dict[str, Any]:
-        """Writes and returns the summary: the latest value of each metric, the files, and the times."""
+        """Writes and returns the summary: the latest value of each metric, the files, and the
+        times."""
         self.keep_time(state, now=True)
         latest: dict[str, Any] = {}
         for line in read_metrics(self.folder / METRICS_FILE).lines:
             latest |= line
         meter = state.meter
         checkpoints = complete(self.folder / "checkpoints")
-        grids = sorted((self.folder / "samples").glob("step-*.png"), key=lambda file: file.stat().st_mtime)
-        rate = meter.trained_samples / meter.train_seconds if meter.train_seconds else latest.get("samples_per_s")
+        grids = sorted(
+            (self.folder / "samples").glob("step-*.png"), key=lambda file: file.stat().st_mtime
+        )
+        rate = (
+            meter.trained_samples / meter.train_seconds
+            if meter.train_seconds
+            else latest.get("samples_per_s")
+        )
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
@@ -281,26 +336,40 @@ class Run:
         return summary
 
     def show_rehearsal(self) -> None:
-        """Prints ledger and speed of the latest run of experiment `rehearsal`, or warns that there is none."""
+        """Prints ledger and speed of the latest run of experiment `rehearsal`, or warns that there
+        is none."""
         wanted = self.cfg.rehearsal
         if wanted is None or not self.ranks.first:
             return
         for folder in finished_runs(self.folder.parent, Path("runs")):
             try:
-                summary, environment = (read_object(folder / f"{name}.json") for name in ("summary", "environment"))
-                then, versions = environment["choices"], environment["versions"]
-                same = all(then.get(group) == self.choices.get(group) for group in ("model", "runtime"))
-                rows = [f"    {k}: {row['requested']} -> {row['active']}" for k, row in summary["ledger"].items()]
+                summary, environment = (
+                    read_object(folder / f"{name}.json") for name in ("summary", "environment")
+                )
+                then = environment["choices"]
+                versions = environment["versions"]
+                same = all(
+                    then.get(group) == self.choices.get(group) for group in ("model", "runtime")
+                )
+                rows = [
+                    f"    {k}: {row['requested']} -> {row['active']}"
+                    for k, row in summary["ledger"].items()
+                ]
                 rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
             except UNREADABLE:
                 continue  # not a run of ours
-            if then.get("experiment") == wanted and same and versions == self.environment["versions"]:
+            if (
+                then.get("experiment") == wanted
+                and same
+                and versions == self.environment["versions"]
+            ):
                 print(f"latest {wanted} of this model and runtime: {folder}, {rate}")
                 print("\n".join(rows), flush=True)
                 return
         print(
-            f"warning: no {wanted} of model={self.choices.get('model')} runtime={self.choices.get('runtime')} with "
-            f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
+            f"warning: no {wanted} of model={self.choices.get('model')} "
+            f"runtime={self.choices.get('runtime')} with these versions lies in "
+            f"{self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
             flush=True,
         )
 
@@ -308,14 +377,21 @@ class Run:
 def finished_runs(*parents: Path) -> Iterator[Path]:
     """Folders of finished runs below `parents`, newest first."""
     summaries = {file.resolve() for parent in parents for file in parent.glob("*/summary.json")}
-    return (file.parent for file in sorted(summaries, key=lambda file: file.stat().st_mtime, reverse=True))
+    return (
+        file.parent
+        for file in sorted(summaries, key=lambda file: file.stat().st_mtime, reverse=True)
+    )
 
 
 def default_folder(choices: Mapping[str, str]) -> Path:
-    """A folder that does not exist yet: `runs/<date>-<time>-<model>-<runtime>`, numbered where two start together."""
+    """A folder that does not exist yet: `runs/<date>-<time>-<model>-<runtime>`, numbered where two
+    start together."""
     chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_.-]', '-', chosen)}"  # groups may have folders
-    folder, number = Path("runs") / name, 1
+    # groups may have folders
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_.-]', '-', chosen)}"
+    folder = Path("runs") / name
+    number = 1
     while folder.exists():
-        folder, number = Path("runs") / f"{name}-{number}", number + 1
+        folder = Path("runs") / f"{name}-{number}"
+        number = number + 1
     return folder

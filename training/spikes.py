@@ -9,11 +9,13 @@ from torch import Tensor
 
 
 class SpikeGuard:
-    """A norm more than `sigmas` standard deviations above the mean of the last `window` ones is a spike.
+    """A norm more than `sigmas` standard deviations above the mean of the last `window` ones is a
+    spike.
 
-    The window takes finite norms only: one NaN in it would make every comparison false. A spike enters it as the
-    highest norm that would have passed, so that one alone does not blind the guard, and a lasting change of level is
-    followed. Nothing is a spike before the window is full. (OLMo's SkipStep uses 6 deviations of 128 steps.)
+    The window takes finite norms only: one NaN in it would make every comparison false. A spike
+    enters it as the highest norm that would have passed, so that one alone does not blind the
+    guard, and a lasting change of level is followed. Nothing is a spike before the window is full.
+    (OLMo's SkipStep uses 6 deviations of 128 steps.)
     """
 
     def __init__(self, sigmas: float, window: int, device: torch.device) -> None:
@@ -24,9 +26,11 @@ class SpikeGuard:
 
     @torch.no_grad()
     def passes(self, norm: Tensor) -> Tensor:
-        """True for a norm that is finite and no spike; remembers it. Nothing waits for the device."""
+        """True for a norm that is finite and no spike; remembers it. Nothing waits for the
+        device."""
         std, mean = torch.std_mean(self.norms)
-        full, finite = self.count >= len(self.norms), torch.isfinite(norm)
+        full = self.count >= len(self.norms)
+        finite = torch.isfinite(norm)
         limit = torch.where(full, mean + self.sigmas * std, torch.inf)
         here = (self.places == self.count % len(self.norms)) & finite
         self.norms.copy_(torch.where(here, torch.minimum(norm, limit), self.norms))
@@ -37,7 +41,8 @@ class SpikeGuard:
         return {"norms": self.norms, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """In place: a captured step goes on using these tensors. Another window, or none, starts anew."""
+        """In place: a captured step goes on using these tensors. Another window, or none, starts
+        anew."""
         fits = state.keys() == {"norms", "count"} and state["norms"].shape == self.norms.shape
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name]) if fits else tensor.zero_()

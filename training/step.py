@@ -1,4 +1,5 @@
-"""One optimizer step, from micro-batches to updated parameters and averages, without waiting for the device."""
+"""One optimizer step, from micro-batches to updated parameters and averages, without waiting for
+the device."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.fused_adamw import is_fused
-from accel.loss_scaler import LossScaler
-from accel.parallel import local, replicated_like, total_norm
+from accel.sharding import local, replicated_like, total_norm
+from accel.techniques.fused_adamw import is_fused
+from accel.techniques.loss_scaler import LossScaler
 from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA
@@ -28,9 +29,11 @@ class StepOutput(NamedTuple):
     grad_norm: Tensor
     """Before clipping."""
     skipped: Tensor
-    """1.0 if the norm was not finite or a spike, and parameters, moments and averages were left alone."""
+    """1.0 if the norm was not finite or a spike, and parameters, moments and averages were left
+    alone."""
     backed_off: Tensor
-    """1.0 if the same happened because fp16's loss scale was too large: part of its search, no failure."""
+    """1.0 if the same happened because fp16's loss scale was too large: part of its search, no
+    failure."""
 
 
 class StepSettings(NamedTuple):
@@ -46,15 +49,17 @@ class StepSettings(NamedTuple):
 class TrainStep:
     """Takes one optimizer step: forward and backward per micro-batch, clipping, update, EMA.
 
-    The loss is on the device of the batches. Rates, weights and what decides about the update are on that of the
-    parameters, which `parallel.cpu_offload` keeps on the host; everywhere else the two are one.
+    The loss is on the device of the batches. Rates, weights and what decides about the update are
+    on that of the parameters, which `parallel.cpu_offload` keeps on the host; everywhere else the
+    two are one.
 
-    Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation and sampling use the
-    same `forward`. A benchmark sets `mark(phase)` to time the phases. Data parallelism sets `synchronised(last)`, which
-    surrounds each micro-batch and disables gradient synchronisation on all but the last. `schedule(samples)` moves
-    learning rate and EMA weight to the device before the step, so that the step itself never copies from the host. The
-    optimizer decides on the device: a fused one gets the clipping factor as `grad_scale` and a non-finite norm as
-    `found_inf`. An unfused one cannot, so there the host reads one flag a step.
+    Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation
+    and sampling use the same `forward`. A benchmark sets `mark(phase)` to time the phases. Data
+    parallelism sets `synchronised(last)`, which surrounds each micro-batch and disables gradient
+    synchronisation on all but the last. `schedule(samples)` moves learning rate and EMA weight to
+    the device before the step, so that the step itself never copies from the host. The optimizer
+    decides on the device: a fused one gets the clipping factor as `grad_scale` and a non-finite
+    norm as `found_inf`. An unfused one cannot, so there the host reads one flag a step.
     """
 
     def __init__(
@@ -70,13 +75,17 @@ class TrainStep:
         self.forward: Callable[..., Tensor] = model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.one_step
         self.mark: Callable[[str], None] = lambda phase: None
-        self.synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
+        self.synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: (
+            nullcontext()
+        )
         self.scaler: LossScaler | None = None
         self.spikes = spikes
         self.phase = "the first step"
         """The phase that began last; messages about a failure name it."""
-        self.objective, self.optimizer = objective, optimizer
-        self.lr_schedule, self.ema = schedule, ema
+        self.objective = objective
+        self.optimizer = optimizer
+        self.lr_schedule = schedule
+        self.ema = ema
         self.seed, self.batch_size, self.max_grad_norm = settings
         self.null_label = model.num_classes
         self.drop_path_depth = model.depth if model.drop_path else 0
@@ -127,7 +136,8 @@ class TrainStep:
         if self.scaler is not None:
             norm = norm / self.scaler.scale
             overflow = ~torch.isfinite(norm) & torch.isfinite(total)
-            backed_off = (overflow & (self.scaler.scale > 1.0)).float()  # at 1 there is nothing left to blame
+            # at 1 there is nothing left to blame
+            backed_off = (overflow & (self.scaler.scale > 1.0)).float()
         finite = torch.isfinite(norm)
         taken = finite if self.spikes is None else self.spikes.passes(norm)
         taken = taken.to(self.ema_weight.device)
@@ -160,7 +170,11 @@ class TrainStep:
 
     def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""
-        divisor = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm > 0 else torch.ones_like(norm)
+        divisor = (
+            (norm / self.max_grad_norm).clamp(min=1.0)
+            if self.max_grad_norm > 0
+            else torch.ones_like(norm)
+        )
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):

@@ -1,4 +1,5 @@
-"""Follows a step through PyTorch's dispatcher: the bytes that live, and the operations, at each of its places."""
+"""Follows a step through PyTorch's dispatcher: the bytes that live, and the operations, at each of
+its places."""
 
 from __future__ import annotations
 
@@ -57,12 +58,16 @@ class Tracker(TorchDispatchMode):
         """Counts tensors as live until they are freed; those in the host's memory as nothing."""
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
-                self.know((getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]), on_host)
+                self.know(
+                    (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]), on_host
+                )
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in self.known:
                 size = 0 if on_host else storage.nbytes()
-                self.known[storage._cdata] = weakref.ref(storage, self.forgetter(storage._cdata, size))
+                self.known[storage._cdata] = weakref.ref(
+                    storage, self.forgetter(storage._cdata, size)
+                )
                 self.live += size
         if self.live > self.peaks.get(self.place, Peak(-1, 0)).live:
             self.peaks[self.place] = Peak(self.live, self.gradients)
@@ -88,7 +93,10 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        given, made = ([leaf for leaf in tree_leaves(t) if isinstance(leaf, Tensor)] for t in ((args, kwargs), found))
+        given, made = (
+            [leaf for leaf in tree_leaves(t) if isinstance(leaf, Tensor)]
+            for t in ((args, kwargs), found)
+        )
         self.know(made)
         own = {t.untyped_storage()._cdata for t in given}
         moves = func._schema.is_mutable or any(t.untyped_storage()._cdata not in own for t in made)
@@ -107,7 +115,10 @@ class Placed(nn.Module):
 
     def __init__(self, block: nn.Module, index: int, tracker: Tracker, compiled: bool) -> None:
         super().__init__()
-        self.block, self.index, self.tracker, self.compiled = block, index, tracker, compiled
+        self.block = block
+        self.index = index
+        self.tracker = tracker
+        self.compiled = compiled
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,8 +1,11 @@
-"""One candidate of runtime=auto, in a process of its own: builds the step, warms it up, and takes steps when told to.
+"""One candidate of runtime=auto, in a process of its own: builds the step, warms it up, and takes
+steps when told to.
 
-python -m training.tuning_candidate <job> <descriptor>      training/contest.py starts it and talks to it
+python -m training.tuning_candidate <job> <descriptor>      training/contest.py starts it and talks
+to it
 
-It is told how many steps to take by lines on standard input, and answers by lines of JSON on the descriptor.
+It is told how many steps to take by lines on standard input, and answers by lines of JSON on the
+descriptor.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from typing import Any
 
 import torch
 
-from accel.fused_kernels import FusedKernel
-from accel.technique import first_line
+from accel.techniques.fused_kernels import FusedKernel
+from common.text import first_line
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from training.assemble import Parts, Training, assemble
@@ -38,12 +41,18 @@ LEAST = 1e-3
 
 
 def built(cfg: TrainConfig, spec: LatentSpec, device: torch.device, processes: int) -> Training:
-    """The step of one of `processes` processes, on normal latents, with weights at which every part matters."""
+    """The step of one of `processes` processes, on normal latents, with weights at which every part
+    matters."""
 
-    def loader(_node: Mapping[str, Any], seed: int, micro_batch: int, on: torch.device, *_: Any) -> SyntheticLatents:
+    def loader(
+        _node: Mapping[str, Any], seed: int, micro_batch: int, on: torch.device, *_: Any
+    ) -> SyntheticLatents:
         sizes = {name: getattr(spec, name) for name in ("channels", "height", "width")}
-        count, classes = max(64, micro_batch * cfg.accumulation_steps), max(1, spec.num_classes)
-        made = SyntheticLatents(**sizes, num_classes=classes, count=count, batch_size=micro_batch, seed=seed, device=on)
+        count = max(64, micro_batch * cfg.accumulation_steps)
+        classes = max(1, spec.num_classes)
+        made = SyntheticLatents(
+            **sizes, num_classes=classes, count=count, batch_size=micro_batch, seed=seed, device=on
+        )
         made.spec = spec
         return made
 
@@ -53,7 +62,9 @@ def built(cfg: TrainConfig, spec: LatentSpec, device: torch.device, processes: i
     training = assemble(alone, device, parts=Parts(loader=loader))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter, average in zip(training.state.ema.parameters, training.state.ema.averages, strict=True):
+        for parameter, average in zip(
+            training.state.ema.parameters, training.state.ema.averages, strict=True
+        ):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter += 0.02 * noise  # a new model returns zero whatever its blocks do
             average.copy_(parameter)
@@ -61,20 +72,30 @@ def built(cfg: TrainConfig, spec: LatentSpec, device: torch.device, processes: i
 
 
 def probed(training: Training, asked: list[str]) -> dict[str, Any]:
-    """Warms up; returns the losses and norms of a few steps, how far they may be off, and why not to take it."""
+    """Warms up; returns the losses and norms of a few steps, how far they may be off, and why not
+    to take it."""
     ledger = training.warm_up()
-    kernels = {t.key for t in training.stack.techniques if isinstance(t, FusedKernel)}  # a run goes on without one
+    # a run goes on without one
+    kernels = {t.key for t in training.stack.techniques if isinstance(t, FusedKernel)}
     wrong = [row for row in ledger if row.key in asked and row.missing and row.key not in kernels]
     outputs = [training.take_step() for _ in range(PROBES)]
-    losses, norms = ([float(x) for x in xs] for xs in zip(*((o.loss, o.grad_norm) for o in outputs), strict=True))
-    tolerance = max([LEAST, *(t.loss_rtol for t in training.stack.techniques if t.enabled and t.key in asked)])
+    losses, norms = (
+        [float(x) for x in xs] for xs in zip(*((o.loss, o.grad_norm) for o in outputs), strict=True)
+    )
+    tolerance = max(
+        [LEAST, *(t.loss_rtol for t in training.stack.techniques if t.enabled and t.key in asked)]
+    )
     told = {"losses": losses, "norms": norms, "tolerance": tolerance}
-    return told | {"refusal": "; ".join(f"{row.key} is not on: {row.evidence}" for row in wrong) or None}
+    return told | {
+        "refusal": "; ".join(f"{row.key} is not on: {row.evidence}" for row in wrong) or None
+    }
 
 
 def seconds_of(training: Training, steps: int) -> list[float]:
-    """Seconds a step; on a GPU the mean of four at a time, so that launches run ahead as they do in training."""
-    cuda, taken = training.device.type == "cuda", []
+    """Seconds a step; on a GPU the mean of four at a time, so that launches run ahead as they do in
+    training."""
+    cuda = training.device.type == "cuda"
+    taken = []
     at_a_time = min(4, steps) if cuda else 1
     for _ in range(0, steps, at_a_time):
         if cuda:
@@ -89,7 +110,8 @@ def seconds_of(training: Training, steps: int) -> list[float]:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process, and those that it started, within a second after `parent`, however that ends."""
+    """Ends this process, and those that it started, within a second after `parent`, however that
+    ends."""
 
     def look() -> None:
         while os.getppid() == parent:
@@ -108,7 +130,8 @@ def main() -> int:
 
     job = json.loads(Path(sys.argv[1]).read_text())
     end_with(job["parent"])
-    cfg, spec = typed(TrainConfig, job["cfg"], []), LatentSpec(**job["spec"])
+    cfg = typed(TrainConfig, job["cfg"], [])
+    spec = LatentSpec(**job["spec"])
     extensions.admit([f"{extensions.KEY}=[{','.join(cfg.extensions)}]"])
     set_deterministic(cfg.deterministic)
     device = torch.device(job["device"])

@@ -1,7 +1,7 @@
 """add + gate + norm + modulate: what stands between two branches of a residual stream.
 
-`add_norm` is the definition, in PyTorch; `fused_add_norm` the same as one operator with its own backward pass: Triton
-on a GPU (add_norm_triton.py), the definition elsewhere.
+`add_norm` is the definition, in PyTorch; `fused_add_norm` the same as one operator with its own
+backward pass: Triton on a GPU (add_norm_triton.py), the definition elsewhere.
 
 Letters: B samples, L tokens, D width.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
+from common.errors import UserError
 
 WIDEST = 8192
 """Channels that fit into one tile of the kernels."""
@@ -37,18 +38,22 @@ def add_norm(
 ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
     """`z = residual + gate·branch; h = norm(z)·(1 + scale) + shift`; returns (h, z).
 
-    z is a new tensor, never `residual` written in place: a recomputing backward pass would then see the sum twice.
-    z is fp32, or the dtype of `branch` with `residual_in_fp32=False`; statistics are taken in fp32 from z as it is
-    stored; h has the dtype of `branch`. norm is RMSNorm (Zhang & Sennrich 2019) without a weight of its own: scale and
-    shift come from the condition. Adaptive norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
+    z is a new tensor, never `residual` written in place: a recomputing backward pass would then see
+    the sum twice. z is fp32, or the dtype of `branch` with `residual_in_fp32=False`; statistics are
+    taken in fp32 from z as it is stored; h has the dtype of `branch`. norm is RMSNorm (Zhang &
+    Sennrich 2019) without a weight of its own: scale and shift come from the condition. Adaptive
+    norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
 
-    A branch in another order of tokens costs nothing: token l of the stream takes row `branch_rows[l]` of `branch`, and
-    row `h_rows[l]` of h is its normed value. Both are permutations.
+    A branch in another order of tokens costs nothing: token l of the stream takes row
+    `branch_rows[l]` of `branch`, and row `h_rows[l]` of h is its normed value. Both are
+    permutations.
 
     `centred`: norm is LayerNorm (Ba et al. 2016), RMSNorm of z less its mean over channels.
     """
     rows = (branch_rows, h_rows)
-    return forward_reference(branch, gate, residual, scale, shift, *rows, eps, residual_in_fp32, centred)[:2]
+    return forward_reference(
+        branch, gate, residual, scale, shift, *rows, eps, residual_in_fp32, centred
+    )[:2]
 
 
 def forward_reference(
@@ -73,7 +78,9 @@ def forward_reference(
         x = x - x.mean(-1, keepdim=True)
     rstd = torch.rsqrt(x.square().mean(-1) + eps)
     x = x * rstd.unsqueeze(-1)
-    h = torch.addcmul(upcast(shift).unsqueeze(1), x, 1.0 + upcast(scale).unsqueeze(1)).to(branch.dtype)
+    h = torch.addcmul(upcast(shift).unsqueeze(1), x, 1.0 + upcast(scale).unsqueeze(1)).to(
+        branch.dtype
+    )
     return h if h_rows is None else torch.empty_like(h).index_copy(1, h_rows.long(), h), z, rstd
 
 
@@ -90,12 +97,15 @@ def backward_reference(
     residual_dtype: torch.dtype,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of branch and residual, and three sums over tokens (B, 3, D): d·branch, dh·normed, dh."""
+    """Gradients of branch and residual, and three sums over tokens (B, 3, D): d·branch, dh·normed,
+    dh."""
     dh = upcast(dh if h_rows is None else dh.index_select(1, h_rows))
     arriving = branch if branch_rows is None else branch.index_select(1, branch_rows)
-    x, w = upcast(z), dh * (1.0 + upcast(scale)).unsqueeze(1)
+    x = upcast(z)
+    w = dh * (1.0 + upcast(scale)).unsqueeze(1)
     if centred:
-        x, w = x - x.mean(-1, keepdim=True), w - w.mean(-1, keepdim=True)
+        x = x - x.mean(-1, keepdim=True)
+        w = w - w.mean(-1, keepdim=True)
     normed = x * rstd.unsqueeze(-1)
     d = (w - normed * (normed * w).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
     if dz is not None:
@@ -125,22 +135,26 @@ def forward_fake(
     return torch.empty_like(branch), z, rstd
 
 
-def backward_fake(dh: Tensor, dz: Any, z: Tensor, branch: Tensor, gate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def backward_fake(
+    dh: Tensor, dz: Any, z: Tensor, branch: Tensor, gate: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     rstd, residual_dtype = rest[-3:-1]
     sums = rstd.new_empty(branch.shape[0], 3, branch.shape[2])
     return torch.empty_like(branch), z.new_empty(z.shape, dtype=residual_dtype), sums
 
 
 register(
-    "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? branch_rows, "
-    "Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, Tensor, Tensor)",
+    "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? "
+    "branch_rows, Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, "
+    "Tensor, Tensor)",
     forward_reference,
     forward_fake,
     "add_norm_triton.launch_forward",
 )
 register(
-    "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor scale, Tensor? branch_rows, "
-    "Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool centred) -> (Tensor, Tensor, Tensor)",
+    "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor "
+    "scale, Tensor? branch_rows, Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool "
+    "centred) -> (Tensor, Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "add_norm_triton.launch_backward",
@@ -148,14 +162,16 @@ register(
 
 
 class FusedAddNorm(torch.autograd.Function):
-    """The operators as one differentiable function. No autocast rule: that would cast the fp32 residual too."""
+    """The operators as one differentiable function. No autocast rule: that would cast the fp32
+    residual too."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         branch, gate, _, scale, _, branch_rows, h_rows, *_ = arguments
         h, z, rstd = torch.ops.fastlatent.add_norm(*arguments)
         ctx.save_for_backward(z, branch, gate, scale, branch_rows, h_rows, rstd)
-        ctx.dtypes, ctx.centred = [t.dtype for t in arguments[:5]], arguments[-1]
+        ctx.dtypes = [t.dtype for t in arguments[:5]]
+        ctx.centred = arguments[-1]
         ctx.set_materialize_grads(False)
         return h, z
 
@@ -188,15 +204,18 @@ def fused_add_norm(
     h_rows: Int[Tensor, "L"] | None = None,
     centred: bool = False,
 ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
-    """`add_norm` as one operator; copies a branch or residual that is not contiguous. ValueError for an empty one, or
-    for more than 8,192 channels."""
+    """`add_norm` as one operator; copies a branch or residual that is not contiguous. ValueError
+    for an empty one, or for more than 8,192 channels."""
     refuse_empty("add_norm", branch)
     if branch.shape != residual.shape:
-        raise ValueError(f"branch {tuple(branch.shape)} and residual {tuple(residual.shape)} must have one shape.")
+        raise UserError(
+            f"branch {tuple(branch.shape)} and residual {tuple(residual.shape)} must have one "
+            "shape."
+        )
     if branch.shape[2] > WIDEST:
-        raise ValueError(
-            f"runtime.fused_add_norm=true takes a stream of at most {WIDEST} channels, and got {branch.shape[2]}; "
-            f"choose a smaller model.dim, or runtime.fused_add_norm=false."
+        raise UserError(
+            f"runtime.fused_add_norm=true takes a stream of at most {WIDEST} channels, and got "
+            f"{branch.shape[2]}; choose a smaller model.dim, or runtime.fused_add_norm=false."
         )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]
     return FusedAddNorm.apply(
@@ -205,7 +224,8 @@ def fused_add_norm(
         residual.contiguous(),
         *vectors[1:],
         branch_rows,
-        h_rows.clone() if h_rows is not None and h_rows is branch_rows else h_rows,  # Dynamo refuses one tensor twice
+        # Dynamo refuses one tensor twice
+        h_rows.clone() if h_rows is not None and h_rows is branch_rows else h_rows,
         eps,
         residual_in_fp32,
         centred,

@@ -1,17 +1,19 @@
 """Triton kernels of `add_norm`. Imported only where they are launched or compiled.
 
-Each element of the stream is read and written once: 12 bytes forward and 18 backward with a 16-bit branch. A tile holds
-some rows of one sample, all D channels of each; statistics are taken from z as it is stored. The backward pass gives
-each program a stretch of rows of one sample and keeps the sums for gate, scale and shift in registers, so there are no
-atomics and equal runs give equal bits.
+Each element of the stream is read and written once: 12 bytes forward and 18 backward with a 16-bit
+branch. A tile holds some rows of one sample, all D channels of each; statistics are taken from z as
+it is stored. The backward pass gives each program a stretch of rows of one sample and keeps the
+sums for gate, scale and shift in registers, so there are no atomics and equal runs give equal bits.
 
-Letters: B samples, L tokens, D width; BLOCK_L rows of a tile, in BLOCK_D columns and the REST of them, both powers of
+Letters: B samples, L tokens, D width; BLOCK_L rows of a tile, in BLOCK_D columns and the REST of
+them, both powers of
 two: 768 = 512 + 256.
 """
 
-# A launch turns plain numbers into constexpr, and what stands under `if` of one is there wherever it is used:
-# pyright: reportArgumentType=false, reportReturnType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# A launch turns plain numbers into constexpr, and what stands under `if` of one is there wherever
+# it is used: pyright: reportArgumentType=false, reportReturnType=false,
+# reportPossiblyUnboundVariable=false, reportOperatorIssue=false pyright:
+# reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import math
@@ -27,8 +29,12 @@ def sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexp
     """Stores columns c of z, and returns them as they are stored."""
     column = c < D
     mask = row[:, None] & column[None, :]
-    branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    residual = tl.load(RESIDUAL + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    residual = tl.load(RESIDUAL + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     gate = tl.load(GATE + c, mask=column, other=0.0).to(tl.float32)
     z = (residual + gate[None, :] * branch).to(Z.dtype.element_ty)
     tl.store(Z + rows[:, None] * D + c[None, :], z, mask=mask)
@@ -80,7 +86,9 @@ def add_norm_kernel(
     c = tl.arange(0, BLOCK_D)
     row = t < L
     rows = b * L + t
-    branch_rows = rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
+    branch_rows = (
+        rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
+    )
     h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
     GATE += b * gate_stride
     SCALE += b * scale_stride
@@ -116,9 +124,11 @@ def arriving(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
 
 @triton.jit
 def leaving(DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr):
-    """Stores columns c of the gradients of residual and branch, of `dz` by way of h; returns the sum for the gate."""
+    """Stores columns c of the gradients of residual and branch, of `dz` by way of h; returns the
+    sum for the gate."""
     mask = row[:, None] & (c < D)[None, :]
-    here, of_branch = rows[:, None] * D + c[None, :], branch_rows[:, None] * D + c[None, :]
+    here = rows[:, None] * D + c[None, :]
+    of_branch = branch_rows[:, None] * D + c[None, :]
     if DZ is not None:
         dz += tl.load(DZ + here, mask=mask, other=0.0).to(tl.float32)
     branch = tl.load(BRANCH + of_branch, mask=mask, other=0.0).to(tl.float32)
@@ -151,7 +161,8 @@ def add_norm_backward_kernel(
     BLOCK_D: tl.constexpr,
     REST: tl.constexpr,
 ):
-    split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    split = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
     GATE += b * gate_stride
     SCALE += b * scale_stride
     c = tl.arange(0, BLOCK_D)
@@ -171,7 +182,9 @@ def add_norm_backward_kernel(
         t = split * ROWS + start + tl.arange(0, BLOCK_L)
         row = t < L
         rows = b * L + t
-        branch_rows = rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
+        branch_rows = (
+            rows if BRANCH_ROWS is None else b * L + tl.load(BRANCH_ROWS + t, mask=row, other=0)
+        )
         h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
         dh, z = arriving(DH, Z, rows, h_rows, row, c, D)
@@ -180,12 +193,15 @@ def add_norm_backward_kernel(
             dh_rest, z_rest = arriving(DH, Z, rows, h_rows, row, c_rest, D)
             w_rest = dh_rest * slope_rest[None, :]
         if CENTRED:  # z and w less their means
-            total, w_total = tl.sum(z, 1), tl.sum(w, 1)
+            total = tl.sum(z, 1)
+            w_total = tl.sum(w, 1)
             if REST > 0:
                 total += tl.sum(z_rest, 1)
                 w_total += tl.sum(w_rest, 1)
-                z_rest, w_rest = less_mean(z_rest, total, c_rest, D), less_mean(w_rest, w_total, c_rest, D)
-            z, w = less_mean(z, total, c, D), less_mean(w, w_total, c, D)
+                z_rest = less_mean(z_rest, total, c_rest, D)
+                w_rest = less_mean(w_rest, w_total, c_rest, D)
+            z = less_mean(z, total, c, D)
+            w = less_mean(w, w_total, c, D)
         normed = z * rstd[:, None]
         along = tl.sum(normed * w, 1)
         if REST > 0:
@@ -198,7 +214,9 @@ def add_norm_backward_kernel(
         dshift += tl.sum(dh, 0)
         if REST > 0:
             d_rest = (w_rest - normed_rest * along) * rstd[:, None]
-            dgate_rest += leaving(DZ, BRANCH, DBRANCH, DRESIDUAL, d_rest, gate_rest, rows, branch_rows, row, c_rest, D)
+            dgate_rest += leaving(
+                DZ, BRANCH, DBRANCH, DRESIDUAL, d_rest, gate_rest, rows, branch_rows, row, c_rest, D
+            )
             dscale_rest += tl.sum(dh_rest * normed_rest, 0)
             dshift_rest += tl.sum(dh_rest, 0)
     SUMS += ((b * tl.num_programs(0) + split) * 3) * D
@@ -212,9 +230,9 @@ def add_norm_backward_kernel(
 
 
 def tile(dim: int, backward: bool = False) -> dict[str, int]:
-    """Static configuration by width: the largest power of two of columns, the rest of them, and rows for about 2,048
-    elements. Nothing of 384, 768 or 1,152 columns is masked. Backward, fewer rows, so that a third program shares a
-    processor."""
+    """Static configuration by width: the largest power of two of columns, the rest of them, and
+    rows for about 2,048 elements. Nothing of 384, 768 or 1,152 columns is masked. Backward, fewer
+    rows, so that a third program shares a processor."""
     block_d = 1 << (dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
     rows = 1 << max(0, round(math.log2(2048 / dim))) if backward else max(1, 2048 // block_d)
@@ -263,7 +281,8 @@ def launch_forward(
 
 
 def splits_of(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
-    """Stretches a sample is cut into, so that about eight programs come to each processor, and rows in a stretch."""
+    """Stretches a sample is cut into, so that about eight programs come to each processor, and rows
+    in a stretch."""
     wanted = max(1, min(triton.cdiv(8 * processors, batch), triton.cdiv(length, block)))
     rows = triton.cdiv(triton.cdiv(length, wanted), block) * block
     return triton.cdiv(length, rows), rows
@@ -282,13 +301,16 @@ def launch_backward(
     residual_dtype: torch.dtype,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of branch and residual, and sums over tokens (B, 3, D): of gate, of the normed stream, of shift."""
+    """Gradients of branch and residual, and sums over tokens (B, 3, D): of gate, of the normed
+    stream, of shift."""
     batch, length, dim = branch.shape
     dbranch = torch.empty_like(branch)
     dresidual = torch.empty_like(z, dtype=residual_dtype)
     shape = tile(dim, backward=True)
     cuda = branch.is_cuda
-    processors = torch.cuda.get_device_properties(branch.device).multi_processor_count if cuda else 1
+    processors = (
+        torch.cuda.get_device_properties(branch.device).multi_processor_count if cuda else 1
+    )
     splits, rows = splits_of(batch, length, shape["BLOCK_L"], processors)
     sums = branch.new_empty(batch, splits, 3, dim, dtype=torch.float32)
     add_norm_backward_kernel[(splits, batch)](

@@ -25,12 +25,17 @@ BACKENDS = {
 
 
 def attend(
-    q: Float[Tensor, "B K L P"], k: Float[Tensor, "B K L P"], v: Float[Tensor, "B K L P"], backend: str = "auto"
+    q: Float[Tensor, "B K L P"],
+    k: Float[Tensor, "B K L P"],
+    v: Float[Tensor, "B K L P"],
+    backend: str = "auto",
 ) -> Float[Tensor, "B K L P"]:
-    """`softmax(q·kᵀ / √P)·v`. `backend` is one of `BACKENDS`, "flex", or "auto" for PyTorch's own choice.
+    """`softmax(q·kᵀ / √P)·v`. `backend` is one of `BACKENDS`, "flex", or "auto" for PyTorch's own
+    choice.
 
-    A named backend that does not take the inputs is a RuntimeError of PyTorch's, never another backend. The channels
-    of a head must be neighbours in memory: every backend but `math` would copy q, k or v otherwise.
+    A named backend that does not take the inputs is a RuntimeError of PyTorch's, never another
+    backend. The channels of a head must be neighbours in memory: every backend but `math` would
+    copy q, k or v otherwise.
     """
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "auto":
@@ -42,7 +47,8 @@ def attend(
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it stores all scores.
+    """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it
+    stores all scores.
 
     It stays compiled where everything else is told to run eagerly, as in evaluation.
     """
@@ -58,4 +64,5 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True)  # which raises where it would run uncompiled
+    # which raises where it would run uncompiled
+    return torch.compile(flex_attention, fullgraph=True)

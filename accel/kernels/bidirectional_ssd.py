@@ -1,14 +1,18 @@
-"""Bidirectional state-space duality (SSD): a selective scan in both directions, written as one masked matrix product.
+"""Bidirectional state-space duality (SSD): a selective scan in both directions, written as one
+masked matrix product.
 
-The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp(a_i)·h_{i-1} + step_i·B_i·x_i and
-y_i = C_i·h_i, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … + a_i)·(C_i·B_j)·step_j·x_j. Here the tokens before i
-and i itself come from a forward scan, the tokens after i from a backward scan with its own step, A, B and C, so each
-pair (i, j) is counted once and nothing is doubled. Steps and sums of a: ssd_decays.py.
+The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp(a_i)·h_{i-1} +
+step_i·B_i·x_i and y_i = C_i·h_i, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … +
+a_i)·(C_i·B_j)·step_j·x_j. Here the tokens before i and i itself come from a forward scan, the
+tokens after i from a backward scan with its own step, A, B and C, so each pair (i, j) is counted
+once and nothing is doubled. Steps and sums of a: ssd_decays.py.
 
-`bidirectional_ssd` is the definition, in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) the same as one operator.
+`bidirectional_ssd` is the definition, in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) the same
+as one operator.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward. B and C are
-shared by all heads and called `B_in` and `C_out`. Inside: S pieces of T tokens, C pieces a sample.
+Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
+backward. B and C are shared by all heads and called `B_in` and `C_out`. Inside: S pieces of T
+tokens, C pieces a sample.
 """
 
 from __future__ import annotations
@@ -22,10 +26,13 @@ from accel.kernels.checks import refuse_empty
 from accel.kernels.gated_norm import gated_norm
 from accel.kernels.ssd_decays import ssd_decays
 from accel.kernels.upcast import upcast
+from common.errors import UserError
 
-PIECE, PIECES = 64, 16
-"""Tokens that the definition takes at once: a decay for every pair of them is what it spends its time on. More of
-them where a sequence would have more pieces than `PIECES`, for those are done one after the other."""
+PIECE = 64
+PIECES = 16
+"""Tokens that the definition takes at once: a decay for every pair of them is what it spends its
+time on. More of them where a sequence would have more pieces than `PIECES`, for those are done one
+after the other."""
 MAX_QUADRATIC = 512
 """Longest sequence that the kernels take at once; they cut a longer one into chunks of `CHUNK`."""
 CHUNK = 256
@@ -43,12 +50,14 @@ def bidirectional_ssd(
     norm_weight: Float[Tensor, "K P"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`y = M x + D·x` with M the bidirectional decay mask times C·Bᵀ times the step, softplus(dt + dt_bias).
+    """`y = M x + D·x` with M the bidirectional decay mask times C·Bᵀ times the step, softplus(dt +
+    dt_bias).
 
-    With z and `norm_weight` the result is gated and normed by head: `rms_norm(y·silu(z))·norm_weight`. Decays and their
-    sums are fp32; matrix products run in the dtype of x, which is also the dtype of the result. Quadratic in pieces of
-    64 tokens, so linear in L up to 1,024 tokens. The models always pass z; without it, scripts.bench compares with
-    other packages.
+    With z and `norm_weight` the result is gated and normed by head:
+    `rms_norm(y·silu(z))·norm_weight`. Decays and their sums are fp32; matrix products run in the
+    dtype of x, which is also the dtype of the result. Quadratic in pieces of 64 tokens, so linear
+    in L up to 1,024 tokens. The models always pass z; without it, scripts.bench compares with other
+    packages.
     """
     refuse_empty("bidirectional_ssd", x)
     length = x.shape[1]
@@ -59,15 +68,21 @@ def bidirectional_ssd(
 
 def gate_weight(norm_weight: Tensor | None) -> Tensor:
     if norm_weight is None:
-        raise ValueError("bidirectional_ssd with a gate z needs norm_weight, of shape (heads, head dim).")
+        raise UserError(
+            "bidirectional_ssd with a gate z needs norm_weight, of shape (heads, head dim)."
+        )
     return norm_weight
 
 
-def masks(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[Tensor, ...]:
-    """decay (S, K, T, T), scores C·B (S, 1, T, T) and steps (S, K, T, T) of every pair, and the pairs with i ≥ j.
+def masks(
+    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor
+) -> tuple[Tensor, ...]:
+    """decay (S, K, T, T), scores C·B (S, 1, T, T) and steps (S, K, T, T) of every pair, and the
+    pairs with i ≥ j.
 
-    Forward decay from j to i is a_{j+1} + … + a_i; backward it is a_i + … + a_{j-1}: in both a difference of sums, ≤ 0
-    where it is used, and clamped there, because rounding may leave a positive last bit that exp would blow up.
+    Forward decay from j to i is a_{j+1} + … + a_i; backward it is a_i + … + a_{j-1}: in both a
+    difference of sums, ≤ 0 where it is used, and clamped there, because rounding may leave a
+    positive last bit that exp would blow up.
     """
     length = x.shape[1]
     lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
@@ -77,14 +92,18 @@ def masks(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor) -
     return exponent.clamp(max=0.0).exp2(), upcast(scores).unsqueeze(1), step, lower
 
 
-def within(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+def within(
+    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+) -> Tensor:
     """The quadratic form: every token with every other token of the same piece."""
     decay, scores, step, _ = masks(x, steps, sums, B_in, C_out)
     y = ((decay * step * scores).to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
 
-def chunked(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+def chunked(
+    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+) -> Tensor:
     """Quadratic inside chunks; between them a state (N, P) a head is carried in each direction."""
     (batch, length), chunk = x.shape[:2], steps.shape[-1]
     if length == chunk:
@@ -93,7 +112,9 @@ def chunked(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor,
     inside = within(x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D)
     y = upcast(inside).unflatten(0, (batch, -1))
     to_edge, decays = of_chunks(steps, sums)
-    to_edge, decays, reach = (t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2()))
+    to_edge, decays, reach = (
+        t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2())
+    )
     for i in (0, 1):
         groups = B_in[:, :, :, i], C_out[:, :, :, i]
         y = y + carried(x, to_edge[i], decays[i], reach[i], *groups, backward=bool(i))
@@ -108,28 +129,41 @@ def cut(t: Tensor, chunk: int) -> Tensor:
 
 
 def of_chunks(steps: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """What a token leaves of itself at the edge of its chunk (S, 2, K, T), and all of a chunk of a state (S, 2, K)."""
+    """What a token leaves of itself at the edge of its chunk (S, 2, K, T), and all of a chunk of a
+    state (S, 2, K)."""
     whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)
     return (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps, whole.exp2()
 
 
 def carried(
-    x: Tensor, to_edge: Tensor, decays: Tensor, reach: Tensor, B_in: Tensor, C_out: Tensor, backward: bool
+    x: Tensor,
+    to_edge: Tensor,
+    decays: Tensor,
+    reach: Tensor,
+    B_in: Tensor,
+    C_out: Tensor,
+    backward: bool,
 ) -> Tensor:
-    """What each token (B, C, T, K, P) receives from the chunks before its own (after it, if `backward`), in fp32.
+    """What each token (B, C, T, K, P) receives from the chunks before its own (after it, if
+    `backward`), in fp32.
 
-    Each chunk adds what it leaves of its own to a state (N, P) a head, decayed by all of the chunk. A token sees of a
-    state as much as `reach` (B, C, K, T) says. States are summed in fp32; products run in the dtype of x.
+    Each chunk adds what it leaves of its own to a state (N, P) a head, decayed by all of the chunk.
+    A token sees of a state as much as `reach` (B, C, K, T) says. States are summed in fp32;
+    products run in the dtype of x.
     """
     heads_of = (x.shape[3], x.shape[4])
-    left = (B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)).unflatten(-1, heads_of)
+    left = (B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)).unflatten(
+        -1, heads_of
+    )
     states = arriving(left, decays[:, :, None, :, None], backward).to(x.dtype)
     return upcast((C_out @ states.flatten(3)).unflatten(-1, heads_of)) * reach.mT.unsqueeze(-1)
 
 
-def arriving(left: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool) -> Tensor:
-    """The state that arrives at each chunk, in the dtype of `decays`: the sum of what the chunks before it (after it,
-    if `backward`) have left, decayed by those between."""
+def arriving(
+    left: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool
+) -> Tensor:
+    """The state that arrives at each chunk, in the dtype of `decays`: the sum of what the chunks
+    before it (after it, if `backward`) have left, decayed by those between."""
     order = -1 if backward else 1
     states = [torch.zeros_like(left[:, 0], dtype=decays.dtype)]
     for own, decay in list(zip(left.unbind(1), decays.unbind(1), strict=True))[::order][:-1]:
@@ -138,7 +172,8 @@ def arriving(left: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], b
 
 
 def bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:
-    """FLOPs of one forward pass of one sample: the products that the algorithm needs, masked halves counted once."""
+    """FLOPs of one forward pass of one sample: the products that the algorithm needs, masked halves
+    counted once."""
     if tokens <= MAX_QUADRATIC:
         return 2 * tokens * tokens * (state_dim + heads * head_dim)
     inside = 2 * tokens * CHUNK * (state_dim + heads * head_dim)

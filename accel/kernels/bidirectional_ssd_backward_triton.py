@@ -1,8 +1,10 @@
-"""Triton kernels of the backward pass of `bidirectional_ssd`; the forward one is in bidirectional_ssd_triton.py.
+"""Triton kernels of the backward pass of `bidirectional_ssd`; the forward one is in
+bidirectional_ssd_triton.py.
 
-dx by the transposed mask; dS = Σ_heads dy·xᵀ·E·step in one kernel, reduced over heads in registers, with row and column
-sums of dS∘S taken from the same fp32 tile for the gradients of the decays; plain matrix products turn dS into dB and
-dC. dx, dB and dC are written side by side, as the backward pass of the convolution before the scan reads them. No
+dx by the transposed mask; dS = Σ_heads dy·xᵀ·E·step in one kernel, reduced over heads in registers,
+with row and column sums of dS∘S taken from the same fp32 tile for the gradients of the decays;
+plain matrix products turn dS into dB and dC. dx, dB and dC are written side by side, as the
+backward pass of the convolution before the scan reads them. No
 atomics: equal runs give equal bits.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
@@ -47,10 +49,15 @@ def ssd_dx_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dx_j = Σ_i M_ij dy_i + D dy_j. S is computed transposed: turning an accumulator is wrong before Triton 3.7.1."""
-    tile, k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """dx_j = Σ_i M_ij dy_i + D dy_j. S is computed transposed: turning an accumulator is wrong
+    before Triton 3.7.1."""
+    tile = tl.program_id(0)
+    k = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
     j0 = tile * BLOCK
-    r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
+    r = tl.arange(0, BLOCK)
+    n = tl.arange(0, N)
+    p = tl.arange(0, P)
     j = j0 + r
     inside = (j < L) | (L % BLOCK == 0)  # L is a constant: tiles that are all full need no mask
     X += b * x_batch + k * P
@@ -64,7 +71,9 @@ def ssd_dx_kernel(
     step_ahead = tl.load(STEPS + ahead + j, mask=inside, other=0.0)
     step_behind = tl.load(STEPS + behind + j, mask=inside, other=0.0)
     b_ahead = tl.load(B_IN + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0)
-    b_behind = tl.load(B_IN + N + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0)
+    b_behind = tl.load(
+        B_IN + N + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0
+    )
     g = tl.zeros([BLOCK, P], tl.float32)
     if j0 + BLOCK < L:
         pivot = tl.load(SUMS + ahead + j0 + BLOCK - 1)
@@ -75,7 +84,11 @@ def ssd_dx_kernel(
             c_t = tl.load(C_OUT + i[None, :] * c_token + n[:, None], mask=there[None, :], other=0.0)
             dy = tl.load(DY + i[:, None] * (K * P) + p[None, :], mask=there[:, None], other=0.0)
             weight = decay_of(tl.load(SUMS + ahead + i, mask=there, other=0.0) - pivot)
-            m = tl.dot(b_ahead, c_t, input_precision=PRECISION) * weight[None, :] * own_ahead[:, None]
+            m = (
+                tl.dot(b_ahead, c_t, input_precision=PRECISION)
+                * weight[None, :]
+                * own_ahead[:, None]
+            )
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     if j0 > 0:
         pivot = tl.load(SUMS + behind + j0)
@@ -85,13 +98,21 @@ def ssd_dx_kernel(
             c_t = tl.load(C_OUT + N + i[None, :] * c_token + n[:, None])
             dy = tl.load(DY + i[:, None] * (K * P) + p[None, :])
             weight = decay_of(tl.load(SUMS + behind + i) - pivot)
-            m = tl.dot(b_behind, c_t, input_precision=PRECISION) * weight[None, :] * own_behind[:, None]
+            m = (
+                tl.dot(b_behind, c_t, input_precision=PRECISION)
+                * weight[None, :]
+                * own_behind[:, None]
+            )
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
-    c_behind = tl.load(C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
+    c_behind = tl.load(
+        C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0
+    )
     dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
     lower = r[None, :] >= r[:, None]  # [j, i]: i ≥ j
-    exponent = tl.where(lower, sum_ahead[None, :] - sum_ahead[:, None], sum_behind[None, :] - sum_behind[:, None])
+    exponent = tl.where(
+        lower, sum_ahead[None, :] - sum_ahead[:, None], sum_behind[None, :] - sum_behind[:, None]
+    )
     m = tl.where(
         lower,
         tl.dot(b_ahead, c_ahead, input_precision=PRECISION) * step_ahead[:, None],
@@ -101,8 +122,12 @@ def ssd_dx_kernel(
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
     g += dy.to(tl.float32) * tl.load(D + k)
     DX += b * dx_batch + k * P
-    tl.store(DX + j[:, None] * dx_token + p[None, :], g.to(DX.dtype.element_ty), mask=inside[:, None])
-    x = tl.load(X + j[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(
+        DX + j[:, None] * dx_token + p[None, :], g.to(DX.dtype.element_ty), mask=inside[:, None]
+    )
+    x = tl.load(X + j[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0).to(
+        tl.float32
+    )
     tl.store(DD + (b * K + k) * tl.num_programs(0) + tile, tl.sum(x * dy.to(tl.float32)))
 
 
@@ -133,19 +158,26 @@ def ssd_ds_kernel(
     PRECISION: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
-    """One tile (i, j) of dS, all heads in turn. ROWS, COLUMNS (B, K, T, L) hold the sums of the tile's own direction; a
-    tile on the diagonal has both, and those of direction 1 go to ROWS_BEHIND, COLUMNS_BEHIND (B, K, L).
+    """One tile (i, j) of dS, all heads in turn. ROWS, COLUMNS (B, K, T, L) hold the sums of the
+    tile's own direction; a tile on the diagonal has both, and those of direction 1 go to
+    ROWS_BEHIND, COLUMNS_BEHIND (B, K, L).
 
     One launch does the diagonal, another the T - 1 other tiles of each row, in fewer registers."""
-    i_tile, j_tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_tile = tl.program_id(0)
+    j_tile = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
     tiles = tl.num_programs(0)
     if DIAGONAL:
         j_tile = i_tile
     else:
         j_tile += (j_tile >= i_tile).to(tl.int32)
-    r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
-    i, j = i_tile * BLOCK + r, j_tile * BLOCK + r
-    i_in, j_in = (i < L) | (L % BLOCK == 0), (j < L) | (L % BLOCK == 0)
+    r = tl.arange(0, BLOCK)
+    n = tl.arange(0, N)
+    p = tl.arange(0, P)
+    i = i_tile * BLOCK + r
+    j = j_tile * BLOCK + r
+    i_in = (i < L) | (L % BLOCK == 0)
+    j_in = (j < L) | (L % BLOCK == 0)
     X += b * x_batch
     DY += b * L * K * P
     B_IN += b * b_batch
@@ -175,14 +207,24 @@ def ssd_ds_kernel(
             behind = own + K * L
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
             other_step = tl.load(STEPS + behind + j, mask=j_in, other=0.0)
-            exponent = tl.where(lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :])
+            exponent = tl.where(
+                lower, sum_i[:, None] - sum_j[None, :], other_i[:, None] - other_i[None, :]
+            )
             g = g * decay_of(exponent)
             ds += g * tl.where(lower, step[None, :], other_step[None, :])
             g = g * scores
-            tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(tl.where(lower, g, 0.0), 0), mask=j_in)
+            tl.store(
+                COLUMNS + (head * tiles + i_tile) * L + j,
+                tl.sum(tl.where(lower, g, 0.0), 0),
+                mask=j_in,
+            )
             tl.store(COLUMNS_BEHIND + head * L + j, tl.sum(tl.where(lower, 0.0, g), 0), mask=j_in)
             g = g * tl.where(lower, step[None, :], other_step[None, :])
-            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(tl.where(lower, g, 0.0), 1), mask=i_in)
+            tl.store(
+                ROWS + (head * tiles + j_tile) * L + i,
+                tl.sum(tl.where(lower, g, 0.0), 1),
+                mask=i_in,
+            )
             tl.store(ROWS_BEHIND + head * L + i, tl.sum(tl.where(lower, 0.0, g), 1), mask=i_in)
         else:
             edge = tl.where(direction == 0, j_tile * BLOCK + BLOCK - 1, j_tile * BLOCK)
@@ -190,7 +232,9 @@ def ssd_ds_kernel(
             g = g * decay_of(sum_i - pivot)[:, None]
             g = g * decay_of(pivot - sum_j)[None, :]
             q = g * scores
-            tl.store(ROWS + (head * tiles + j_tile) * L + i, tl.sum(q * step[None, :], 1), mask=i_in)
+            tl.store(
+                ROWS + (head * tiles + j_tile) * L + i, tl.sum(q * step[None, :], 1), mask=i_in
+            )
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)
             ds += g * step[None, :]
     # dS of both directions: (B, 2, L, L), each zero where the other one rules.
@@ -219,7 +263,8 @@ def ssd_decay_kernel(
     LN2: tl.constexpr,
 ):
     """Row and column sums to the gradients of steps and sums, both (B, 2, K, L)."""
-    k, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
     t = tl.arange(0, BLOCK_L)
     inside = t < L
     own = t // BLOCK
@@ -250,7 +295,8 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dB and dC side by side (B, L, E), d(steps), d(sums) and dD (K)."""
     batch, length, heads, _ = x.shape
-    strides, how = strides_of(x, B_in, C_out), chosen("dx", x, B_in)
+    strides = strides_of(x, B_in, C_out)
+    how = chosen("dx", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
     joined = x.new_empty(batch, length, channels_of(x, B_in))
     dx, dB, dC = slices_of(joined, *x.shape[2:])
@@ -267,7 +313,8 @@ def launch_backward(
     ssd_ds_kernel[(tiles, 1, batch)](*tensors, *strides, **how, DIAGONAL=True)
     if tiles > 1:
         ssd_ds_kernel[(tiles, tiles - 1, batch)](*tensors, *strides, **how, DIAGONAL=False)
-    dsteps, dsums = torch.empty_like(steps), torch.empty_like(sums)
+    dsteps = torch.empty_like(steps)
+    dsums = torch.empty_like(sums)
     ssd_decay_kernel[(heads, batch)](
         rows,
         columns,

@@ -1,14 +1,16 @@
-"""Triton kernels of `bidirectional_ssd` up to 512 tokens: every token with every other, both directions in one mask.
+"""Triton kernels of `bidirectional_ssd` up to 512 tokens: every token with every other, both
+directions in one mask.
 
-With s⁺ the running sums of log decays from the start (direction 0) and s⁻ those from the end (direction 1), in units of
-log2 (ssd_decays.py):
+With s⁺ the running sums of log decays from the start (direction 0) and s⁻ those from the end
+(direction 1), in units of log2 (ssd_decays.py):
 
     y = M x + D x,   M_ij = exp2(s⁺_i - s⁺_j)·(C⁺_i·B⁺_j)·step⁺_j  for i ≥ j,
                             exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·step⁻_j  for i < j
 
-Exponents are split at a pivot between the tiles, exp2(s_i - p)·exp2(p - s_j): both are ≤ 0 and clamped, nothing
-overflows, and a tile needs one exp2 a row and one a column. Only the tile on the diagonal takes one an element, for
-each direction. All tiles add to one accumulator: two, each scaled at its end, would take a quarter more registers.
+Exponents are split at a pivot between the tiles, exp2(s_i - p)·exp2(p - s_j): both are ≤ 0 and
+clamped, nothing overflows, and a tile needs one exp2 a row and one a column. Only the tile on the
+diagonal takes one an element, for each direction. All tiles add to one accumulator: two, each
+scaled at its end, would take a quarter more registers.
 
 The backward pass is in bidirectional_ssd_backward_triton.py.
 
@@ -26,13 +28,15 @@ from torch import Tensor
 
 OLDER_THAN_3_8 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 8]
 THIRD_PROGRAM = 168 if OLDER_THAN_3_8 else None
-"""Registers a thread with which three programs of four warps share a processor of Hopper. What Triton 3.8 and 3.9 make
-of the forward kernel spills there (12 stores a thread), so with them two share one."""
+"""Registers a thread with which three programs of four warps share a processor of Hopper. What
+Triton 3.8 and 3.9 make of the forward kernel spills there (12 stores a thread), so with them two
+share one."""
 
 
 @triton.jit
 def decay_of(exponent):
-    """exp2 of a difference of running sums, which only rounding can make positive. A plain minimum would lose a NaN."""
+    """exp2 of a difference of running sums, which only rounding can make positive. A plain minimum
+    would lose a NaN."""
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -64,9 +68,14 @@ def ssd_kernel(
     PRECISION: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """A tile of y for one head; with Z, NORM and H also `rms_norm(y·silu(z))·norm`, while y is still in registers."""
-    i0, k, b = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r, n, p = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, P)
+    """A tile of y for one head; with Z, NORM and H also `rms_norm(y·silu(z))·norm`, while y is
+    still in registers."""
+    i0 = tl.program_id(0) * BLOCK
+    k = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, BLOCK)
+    n = tl.arange(0, N)
+    p = tl.arange(0, P)
     i = i0 + r
     inside = (i < L) | (L % BLOCK == 0)  # L is a constant: tiles that are all full need no mask
     X += b * x_batch + k * P
@@ -85,40 +94,58 @@ def ssd_kernel(
             b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None])
             x = tl.load(X + j[:, None] * x_token + p[None, :])
             weight = decay_of(pivot - tl.load(SUMS + ahead + j)) * tl.load(STEPS + ahead + j)
-            m = tl.dot(c_ahead, b_t, input_precision=PRECISION) * weight[None, :] * own_ahead[:, None]
+            m = (
+                tl.dot(c_ahead, b_t, input_precision=PRECISION)
+                * weight[None, :]
+                * own_ahead[:, None]
+            )
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
     # What the second half needs is loaded only here: fewer registers in the first.
     sum_behind = tl.load(SUMS + behind + i, mask=inside, other=0.0)
-    c_behind = tl.load(C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0)
+    c_behind = tl.load(
+        C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0
+    )
     if i0 + BLOCK < L:
         pivot = tl.load(SUMS + behind + i0 + BLOCK)
         own_behind = decay_of(sum_behind - pivot)
         for j0 in range(i0 + BLOCK, L, BLOCK):
             j = j0 + r
             there = (j < L) | (L % BLOCK == 0)
-            b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=there[None, :], other=0.0)
+            b_t = tl.load(
+                B_IN + N + j[None, :] * b_token + n[:, None], mask=there[None, :], other=0.0
+            )
             x = tl.load(X + j[:, None] * x_token + p[None, :], mask=there[:, None], other=0.0)
             sums = tl.load(SUMS + behind + j, mask=there, other=0.0)
             weight = decay_of(pivot - sums) * tl.load(STEPS + behind + j, mask=there, other=0.0)
-            m = tl.dot(c_behind, b_t, input_precision=PRECISION) * weight[None, :] * own_behind[:, None]
+            m = (
+                tl.dot(c_behind, b_t, input_precision=PRECISION)
+                * weight[None, :]
+                * own_behind[:, None]
+            )
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
     x = tl.load(X + i[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
     lower = r[:, None] >= r[None, :]
     b_t = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
     step = tl.load(STEPS + ahead + i, mask=inside, other=0.0)
     decay = decay_of(sum_ahead[:, None] - sum_ahead[None, :]) * step[None, :]
-    m_ahead = tl.where(lower, tl.dot(c_ahead, b_t, input_precision=PRECISION) * decay, 0.0).to(x.dtype)
+    m_ahead = tl.where(lower, tl.dot(c_ahead, b_t, input_precision=PRECISION) * decay, 0.0).to(
+        x.dtype
+    )
     b_t = tl.load(B_IN + N + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
     step = tl.load(STEPS + behind + i, mask=inside, other=0.0)
     decay = decay_of(sum_behind[:, None] - sum_behind[None, :]) * step[None, :]
-    m_behind = tl.where(lower, 0.0, tl.dot(c_behind, b_t, input_precision=PRECISION) * decay).to(x.dtype)
+    m_behind = tl.where(lower, 0.0, tl.dot(c_behind, b_t, input_precision=PRECISION) * decay).to(
+        x.dtype
+    )
     y = tl.dot(m_ahead + m_behind, x, y, input_precision=PRECISION)
     y += x.to(tl.float32) * tl.load(D + k)
     out = i[:, None] * (K * P) + p[None, :]
     tl.store(Y + b * L * K * P + k * P + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
     if H is not None:
         of_z = i[:, None] * z_token + p[None, :]
-        gate = tl.load(Z + b * z_batch + k * P + of_z, mask=inside[:, None], other=0.0).to(tl.float32)
+        gate = tl.load(Z + b * z_batch + k * P + of_z, mask=inside[:, None], other=0.0).to(
+            tl.float32
+        )
         gated = y * gate * tl.sigmoid(gate)
         rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
         norm = tl.load(NORM + k * P + p).to(tl.float32)
@@ -129,17 +156,20 @@ def ssd_kernel(
 def configuration(
     part: str, length: int, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
 ) -> tuple[int, int, int | None]:
-    """Tokens a tile, warps, and registers a thread (None: the compiler's choice), by compute capability, so that
-    nothing spills and as many programs as can be share a processor (scripts/kernel_resources.py).
+    """Tokens a tile, warps, and registers a thread (None: the compiler's choice), by compute
+    capability, so that nothing spills and as many programs as can be share a processor
+    (scripts/kernel_resources.py).
 
-    `part` is forward, dx or ds. fp32 products take far more registers. Not tuned for speed yet: no GPU was at hand.
+    `part` is forward, dx or ds. fp32 products take far more registers. Not tuned for speed yet: no
+    GPU was at hand.
     """
     little = capability < 90 or capability >= 120  # shared memory
     large = max(head_dim, state_dim) > 64
     if fp32:
         block = 32 if part == "ds" and not little else 16
         warps = 8 if block == 32 or large or part == "forward" else 4
-        return block, warps, 128 if warps == 8 and part != "forward" else None  # else it spills for a third program
+        # else it spills for a third program
+        return block, warps, 128 if warps == 8 and part != "forward" else None
     if little:
         return 32, 8 if part == "ds" and large else 4, None
     if capability >= 100 or part == "ds" or large:
@@ -159,7 +189,9 @@ def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
         major, minor = torch.cuda.get_device_capability(x.device)
         capability = 10 * major + minor
     of_x = (x.shape[1], x.shape[3])
-    block, warps, registers = configuration(part, *of_x, B_in.shape[3], capability, x.dtype == torch.float32)
+    block, warps, registers = configuration(
+        part, *of_x, B_in.shape[3], capability, x.dtype == torch.float32
+    )
     return {
         "L": x.shape[1],
         "K": x.shape[2],
@@ -174,10 +206,19 @@ def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
 
 
 def strides_of(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
-    return (x.stride(0), x.stride(1), B_in.stride(0), B_in.stride(1), C_out.stride(0), C_out.stride(1))
+    return (
+        x.stride(0),
+        x.stride(1),
+        B_in.stride(0),
+        B_in.stride(1),
+        C_out.stride(0),
+        C_out.stride(1),
+    )
 
 
-def launch_forward(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+def launch_forward(
+    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+) -> Tensor:
     """y, of the shape of x."""
     return launch(x, steps, sums, B_in, C_out, D, None, None, 0.0)[0]
 
@@ -210,10 +251,24 @@ def launch(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
-    y, h = x.new_empty(x.shape), None if z is None else x.new_empty(x.shape)
+    y = x.new_empty(x.shape)
+    h = None if z is None else x.new_empty(x.shape)
     of_z = (0, 0) if z is None else (z.stride(0), z.stride(1))
     how = chosen("forward", x, B_in)
     ssd_kernel[(triton.cdiv(x.shape[1], how["BLOCK"]), x.shape[2], x.shape[0])](
-        x, B_in, C_out, steps, sums, D, z, norm_weight, y, h, *strides_of(x, B_in, C_out), *of_z, **how, EPS=eps
+        x,
+        B_in,
+        C_out,
+        steps,
+        sums,
+        D,
+        z,
+        norm_weight,
+        y,
+        h,
+        *strides_of(x, B_in, C_out),
+        *of_z,
+        **how,
+        EPS=eps,
     )
     return y, h

@@ -1,11 +1,13 @@
-"""The scan of long sequences on fused operators: quadratic inside chunks, and states that go from chunk to chunk.
+"""The scan of long sequences on fused operators: quadratic inside chunks, and states that go from
+chunk to chunk.
 
-`chunked` (bidirectional_ssd.py) is the definition of all of it. Here the inside is an operator, and so are what a chunk
-leaves, `ssd_states`, and what its tokens read of a state, `ssd_read`: each the other's backward pass, with `ssd_groups`
-for B and C. Triton on a GPU (chunked_ssd_triton.py), plain PyTorch elsewhere. The states themselves are summed by
-PyTorch, in fp32.
+`chunked` (bidirectional_ssd.py) is the definition of all of it. Here the inside is an operator, and
+so are what a chunk leaves, `ssd_states`, and what its tokens read of a state, `ssd_read`: each the
+other's backward pass, with `ssd_groups` for B and C. Triton on a GPU (chunked_ssd_triton.py), plain
+PyTorch elsewhere. The states themselves are summed by PyTorch, in fp32.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a sample, S = B·C.
+Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
+sample, S = B·C.
 """
 
 from __future__ import annotations
@@ -29,26 +31,38 @@ def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
 
 
 def states_reference(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, of x (S, T, K, P), B or C (S, T, 2, N), and
-    weights (S, 2, K, T)."""
+    """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, of x (S, T, K, P), B or C
+    (S, T, 2, N), and weights (S, 2, K, T)."""
     return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weighted(x, weights))
 
 
 def read_reference(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """group_t · state of both directions: times the weights and added to `inside` (S, T, K, P), or to nothing; and its
-    products with `other` (S, T, K, P), which are (S, 2, K, T) in fp32, or empty."""
+    """group_t · state of both directions: times the weights and added to `inside` (S, T, K, P), or
+    to nothing; and its products with `other` (S, T, K, P), which are (S, 2, K, T) in fp32, or
+    empty."""
     read = upcast(groups.transpose(1, 2).unsqueeze(2) @ states.to(groups.dtype))  # (S, 2, K, T, P)
     out = (read * weights.unsqueeze(-1)).sum(1).transpose(1, 2)
     out = out if inside is None else out + upcast(inside)
-    dots = weights.new_empty(0) if other is None else (read * upcast(other).transpose(1, 2).unsqueeze(1)).sum(-1)
+    dots = (
+        weights.new_empty(0)
+        if other is None
+        else (read * upcast(other).transpose(1, 2).unsqueeze(1)).sum(-1)
+    )
     return out.to(groups.dtype).contiguous(), dots
 
 
 def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Σ over heads of weight_t · x_t · stateᵀ, (S, T, 2, N) in the dtype of x: the gradient of B or C."""
-    return upcast(weighted(x, weights) @ states.to(x.dtype).mT).sum(2).transpose(1, 2).to(x.dtype).contiguous()
+    """Σ over heads of weight_t · x_t · stateᵀ, (S, T, 2, N) in the dtype of x: the gradient of B or
+    C."""
+    return (
+        upcast(weighted(x, weights) @ states.to(x.dtype).mT)
+        .sum(2)
+        .transpose(1, 2)
+        .to(x.dtype)
+        .contiguous()
+    )
 
 
 def states_fake(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
@@ -75,7 +89,8 @@ register(
     f"{MODULE}.launch_states",
 )
 register(
-    "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> (Tensor, Tensor)",
+    "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> "
+    "(Tensor, Tensor)",
     read_reference,
     read_fake,
     f"{MODULE}.launch_read",
@@ -99,7 +114,8 @@ def read_flops(states: Any, other: Any, *rest: Any, **kwargs: Any) -> int:
 
 
 class FusedStates(torch.autograd.Function):
-    """What each chunk leaves of its own: `ssd_states` as a differentiable function of x, B and weights."""
+    """What each chunk leaves of its own: `ssd_states` as a differentiable function of x, B and
+    weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, B_in: Tensor, weights: Tensor) -> Tensor:
@@ -110,13 +126,15 @@ class FusedStates(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         refuse_second_order()
         x, B_in, weights = ctx.saved_tensors
-        dstates, ops = grads[0].contiguous(), torch.ops.fastlatent
+        dstates = grads[0].contiguous()
+        ops = torch.ops.fastlatent
         dx, dweights = ops.ssd_read(dstates, B_in, weights, None, x)
         return dx, ops.ssd_groups(dstates, x, weights), dweights
 
 
 class FusedRead(torch.autograd.Function):
-    """What tokens read of the states that arrive at their chunk, added to y: of y, states, C and weights."""
+    """What tokens read of the states that arrive at their chunk, added to y: of y, states, C and
+    weights."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, states: Tensor, C_out: Tensor, weights: Tensor) -> Tensor:
@@ -127,7 +145,8 @@ class FusedRead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         refuse_second_order()
         states, C_out, weights = ctx.saved_tensors
-        dy, ops = grads[0].contiguous(), torch.ops.fastlatent
+        dy = grads[0].contiguous()
+        ops = torch.ops.fastlatent
         dweights = ops.ssd_read(states, C_out, weights, None, dy)[1]
         return dy, ops.ssd_states(dy, C_out, weights), ops.ssd_groups(states, dy, weights), dweights
 
@@ -143,7 +162,11 @@ def between_chunks(
 ) -> Float[Tensor, "S T K P"]:
     """y, and what its tokens receive from the other chunks of their sample."""
     to_edge, decays = of_chunks(steps, sums)
-    left = FusedStates.apply(heads_together(x), heads_together(B_in), to_edge).unflatten(0, (batch, -1))
+    left = FusedStates.apply(heads_together(x), heads_together(B_in), to_edge).unflatten(
+        0, (batch, -1)
+    )
     decays = decays.unflatten(0, (batch, -1))[..., None, None]
     states = [arriving(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
-    return FusedRead.apply(y, torch.stack(states, dim=2).flatten(0, 1), heads_together(C_out), sums.exp2())
+    return FusedRead.apply(
+        y, torch.stack(states, dim=2).flatten(0, 1), heads_together(C_out), sums.exp2()
+    )

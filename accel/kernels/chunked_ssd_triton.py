@@ -1,10 +1,12 @@
-"""Triton kernels of what goes between the chunks of a long scan (chunked_ssd.py). No atomics: equal runs, equal bits.
+"""Triton kernels of what goes between the chunks of a long scan (chunked_ssd.py). No atomics: equal
+runs, equal bits.
 
-Letters: S chunks of T tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is backward.
+Letters: S chunks of T tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
+backward.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
+# reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from typing import Any
@@ -36,8 +38,11 @@ def ssd_states_kernel(
     PRECISION: tl.constexpr,
 ):
     """Some rows of a state: of one chunk, head and direction."""
-    k, direction, s = tl.program_id(0) // (N // BLOCK_N), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r, p = tl.arange(0, BLOCK), tl.arange(0, P)
+    k = tl.program_id(0) // (N // BLOCK_N)
+    direction = tl.program_id(1)
+    s = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, BLOCK)
+    p = tl.arange(0, P)
     n = tl.program_id(0) % (N // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     X += s * x_batch + k * P
     GROUPS += s * g_batch + direction * N
@@ -75,16 +80,18 @@ def ssd_read_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    k, s = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t, p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, P)
+    k = tl.program_id(1)
+    s = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, P)
     inside = (t < T) | (T % BLOCK == 0)
     GROUPS += s * g_batch
     here = s * T * K * P + k * P
     out = tl.zeros([BLOCK, P], tl.float32)
     if INSIDE is not None:
-        out += tl.load(INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0).to(
-            tl.float32
-        )
+        out += tl.load(
+            INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0
+        ).to(tl.float32)
     if OTHER is not None:
         of_other = s * o_batch + k * P + t[:, None] * o_token + p[None, :]
         other = tl.load(OTHER + of_other, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -93,13 +100,21 @@ def ssd_read_kernel(
         read = tl.zeros([BLOCK, P], tl.float32)
         for start in range(0, N, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            g = tl.load(GROUPS + direction * N + t[:, None] * g_token + n[None, :], mask=inside[:, None], other=0.0)
+            g = tl.load(
+                GROUPS + direction * N + t[:, None] * g_token + n[None, :],
+                mask=inside[:, None],
+                other=0.0,
+            )
             state = tl.load(STATES + own * (N * P) + n[:, None] * P + p[None, :]).to(g.dtype)
             read = tl.dot(g, state, read, input_precision=PRECISION)
         out += read * tl.load(WEIGHTS + own * T + t, mask=inside, other=0.0)[:, None]
         if OTHER is not None:
             tl.store(DOTS + own * T + t, tl.sum(read * other, 1), mask=inside)
-    tl.store(OUT + here + t[:, None] * (K * P) + p[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None])
+    tl.store(
+        OUT + here + t[:, None] * (K * P) + p[None, :],
+        out.to(OUT.dtype.element_ty),
+        mask=inside[:, None],
+    )
 
 
 @triton.jit
@@ -118,8 +133,10 @@ def ssd_groups_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    direction, s = tl.program_id(1) // (N // BLOCK_N), tl.program_id(2).to(tl.int64)
-    t, p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, P)
+    direction = tl.program_id(1) // (N // BLOCK_N)
+    s = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, P)
     n = tl.program_id(1) % (N // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (t < T) | (T % BLOCK == 0)
     X += s * x_batch
@@ -132,7 +149,9 @@ def ssd_groups_kernel(
         xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
         out = tl.dot(xw, state_t, out, input_precision=PRECISION)
     here = OUT + s * T * 2 * N + direction * N
-    tl.store(here + t[:, None] * (2 * N) + n[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None])
+    tl.store(
+        here + t[:, None] * (2 * N) + n[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None]
+    )
 
 
 def configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:
@@ -144,7 +163,14 @@ def configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[in
 def chosen(like: Tensor, length: int, heads: int, state_dim: int, head_dim: int) -> dict[str, Any]:
     """Constants and options of a launch on tensors of the kind of `like`."""
     block, block_n, warps = configuration(head_dim, state_dim, like.dtype == torch.float32)
-    sizes = {"T": length, "K": heads, "N": state_dim, "P": head_dim, "BLOCK": block, "BLOCK_N": block_n}
+    sizes = {
+        "T": length,
+        "K": heads,
+        "N": state_dim,
+        "P": head_dim,
+        "BLOCK": block,
+        "BLOCK_N": block_n,
+    }
     return sizes | {"PRECISION": precision_of(like), "num_warps": warps, "num_stages": 2}
 
 
@@ -153,7 +179,9 @@ def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
     states = weights.new_empty(pieces, 2, heads, groups.shape[3], head_dim)
     how = chosen(x, length, heads, groups.shape[3], head_dim)
     strides = (*x.stride()[:2], *groups.stride()[:2])
-    ssd_states_kernel[(heads * (how["N"] // how["BLOCK_N"]), 2, pieces)](x, groups, weights, states, *strides, **how)
+    ssd_states_kernel[(heads * (how["N"] // how["BLOCK_N"]), 2, pieces)](
+        x, groups, weights, states, *strides, **how
+    )
     return states
 
 

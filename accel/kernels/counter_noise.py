@@ -1,10 +1,12 @@
 """Randomness without state: every draw is a hash of (seed, purpose, stream position).
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", http://www.thesalmons.org/john/random123/).
-On a GPU each draw is one launch (counter_noise_triton.py): the same integers, normals within rounding.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+http://www.thesalmons.org/john/random123/). On a GPU each draw is one launch
+(counter_noise_triton.py): the same integers, normals within rounding.
 
-The stream position of a sample is the number of samples seen before its batch plus its index in the global batch, so
-the draws are the same at any world size, after any resume and in any order of evaluation.
+The stream position of a sample is the number of samples seen before its batch plus its index in the
+global batch, so the draws are the same at any world size, after any resume and in any order of
+evaluation.
 
 Shapes: B samples, W 32-bit words a sample.
 """
@@ -26,7 +28,8 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw: one position has independent numbers for each. The values are part of a run's identity."""
+    """The purpose of a draw: one position has independent numbers for each. The values are part of
+    a run's identity."""
 
     NOISE = 0
     TIME = 1
@@ -43,7 +46,8 @@ class Purpose(IntEnum):
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """High and low 32 bits of a·m, for a and m below 2³² in int64: the product wraps, but keeps all of its 64 bits."""
+    """High and low 32 bits of a·m, for a and m below 2³² in int64: the product wraps, but keeps all
+    of its 64 bits."""
     product = a * m
     return (product >> 32) & MASK, product & MASK
 
@@ -57,8 +61,12 @@ def philox(
     for _ in range(10):
         high0, low0 = multiply(c0, MULTIPLIERS[0])
         high1, low1 = multiply(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = (k0 + WEYL[0]) & MASK
+        k1 = (k1 + WEYL[1]) & MASK
     return c0, c1, c2, c3
 
 
@@ -68,7 +76,9 @@ def bits_of(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor
     c1 = torch.full_like(c0, purpose)
     c2 = (position & MASK).unsqueeze(1).expand_as(c0)
     c3 = ((position >> 32) & MASK).unsqueeze(1).expand_as(c0)
-    return torch.stack(philox((c0, c1, c2, c3), (seed & MASK, (seed >> 32) & MASK)), dim=-1).flatten(1)[:, :words]
+    return torch.stack(
+        philox((c0, c1, c2, c3), (seed & MASK, (seed >> 32) & MASK)), dim=-1
+    ).flatten(1)[:, :words]
 
 
 def uniform_of(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
@@ -97,17 +107,23 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
     return DEFINITIONS[kind](seed, purpose, position, words)
 
 
-def counter_bits(seed: int, purpose: int, position: Int[Tensor, "B"], words: int) -> Int[Tensor, "B W"]:
+def counter_bits(
+    seed: int, purpose: int, position: Int[Tensor, "B"], words: int
+) -> Int[Tensor, "B W"]:
     """`words` independent uniform 32-bit integers a sample, as int64 in [0, 2³²).
 
-    The Philox key is the seed's low and high 32 bits; the counter is (word // 4, purpose, position low, position high).
-    Only tests call it: with it they compare all 32 bits of the kernel's integers, of which a uniform keeps 23.
+    The Philox key is the seed's low and high 32 bits; the counter is (word // 4, purpose, position
+    low, position high). Only tests call it: with it they compare all 32 bits of the kernel's
+    integers, of which a uniform keeps 23.
     """
     return draw("bits", seed, purpose, position, words)
 
 
-def counter_uniform(seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1) -> Float[Tensor, "B W"]:
-    """Uniform fp32 numbers in (0, 1): the upper 23 bits, moved by half a step away from both ends."""
+def counter_uniform(
+    seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1
+) -> Float[Tensor, "B W"]:
+    """Uniform fp32 numbers in (0, 1): the upper 23 bits, moved by half a step away from both
+    ends."""
     return draw("uniform", seed, purpose, position, words)
 
 

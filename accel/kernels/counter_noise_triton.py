@@ -1,6 +1,7 @@
 """The draws of counter_noise.py in one launch: the same integers, normals within rounding.
 
-A draw costs its own Philox block of four words, of which one is used: arithmetic is cheap beside a launch.
+A draw costs its own Philox block of four words, of which one is used: arithmetic is cheap beside a
+launch.
 """
 
 # A launch turns plain numbers into constexpr:
@@ -19,14 +20,21 @@ KINDS = {"bits": 0, "uniform": 1, "normal": 2}
 @triton.jit
 def philox_word(word, purpose, low, high, key_low, key_high):
     """Word number `word` of the stream, uint32; all arguments are tensors of one shape."""
-    c0, c1, c2, c3 = (word // 4).to(tl.uint32), purpose, low, high
-    k0, k1 = key_low, key_high
+    c0 = (word // 4).to(tl.uint32)
+    c1 = purpose
+    c2 = low
+    c3 = high
+    k0 = key_low
+    k1 = key_high
     for _ in tl.static_range(10):
-        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        first = c0.to(tl.uint64) * 0xD2511F53
+        second = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
         c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1, c3 = second.to(tl.uint32), first.to(tl.uint32)
-        k0, k1 = (k0 + 0x9E3779B9).to(tl.uint32), (k1 + 0xBB67AE85).to(tl.uint32)
+        c1 = second.to(tl.uint32)
+        c3 = first.to(tl.uint32)
+        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
     lane = word % 4
     return tl.where(lane == 0, c0, tl.where(lane == 1, c1, tl.where(lane == 2, c2, c3)))
 
@@ -38,15 +46,19 @@ def uniform_of(bits):
 
 @triton.jit
 def turned(u):
-    """cos(2πu) and sin(2πu) for u in (0, 1): quarter turns, then Taylor to r⁹; the library's cosine needs a stack."""
+    """cos(2πu) and sin(2πu) for u in (0, 1): quarter turns, then Taylor to r⁹; the library's cosine
+    needs a stack."""
     quarter = tl.floor(4.0 * u + 0.5)
     r = (4.0 * u - quarter) * 1.5707963267948966
     q = r * r
-    sine = r * (1.0 + q * (-1.6666667e-1 + q * (8.3333333e-3 + q * (-1.9841270e-4 + q * 2.7557319e-6))))
+    sine = r * (
+        1.0 + q * (-1.6666667e-1 + q * (8.3333333e-3 + q * (-1.9841270e-4 + q * 2.7557319e-6)))
+    )
     cosine = 1.0 + q * (-0.5 + q * (4.1666667e-2 + q * (-1.3888889e-3 + q * 2.4801587e-5)))
     turn = quarter.to(tl.int32) % 4
     swapped = turn % 2 == 1
-    x, y = tl.where(swapped, sine, cosine), tl.where(swapped, cosine, sine)
+    x = tl.where(swapped, sine, cosine)
+    y = tl.where(swapped, cosine, sine)
     return tl.where((turn == 1) | (turn == 2), -x, x), tl.where(turn >= 2, -y, y)
 
 
@@ -60,7 +72,9 @@ def counter_noise_kernel(
     position = tl.load(POSITION + b)
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    what, k0, k1 = zero + purpose.to(tl.uint32), zero + key_low.to(tl.uint32), zero + key_high.to(tl.uint32)
+    what = zero + purpose.to(tl.uint32)
+    k0 = zero + key_low.to(tl.uint32)
+    k1 = zero + key_high.to(tl.uint32)
     bits = philox_word(i, what, low, high, k0, k1)
     out = OUT + b * words + i
     if KIND == 0:
@@ -79,7 +93,10 @@ def launch(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> 
     half = -(-words // 2)
     count = half if kind == "normal" else words
     out = torch.empty(
-        len(position), words, dtype=torch.int64 if kind == "bits" else torch.float32, device=position.device
+        len(position),
+        words,
+        dtype=torch.int64 if kind == "bits" else torch.float32,
+        device=position.device,
     )
     if out.numel():
         counter_noise_kernel[(len(position), triton.cdiv(count, BLOCK))](

@@ -1,8 +1,8 @@
-"""`bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU (bidirectional_ssd_triton.py), plain
-PyTorch elsewhere.
+"""`bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
+(bidirectional_ssd_triton.py), plain PyTorch elsewhere.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens; E = K·P + 4·N, the channels of
-x, B and C together.
+Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens; E = K·P +
+4·N, the channels of x, B and C together.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import heads_together, register
 from accel.kernels.ssd_decays import fused_ssd_decays
 from accel.kernels.upcast import upcast
+from common.errors import UserError
 
 LN2 = math.log(2.0)
 SIZES = (16, 32, 64, 128)
@@ -44,7 +45,9 @@ def gated_reference(
     return gated_norm(y, z, norm_weight, eps), y
 
 
-def plain_reference(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+def plain_reference(
+    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+) -> Tensor:
     return definition.within(x, steps, sums, B_in, C_out, D).contiguous()
 
 
@@ -53,12 +56,15 @@ def backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dB and dC side by side (S, T, E), d(steps), d(sums) and dD."""
     decay, scores, step, lower = definition.masks(x, steps, sums, B_in, C_out)
-    rows, columns = upcast(dy).transpose(1, 2), upcast(x).transpose(1, 2)  # (S, K, T, P)
+    # (S, K, T, P)
+    rows = upcast(dy).transpose(1, 2)
+    columns = upcast(x).transpose(1, 2)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows
     g = (rows @ columns.mT) * decay
     dS = (g * step).sum(1)
     q = g * scores
-    dsteps, dsums = [], []
+    dsteps = []
+    dsums = []
     for mask, own in ((lower, steps[:, 0]), (~lower, steps[:, 1])):
         part = torch.where(mask, q, 0.0)
         dsteps.append(part.sum(2))
@@ -68,7 +74,12 @@ def backward_reference(
     dx_out.copy_(dx.transpose(1, 2))
     dS = torch.stack((torch.where(lower, dS, 0.0), torch.where(lower, 0.0, dS)), dim=1).to(x.dtype)
     groups_backward(dS, B_in, C_out, dB, dC)
-    return joined, torch.stack(dsteps, dim=1), torch.stack(dsums, dim=1), (rows * columns).sum((0, 2, 3))
+    return (
+        joined,
+        torch.stack(dsteps, dim=1),
+        torch.stack(dsums, dim=1),
+        (rows * columns).sum((0, 2, 3)),
+    )
 
 
 def channels_of(x: Tensor, B_in: Tensor) -> int:
@@ -79,12 +90,16 @@ def slices_of(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor
     """x, B and C, each (S, T, groups, width), as they lie side by side in `joined` (S, T, E)."""
     inner = heads * head_dim
     x, B_in, C_out = joined.split((inner, *2 * ((joined.shape[-1] - inner) // 2,)), dim=-1)
-    return x.unflatten(-1, (heads, head_dim)), B_in.unflatten(-1, (2, -1)), C_out.unflatten(-1, (2, -1))
+    return (
+        x.unflatten(-1, (heads, head_dim)),
+        B_in.unflatten(-1, (2, -1)),
+        C_out.unflatten(-1, (2, -1)),
+    )
 
 
 def groups_backward(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
-    """Writes dB and dC of dS (S, 2, T, T), the gradient of C_i·B_j, zero outside each direction's mask. Matrix products
-    read and write rows that lie apart, so nothing is copied."""
+    """Writes dB and dC of dS (S, 2, T, T), the gradient of C_i·B_j, zero outside each direction's
+    mask. Matrix products read and write rows that lie apart, so nothing is copied."""
     for i in (0, 1):
         torch.bmm(dS[:, i], B_in[:, :, i], out=dC[:, :, i])
         torch.bmm(dS[:, i].mT, C_out[:, :, i], out=dB[:, :, i])
@@ -106,7 +121,12 @@ def backward_fake(
 
 
 INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
-register(f"ssd({INPUTS}) -> Tensor", plain_reference, plain_fake, "bidirectional_ssd_triton.launch_forward")
+register(
+    f"ssd({INPUTS}) -> Tensor",
+    plain_reference,
+    plain_fake,
+    "bidirectional_ssd_triton.launch_forward",
+)
 register(
     f"ssd_gated({INPUTS}, Tensor z, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
     gated_reference,
@@ -129,14 +149,17 @@ def ssd_flops(x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: An
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd_backward)
-def ssd_backward_flops(dy: Any, x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any) -> int:
+def ssd_backward_flops(
+    dy: Any, x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any
+) -> int:
     """dx and dS cost a forward pass each; dB and dC are four products of T × T with T × N."""
     return 2 * ssd_flops(x, None, None, B_in) + 8 * x[0] * x[1] * x[1] * B_in[3]
 
 
 def gradients(dy: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of x, steps, sums, B_in, C_out and D, which are `inputs`."""
-    x, D = inputs[0], inputs[5]
+    x = inputs[0]
+    D = inputs[5]
     joined, dsteps, dsums, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), *inputs)
     dx, dB, dC = slices_of(joined, *x.shape[2:])
     return dx, dsteps, dsums, dB, dC, dD.to(D.dtype)
@@ -188,11 +211,12 @@ def fused_bidirectional_ssd(
     norm_weight: Float[Tensor, "K P"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`bidirectional_ssd` in two launches up to 512 tokens, gate and norm included; beyond, the operator inside chunks
-    of 256, one for what they leave, one for what they read, and gate and norm in a launch of their own.
+    """`bidirectional_ssd` in two launches up to 512 tokens, gate and norm included; beyond, the
+    operator inside chunks of 256, one for what they leave, one for what they read, and gate and
+    norm in a launch of their own.
 
-    ValueError for a head dim or state size that the matrix units do not take. Slices of one projection are taken as
-    they lie, without a copy.
+    ValueError for a head dim or state size that the matrix units do not take. Slices of one
+    projection are taken as they lie, without a copy.
     """
     refuse_empty("bidirectional_ssd", x)
     check_sizes(x.shape[3], B_in.shape[3])
@@ -210,13 +234,16 @@ def fused_bidirectional_ssd(
 
 def check_sizes(head_dim: int, state_dim: int) -> None:
     if head_dim not in SIZES or state_dim not in SIZES:
-        raise ValueError(
-            f"runtime.fused_scan=true takes head_dim and state_dim of {', '.join(map(str, SIZES))}, and got "
-            f"{head_dim} and {state_dim}; choose such sizes, or runtime.fused_scan=false."
+        raise UserError(
+            "runtime.fused_scan=true takes head_dim and state_dim of "
+            f"{', '.join(map(str, SIZES))}, and got {head_dim} and {state_dim}; choose such "
+            "sizes, or runtime.fused_scan=false."
         )
 
 
-def chunked(x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor) -> Tensor:
+def chunked(
+    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
+) -> Tensor:
     """`bidirectional_ssd.chunked` on operators."""
     (batch, length), chunk = x.shape[:2], steps.shape[-1]
     x, B_in, C_out = (definition.cut(t, chunk).flatten(0, 1) for t in (x, B_in, C_out))
@@ -232,4 +259,11 @@ def inside(*inputs: Tensor) -> Tensor:
 def as_the_kernels_take_them(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, ...]:
-    return heads_together(x), steps, sums, heads_together(B_in), heads_together(C_out), D.contiguous()
+    return (
+        heads_together(x),
+        steps,
+        sums,
+        heads_together(B_in),
+        heads_together(C_out),
+        D.contiguous(),
+    )

@@ -1,7 +1,9 @@
 """Gate and per-head norm after the scan: `rms_norm(y·silu(z))·weight`, each head by itself.
 
-`gated_norm` is the definition, in PyTorch; `fused_gated_norm` the same as one operator with its own backward pass:
-Triton on a GPU (gated_norm_triton.py), plain PyTorch elsewhere. Nothing but y and z is kept for the backward pass.
+`gated_norm` is the definition, in PyTorch; `fused_gated_norm` the same as one operator with its own
+backward pass:
+Triton on a GPU (gated_norm_triton.py), plain PyTorch elsewhere. Nothing but y and z is kept for the
+backward pass.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
@@ -21,7 +23,10 @@ from accel.kernels.upcast import upcast
 
 
 def gated_norm(
-    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L K P"], weight: Float[Tensor, "K P"], eps: float = 1e-6
+    y: Float[Tensor, "B L K P"],
+    z: Float[Tensor, "B L K P"],
+    weight: Float[Tensor, "K P"],
+    eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
     """In the dtype of y; gate and statistics in fp32. RMSNorm: Zhang & Sennrich 2019."""
     gated = upcast(y) * F.silu(upcast(z))
@@ -33,12 +38,14 @@ def backward_reference(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y and weight; writes that of z to `dz`, which may be a slice."""
-    wide, gate = upcast(y), upcast(z)
+    wide = upcast(y)
+    gate = upcast(z)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     gated = wide * silu
     rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
-    normed, dh = gated * rstd, upcast(dh)
+    normed = gated * rstd
+    dh = upcast(dh)
     dnormed = dh * upcast(weight)
     dgated = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     dz.copy_(dgated * wide * sigmoid * (1.0 + gate * (1.0 - sigmoid)))
@@ -49,7 +56,9 @@ def forward_fake(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.new_empty(y.shape)
 
 
-def backward_fake(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, ...]:
+def backward_fake(
+    dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
+) -> tuple[Tensor, ...]:
     wide = torch.promote_types(y.dtype, torch.float32)
     return y.new_empty(y.shape), weight.new_empty(weight.shape, dtype=wide)
 
@@ -61,7 +70,8 @@ register(
     "gated_norm_triton.launch_forward",
 )
 register(
-    "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) -> (Tensor, Tensor)",
+    "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) "
+    "-> (Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "gated_norm_triton.launch_backward",
@@ -88,8 +98,12 @@ class FusedGatedNorm(torch.autograd.Function):
 
 
 def fused_gated_norm(
-    y: Float[Tensor, "B L K P"], z: Float[Tensor, "B L K P"], weight: Float[Tensor, "K P"], eps: float = 1e-6
+    y: Float[Tensor, "B L K P"],
+    z: Float[Tensor, "B L K P"],
+    weight: Float[Tensor, "K P"],
+    eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not contiguous."""
+    """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not
+    contiguous."""
     refuse_empty("gated_norm", y)
     return FusedGatedNorm.apply(y.contiguous(), heads_together(z), weight.contiguous(), eps)

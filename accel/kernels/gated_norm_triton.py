@@ -1,6 +1,8 @@
-"""Triton kernels of `gated_norm`: one pass forward, one backward, statistics taken anew in the second.
+"""Triton kernels of `gated_norm`: one pass forward, one backward, statistics taken anew in the
+second.
 
-A program has one head of some tokens of one sample. Sums for the weight are stored by program and added up afterwards:
+A program has one head of some tokens of one sample. Sums for the weight are stored by program and
+added up afterwards:
 no atomics. Letters: B samples, L tokens, K heads, P head dim.
 """
 
@@ -13,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_L, WARPS = 32, 4
+BLOCK_L = 32
+WARPS = 4
 
 
 @triton.jit
@@ -31,11 +34,15 @@ def gated_norm_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    k, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t, p = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P)
+    k = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    p = tl.arange(0, BLOCK_P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     here = ((b * L + t[:, None]) * K + k) * P + p[None, :]
-    z = tl.load(Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(
+        Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0
+    ).to(tl.float32)
     gated = tl.load(Y + here, mask=mask, other=0.0).to(tl.float32) * z * tl.sigmoid(z)
     rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
     weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
@@ -62,11 +69,16 @@ def gated_norm_backward_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    tile, k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t, p = tile * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P)
+    tile = tl.program_id(0)
+    k = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
+    p = tl.arange(0, BLOCK_P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     here = ((b * L + t[:, None]) * K + k) * P + p[None, :]
-    z = tl.load(Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(
+        Z + b * z_batch + t[:, None] * z_token + k * P + p[None, :], mask=mask, other=0.0
+    ).to(tl.float32)
     y = tl.load(Y + here, mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(DH + here, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
@@ -101,7 +113,9 @@ def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return h
 
 
-def launch_backward(dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
+def launch_backward(
+    dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of y (its dtype) and weight (fp32); writes that of z to `dz`."""
     grid = grid_of(y)
     dy = y.new_empty(y.shape)

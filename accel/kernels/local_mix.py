@@ -1,7 +1,7 @@
 """Local mixing: a depthwise convolution over the token grid, then SiLU.
 
-`local_mix` is the definition, in PyTorch; `fused_local_mix` the same as one operator with its own backward pass: Triton
-on a GPU (local_mix_triton.py), plain PyTorch elsewhere.
+`local_mix` is the definition, in PyTorch; `fused_local_mix` the same as one operator with its own
+backward pass: Triton on a GPU (local_mix_triton.py), plain PyTorch elsewhere.
 
 Letters: B samples, L = rows · columns tokens in raster order, D width, R × C taps (both odd).
 """
@@ -19,28 +19,36 @@ from torch.utils.flop_counter import register_flop_formula
 from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
+from common.errors import UserError
 
 
 def local_mix(
-    x: Float[Tensor, "B L D"], weight: Float[Tensor, "D 1 R C"], bias: Float[Tensor, "D"], grid: tuple[int, int]
+    x: Float[Tensor, "B L D"],
+    weight: Float[Tensor, "D 1 R C"],
+    bias: Float[Tensor, "D"],
+    grid: tuple[int, int],
 ) -> Float[Tensor, "B L D"]:
-    """`silu(depthwise_conv(x))` with zero padding: 3 × 3 taps reach the eight neighbours on the grid, 1 × k taps on a
-    grid of one row the neighbours in the sequence."""
+    """`silu(depthwise_conv(x))` with zero padding: 3 × 3 taps reach the eight neighbours on the
+    grid, 1 × k taps on a grid of one row the neighbours in the sequence."""
     mixed = convolved(x, with_usual_strides(weight).to(x.dtype), bias.to(x.dtype), grid)
     return F.silu(mixed).flatten(2).transpose(1, 2)
 
 
-def convolved(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Float[Tensor, "B D rows columns"]:
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]
+) -> Float[Tensor, "B D rows columns"]:
     image = x.transpose(1, 2).unflatten(2, grid)
     padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     return F.conv2d(image, weight, bias, padding=padding, groups=x.shape[2])
 
 
 def with_usual_strides(weight: Tensor) -> Tensor:
-    """Returns the same values; autograd then gives their gradient the strides of a contiguous tensor.
+    """Returns the same values; autograd then gives their gradient the strides of a contiguous
+    tensor.
 
-    PyTorch's gradient of a depthwise weight has another stride in the dimension of size 1, and ddp then copies it into
-    its bucket, with a warning, where `gradient_as_bucket_view` would have saved the copy.
+    PyTorch's gradient of a depthwise weight has another stride in the dimension of size 1, and ddp
+    then copies it into its bucket, with a warning, where `gradient_as_bucket_view` would have saved
+    the copy.
     """
     return weight.flatten().view(weight.shape)
 
@@ -57,16 +65,27 @@ def forward_reference(x: Tensor, weight: Tensor, bias: Tensor, rows: int, column
 def backward_reference(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias; writes that of x to `dx`, which may be a slice. The convolution is done again
-    instead of being kept."""
-    wide, kernel = upcast(x), upcast(weight)
+    """Gradients of weight and bias; writes that of x to `dx`, which may be a slice. The convolution
+    is done again instead of being kept."""
+    wide = upcast(x)
+    kernel = upcast(weight)
     u = convolved(wide, kernel, upcast(bias), (rows, columns))
     gate = torch.sigmoid(u)
     du = upcast(dy).transpose(1, 2).unflatten(2, (rows, columns)) * gate * (1.0 + u * (1.0 - gate))
     image = wide.transpose(1, 2).unflatten(2, (rows, columns))
     padding = [weight.shape[2] // 2, weight.shape[3] // 2]
     dimage, dweight, dbias = torch.ops.aten.convolution_backward(
-        du, image, kernel, [x.shape[2]], [1, 1], padding, [1, 1], False, [0, 0], x.shape[2], [True, True, True]
+        du,
+        image,
+        kernel,
+        [x.shape[2]],
+        [1, 1],
+        padding,
+        [1, 1],
+        False,
+        [0, 0],
+        x.shape[2],
+        [True, True, True],
     )
     dx.copy_(dimage.flatten(2).transpose(1, 2))
     return with_usual_strides(dweight), dbias
@@ -76,7 +95,9 @@ def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: in
     return x.new_empty(x.shape)
 
 
-def backward_fake(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def backward_fake(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight.new_empty(weight.shape, dtype=dtype), bias.new_empty(bias.shape, dtype=dtype)
 
@@ -88,8 +109,8 @@ register(
     "local_mix_triton.launch_forward",
 )
 register(
-    "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, Tensor(a!) dx) "
-    "-> (Tensor, Tensor)",
+    "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, "
+    "Tensor(a!) dx) -> (Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "local_mix_triton.launch_backward",
@@ -110,7 +131,9 @@ class FusedLocalMix(torch.autograd.Function):
     """The operators as one differentiable function of x, weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.grid = (rows, columns)
         return torch.ops.fastlatent.local_mix(x, weight, bias, rows, columns)
@@ -119,16 +142,21 @@ class FusedLocalMix(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         x, weight, bias = ctx.saved_tensors
-        dx, backward = x.new_empty(x.shape), torch.ops.fastlatent.local_mix_backward
+        dx = x.new_empty(x.shape)
+        backward = torch.ops.fastlatent.local_mix_backward
         dweight, dbias = backward(grads[0].contiguous(), x, weight, bias, *ctx.grid, dx)
         return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
 
 
 def fused_local_mix(
-    x: Float[Tensor, "B L D"], weight: Float[Tensor, "D 1 R C"], bias: Float[Tensor, "D"], grid: tuple[int, int]
+    x: Float[Tensor, "B L D"],
+    weight: Float[Tensor, "D 1 R C"],
+    bias: Float[Tensor, "D"],
+    grid: tuple[int, int],
 ) -> Float[Tensor, "B L D"]:
-    """`local_mix` as one operator. A slice of a projection is taken as it lies; channels must be neighbours in memory,
-    or x is copied. ValueError for an even number of taps, or a grid that is not that of the tokens."""
+    """`local_mix` as one operator. A slice of a projection is taken as it lies; channels must be
+    neighbours in memory, or x is copied. ValueError for an even number of taps, or a grid that is
+    not that of the tokens."""
     refuse_empty("local_mix", x)
     check_shape(x, weight, grid)
     x = x if x.stride(2) == 1 else x.contiguous()
@@ -136,8 +164,13 @@ def fused_local_mix(
 
 
 def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:
-    taps, tokens = tuple(weight.shape[2:]), x.shape[1]
+    taps = tuple(weight.shape[2:])
+    tokens = x.shape[1]
     if taps[0] % 2 == 0 or taps[1] % 2 == 0:
-        raise ValueError(f"local_mix got {taps[0]} × {taps[1]} taps; both numbers must be odd, to have a middle.")
+        raise UserError(
+            f"local_mix got {taps[0]} × {taps[1]} taps; both numbers must be odd, to have a middle."
+        )
     if grid[0] * grid[1] != tokens:
-        raise ValueError(f"local_mix got {tokens} tokens for a grid of {grid[0]} × {grid[1]}; make them agree.")
+        raise UserError(
+            f"local_mix got {tokens} tokens for a grid of {grid[0]} × {grid[1]}; make them agree."
+        )

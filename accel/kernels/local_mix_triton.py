@@ -1,14 +1,16 @@
-"""Triton kernels of `local_mix`. Tokens lie in raster order with their channels side by side, so a tap is a shift.
+"""Triton kernels of `local_mix`. Tokens lie in raster order with their channels side by side, so a
+tap is a shift.
 
-Forward: one pass; neighbours come from the cache. Backward: one pass computes the convolution again and gives the
-gradient before the activation with the sums for weight and bias, each program those of a stretch of one sample, without
-atomics; a second convolves that gradient with the taps turned round.
+Forward: one pass; neighbours come from the cache. Backward: one pass computes the convolution again
+and gives the gradient before the activation with the sums for weight and bias, each program those
+of a stretch of one sample, without atomics; a second convolves that gradient with the taps turned
+round.
 
 Letters: B samples, L tokens, D width.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
+# reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -16,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_L, BLOCK_C, WARPS = 32, 64, 4
+BLOCK_L = 32
+BLOCK_C = 64
+WARPS = 4
 
 
 @triton.jit
@@ -33,9 +37,12 @@ def tap_of(
     C: tl.constexpr,
 ):
     """What tap TAP sees from tokens t: their neighbours, zero outside the grid."""
-    row, column = t // COLUMNS + TAP // C - R // 2, t % COLUMNS + TAP % C - C // 2
+    row = t // COLUMNS + TAP // C - R // 2
+    column = t % COLUMNS + TAP % C - C // 2
     seen = mask & ((row >= 0) & (row < ROWS) & (column >= 0) & (column < COLUMNS))[:, None]
-    return tl.load(X + (row * COLUMNS + column)[:, None] * x_token + c[None, :], mask=seen, other=0.0).to(tl.float32)
+    return tl.load(
+        X + (row * COLUMNS + column)[:, None] * x_token + c[None, :], mask=seen, other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -57,7 +64,8 @@ def local_mix_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The convolution, and SiLU after it; BACKWARDS instead turns the taps round, without bias and SiLU."""
+    """The convolution, and SiLU after it; BACKWARDS instead turns the taps round, without bias and
+    SiLU."""
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -65,8 +73,12 @@ def local_mix_kernel(
     X += b * x_batch
     u = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
     for tap in tl.static_range(R * C):
-        weight = tl.load(WEIGHT + c * (R * C) + (R * C - 1 - tap if BACKWARDS else tap), mask=c < D, other=0.0)
-        u += weight.to(tl.float32)[None, :] * tap_of(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+        weight = tl.load(
+            WEIGHT + c * (R * C) + (R * C - 1 - tap if BACKWARDS else tap), mask=c < D, other=0.0
+        )
+        u += weight.to(tl.float32)[None, :] * tap_of(
+            X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C
+        )
     if not BACKWARDS:
         u += tl.load(BIAS + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         u = u * tl.sigmoid(u)
@@ -92,8 +104,10 @@ def local_mix_backward_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Gradient before SiLU, and a tile's sums for the R·C taps and the bias: SUMS (B, tiles, R·C + 1, D)."""
-    tile, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    """Gradient before SiLU, and a tile's sums for the R·C taps and the bias: SUMS (B, tiles, R·C +
+    1, D)."""
+    tile = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
     t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = c < D
@@ -121,7 +135,14 @@ def grid_of(x: Tensor) -> tuple[int, int, int]:
 
 def shape_of(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
     taps = {"R": weight.shape[2], "C": weight.shape[3]}
-    return {"ROWS": rows, "COLUMNS": columns, **taps, "BLOCK_L": BLOCK_L, "BLOCK_C": BLOCK_C, "num_warps": WARPS}
+    return {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        **taps,
+        "BLOCK_L": BLOCK_L,
+        "BLOCK_C": BLOCK_C,
+        "num_warps": WARPS,
+    }
 
 
 def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
@@ -130,9 +151,13 @@ def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: 
     return y
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, how: dict[str, int], backwards: bool) -> None:
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, how: dict[str, int], backwards: bool
+) -> None:
     strides = (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
-    local_mix_kernel[grid_of(x)](x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **how)
+    local_mix_kernel[grid_of(x)](
+        x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **how
+    )
 
 
 def launch_backward(
@@ -140,11 +165,14 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of weight and bias (fp32); writes that of x to `dx`."""
     batch, _, dim = x.shape
-    grid, how = grid_of(x), shape_of(weight, rows, columns)
+    grid = grid_of(x)
+    how = shape_of(weight, rows, columns)
     du = x.new_empty(x.shape)
     taps = weight.shape[2] * weight.shape[3]
     sums = x.new_empty(batch, grid[0], taps + 1, dim, dtype=torch.float32)
-    local_mix_backward_kernel[grid](dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **how)
+    local_mix_backward_kernel[grid](
+        dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **how
+    )
     launch(du, weight, bias, dx, how, backwards=True)
     total = sums.sum((0, 1))
     return total[:taps].t().reshape(weight.shape).contiguous(), total[taps].clone()

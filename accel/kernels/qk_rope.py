@@ -1,7 +1,8 @@
 """What attention does to queries and keys: RMSNorm by head, then the rotary position embedding.
 
-`qk_rope` is the definition, in PyTorch; `fused_qk_rope` the same as one operator, whose backward pass writes one
-gradient of queries, keys and values: Triton on a GPU (qk_rope_triton.py), plain PyTorch elsewhere.
+`qk_rope` is the definition, in PyTorch; `fused_qk_rope` the same as one operator, whose backward
+pass writes one gradient of queries, keys and values: Triton on a GPU (qk_rope_triton.py), plain
+PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
@@ -18,20 +19,26 @@ from torch import Tensor
 from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import heads_together, register
 from accel.kernels.upcast import upcast
+from common.errors import UserError
 
 Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, "B K L P"]]
 
 
-def rotate(x: Float[Tensor, "... L P"], rotations: Float[Tensor, "2 L P"]) -> Float[Tensor, "... L P"]:
-    """Turns each pair of neighbouring channels by its angle, in fp32; given are cosines and sines (Su et al. 2021,
-    https://arxiv.org/abs/2104.09864)."""
+def rotate(
+    x: Float[Tensor, "... L P"], rotations: Float[Tensor, "2 L P"]
+) -> Float[Tensor, "... L P"]:
+    """Turns each pair of neighbouring channels by its angle, in fp32; given are cosines and sines
+    (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
     pairs = upcast(x).unflatten(-1, (-1, 2))
     turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
     return (upcast(x) * rotations[0] + turned * rotations[1]).to(x.dtype)
 
 
-def placed(x: Tensor, weight: Tensor | None, rotations: Tensor | None, eps: float) -> Float[Tensor, "B K L P"]:
-    """Queries or keys (B, K, L, P), normed where there is a weight (P), and turned by where their tokens are."""
+def placed(
+    x: Tensor, weight: Tensor | None, rotations: Tensor | None, eps: float
+) -> Float[Tensor, "B K L P"]:
+    """Queries or keys (B, K, L, P), normed where there is a weight (P), and turned by where their
+    tokens are."""
     if weight is not None:
         x = F.rms_norm(upcast(x), x.shape[-1:], weight, eps).to(x.dtype)
     return x if rotations is None else rotate(x, rotations)
@@ -44,18 +51,24 @@ def qk_rope(
     rotations: Float[Tensor, "2 L P"] | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """Queries and keys normed (Zhang & Sennrich 2019) and turned, and values as they are. The rotations of a pair of
-    neighbouring channels are equal; only the first is read by the kernel."""
+    """Queries and keys normed (Zhang & Sennrich 2019) and turned, and values as they are. The
+    rotations of a pair of neighbouring channels are equal; only the first is read by the kernel."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     return placed(q, q_weight, rotations, eps), placed(k, k_weight, rotations, eps), v
 
 
 def forward_reference(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, rotations: Tensor | None, eps: float
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    rotations: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, (B, L, K, P)."""
     q, k, _ = qk_rope(upcast(qkv), q_weight, k_weight, rotations, eps)
-    q, k = (t.transpose(1, 2).to(qkv.dtype).clone(memory_format=torch.contiguous_format) for t in (q, k))
+    q, k = (
+        t.transpose(1, 2).to(qkv.dtype).clone(memory_format=torch.contiguous_format) for t in (q, k)
+    )
     return q, k
 
 
@@ -69,16 +82,21 @@ def backward_reference(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, of those (B, L, K, P) of its parts, and those of both weights (2, P), zero without any."""
-    parts, sums = [], []
-    back = None if rotations is None else torch.stack((rotations[0], -rotations[1])).unsqueeze(2)  # (2, L, 1, P)
+    """The gradient of qkv, of those (B, L, K, P) of its parts, and those of both weights (2, P),
+    zero without any."""
+    parts = []
+    sums = []
+    # (2, L, 1, P)
+    back = None if rotations is None else torch.stack((rotations[0], -rotations[1])).unsqueeze(2)
     for d, x, weight in zip((dq, dk), qkv.unbind(2), (q_weight, k_weight), strict=False):
-        d, x = upcast(d), upcast(x)
+        d = upcast(d)
+        x = upcast(x)
         if back is not None:
             d = rotate(d, back)
         if weight is not None:
             rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-            normed, dnormed = x * rstd, d * upcast(weight)
+            normed = x * rstd
+            dnormed = d * upcast(weight)
             sums.append((d * normed).sum((0, 1, 2)))
             d = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
         parts.append(d)
@@ -88,16 +106,25 @@ def backward_reference(
 
 def forward_fake(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, length, _, heads, head_dim = qkv.shape
-    return qkv.new_empty(batch, length, heads, head_dim), qkv.new_empty(batch, length, heads, head_dim)
+    return qkv.new_empty(batch, length, heads, head_dim), qkv.new_empty(
+        batch, length, heads, head_dim
+    )
 
 
-def backward_fake(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def backward_fake(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(qkv.dtype, torch.float32)
     return qkv.new_empty(qkv.shape), qkv.new_empty(2, qkv.shape[4], dtype=wide)
 
 
 INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? rotations, float eps"
-register(f"qk_rope({INPUTS}) -> (Tensor, Tensor)", forward_reference, forward_fake, "qk_rope_triton.launch_forward")
+register(
+    f"qk_rope({INPUTS}) -> (Tensor, Tensor)",
+    forward_reference,
+    forward_fake,
+    "qk_rope_triton.launch_forward",
+)
 register(
     f"qk_rope_backward(Tensor dq, Tensor dk, Tensor dv, {INPUTS}) -> (Tensor, Tensor)",
     backward_reference,
@@ -120,9 +147,12 @@ class FusedQKRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         qkv, *tensors = ctx.saved_tensors
-        of_heads = [heads_together(g) for g in grads]  # a list: Dynamo of torch 2.14 refuses generators here
+        # a list: Dynamo of torch 2.14 refuses generators here
+        of_heads = [heads_together(g) for g in grads]
         dqkv, dweights = torch.ops.fastlatent.qk_rope_backward(*of_heads, qkv, *tensors, ctx.eps)
-        weights = [None if w is None else d.to(w.dtype) for d, w in zip(dweights, tensors[:2], strict=True)]
+        weights = [
+            None if w is None else d.to(w.dtype) for d, w in zip(dweights, tensors[:2], strict=True)
+        ]
         return dqkv, *weights, None, None
 
 
@@ -133,20 +163,26 @@ def fused_qk_rope(
     rotations: Float[Tensor, "2 L P"] | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`qk_rope` as one operator. ValueError for an empty tensor, one weight of two, shapes that do not belong together,
-    or a head dim that is not a power of two from 8 on."""
+    """`qk_rope` as one operator. ValueError for an empty tensor, one weight of two, shapes that do
+    not belong together, or a head dim that is not a power of two from 8 on."""
     refuse_empty("qk_rope", qkv)
     given = {"q_weight": q_weight, "k_weight": k_weight, "rotations": rotations}
-    shapes = {"q_weight": qkv.shape[4:], "k_weight": qkv.shape[4:], "rotations": (2, qkv.shape[1], qkv.shape[4])}
+    shapes = {
+        "q_weight": qkv.shape[4:],
+        "k_weight": qkv.shape[4:],
+        "rotations": (2, qkv.shape[1], qkv.shape[4]),
+    }
     for name, t in given.items():
         if t is not None and t.shape != shapes[name]:
-            raise ValueError(f"qk_rope got {name} of shape {tuple(t.shape)}; it must be {tuple(shapes[name])}.")
+            raise UserError(
+                f"qk_rope got {name} of shape {tuple(t.shape)}; it must be {tuple(shapes[name])}."
+            )
     if (q_weight is None) != (k_weight is None):
-        raise ValueError("qk_rope got a weight for queries or for keys alone; give both, or none.")
+        raise UserError("qk_rope got a weight for queries or for keys alone; give both, or none.")
     if (head_dim := qkv.shape[4]) < 8 or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"runtime.fused_rope=true takes a head_dim that is a power of two from 8 on, and got {head_dim}; choose "
-            f"such a size, or runtime.fused_rope=false."
+        raise UserError(
+            "runtime.fused_rope=true takes a head_dim that is a power of two from 8 on, and got "
+            f"{head_dim}; choose such a size, or runtime.fused_rope=false."
         )
     tensors = [None if t is None else t.contiguous() for t in given.values()]
     q, k, v = FusedQKRope.apply(qkv.contiguous(), *tensors, eps)

@@ -1,14 +1,15 @@
 """Triton kernels of `qk_rope`: one pass forward, one backward, statistics taken anew in the second.
 
-A program has some tokens of one sample, of queries or of keys (backward also of values), and goes through their heads,
-so that it reads their rotations once. Sums for the weights are stored by program and added up afterwards: no atomics.
+A program has some tokens of one sample, of queries or of keys (backward also of values), and goes
+through their heads, so that it reads their rotations once. Sums for the weights are stored by
+program and added up afterwards: no atomics.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportUnboundVariable=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
+# reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false pyright:
+# reportUnboundVariable=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch
@@ -16,14 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS, WARPS = 2048, 4
+ELEMENTS = 2048
+WARPS = 4
 
 
 @triton.jit
 def turned(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
     """Each pair of neighbours of x turned by its angle."""
     first, second = tl.split(tl.reshape(x, [BLOCK_L, P // 2, 2]))
-    return tl.reshape(tl.join(first * cosine - second * sine, second * cosine + first * sine), [BLOCK_L, P])
+    return tl.reshape(
+        tl.join(first * cosine - second * sine, second * cosine + first * sine), [BLOCK_L, P]
+    )
 
 
 @triton.jit
@@ -48,8 +52,10 @@ def qk_rope_kernel(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    of_keys, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t, p = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, P)
+    of_keys = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    p = tl.arange(0, P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     source = QKV + ((b * L + t[:, None]) * 3 + of_keys) * (K * P) + p[None, :]
     here = (b * L + t[:, None]) * (K * P) + p[None, :]
@@ -90,8 +96,8 @@ def backward_of(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Queries or keys (or values, if neither normed nor turned) of all heads: `source` and `target` in qkv and its
-    gradient, SUMS (P) for the weight."""
+    """Queries or keys (or values, if neither normed nor turned) of all heads: `source` and `target`
+    in qkv and its gradient, SUMS (P) for the weight."""
     p = tl.arange(0, P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     D += b * d_batch + t[:, None] * d_token + p[None, :]
@@ -140,27 +146,76 @@ def qk_rope_backward_kernel(
     BLOCK_L: tl.constexpr,
 ):
     """SUMS (B, tiles, 2, P): the gradients of both weights, by program."""
-    tile, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t, p = tile * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, P)
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
+    p = tl.arange(0, P)
     here = ((b * L + t[:, None]) * 3 + part) * (K * P) + p[None, :]
-    source, target = QKV + here, DQKV + here
+    source = QKV + here
+    target = DQKV + here
     sums = SUMS + ((b * tl.num_programs(0) + tile) * 2 + part) * P
     if part == 0:
-        backward_of(DQ, Q_WEIGHT, ROTATIONS, sums, source, target, b, t, q_batch, q_token, L, K, P, EPS, BLOCK_L)
+        backward_of(
+            DQ,
+            Q_WEIGHT,
+            ROTATIONS,
+            sums,
+            source,
+            target,
+            b,
+            t,
+            q_batch,
+            q_token,
+            L,
+            K,
+            P,
+            EPS,
+            BLOCK_L,
+        )
     elif part == 1:
-        backward_of(DK, K_WEIGHT, ROTATIONS, sums, source, target, b, t, k_batch, k_token, L, K, P, EPS, BLOCK_L)
+        backward_of(
+            DK,
+            K_WEIGHT,
+            ROTATIONS,
+            sums,
+            source,
+            target,
+            b,
+            t,
+            k_batch,
+            k_token,
+            L,
+            K,
+            P,
+            EPS,
+            BLOCK_L,
+        )
     else:
-        backward_of(DV, None, None, sums, source, target, b, t, v_batch, v_token, L, K, P, EPS, BLOCK_L)
+        backward_of(
+            DV, None, None, sums, source, target, b, t, v_batch, v_token, L, K, P, EPS, BLOCK_L
+        )
 
 
 def shape_of(qkv: Tensor, eps: float) -> dict[str, float | int]:
     _, length, _, heads, head_dim = qkv.shape
     block = max(1, ELEMENTS // head_dim)
-    return {"L": length, "K": heads, "P": head_dim, "EPS": eps, "BLOCK_L": block, "num_warps": WARPS}
+    return {
+        "L": length,
+        "K": heads,
+        "P": head_dim,
+        "EPS": eps,
+        "BLOCK_L": block,
+        "num_warps": WARPS,
+    }
 
 
 def launch_forward(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, rotations: Tensor | None, eps: float
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    rotations: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, (B, L, K, P)."""
     how = shape_of(qkv, eps)
@@ -181,7 +236,8 @@ def launch_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of qkv, and those of both weights (2, P) in fp32."""
-    how, dqkv = shape_of(qkv, eps), qkv.new_empty(qkv.shape)
+    how = shape_of(qkv, eps)
+    dqkv = qkv.new_empty(qkv.shape)
     tiles = triton.cdiv(qkv.shape[1], how["BLOCK_L"])
     make = qkv.new_zeros if q_weight is None else qkv.new_empty
     sums = make(qkv.shape[0], tiles, 2, qkv.shape[4], dtype=torch.float32)

@@ -1,8 +1,10 @@
 """The prelude of the bidirectional scan: raw step sizes to steps and running sums of log decays.
 
-    step = softplus(dt + dt_bias),   a = -exp(A_log)·step   (Mamba-2, Dao & Gu 2024, https://arxiv.org/abs/2405.21060)
+    step = softplus(dt + dt_bias),   a = -exp(A_log)·step   (Mamba-2, Dao & Gu 2024,
+    https://arxiv.org/abs/2405.21060)
 
-`ssd_decays` is the definition, in PyTorch; `fused_ssd_decays` the same as one operator with its own backward pass:
+`ssd_decays` is the definition, in PyTorch; `fused_ssd_decays` the same as one operator with its own
+backward pass:
 Triton on a GPU (ssd_decays_triton.py), plain PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
@@ -24,27 +26,33 @@ from accel.kernels.upcast import upcast
 
 LOG2E = 1.0 / math.log(2.0)
 LEAST = -32.0
-"""Least log2 of what a token leaves of a state: 2e-10 and nothing are the same to a sum in fp32, while a running sum
-over a larger step down would round off the decays of the tokens that follow it."""
+"""Least log2 of what a token leaves of a state: 2e-10 and nothing are the same to a sum in fp32,
+while a running sum over a larger step down would round off the decays of the tokens that follow
+it."""
 
 
 def ssd_decays(
-    dt: Float[Tensor, "B L 2 K"], dt_bias: Float[Tensor, "2 K"], A_log: Float[Tensor, "2 K"], piece: int
+    dt: Float[Tensor, "B L 2 K"],
+    dt_bias: Float[Tensor, "2 K"],
+    A_log: Float[Tensor, "2 K"],
+    piece: int,
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
-    """Steps, and the inclusive running sums of a in units of log2: from the first token of each piece of `piece` tokens
-    in direction 0, from its last in direction 1. fp32; tokens beyond L have no step and no decay. No a is below
-    `LEAST`, so 512 tokens sum to 2^14 at most, which fp32 holds to 2^-10."""
+    """Steps, and the inclusive running sums of a in units of log2: from the first token of each
+    piece of `piece` tokens in direction 0, from its last in direction 1. fp32; tokens beyond L have
+    no step and no decay. No a is below `LEAST`, so 512 tokens sum to 2^14 at most, which fp32 holds
+    to 2^-10."""
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     steps = F.pad(steps, (0, 0, 0, 0, 0, -dt.shape[1] % piece))
     steps = steps.unflatten(1, (-1, piece)).flatten(0, 1).permute(0, 2, 3, 1).contiguous()
     a = (steps * (-LOG2E * upcast(A_log).exp()).unsqueeze(-1)).clamp(min=LEAST)
-    ahead, behind = prefix_sums(a[:, 0]), prefix_sums(a[:, 1].flip(-1)).flip(-1)
+    ahead = prefix_sums(a[:, 0])
+    behind = prefix_sums(a[:, 1].flip(-1)).flip(-1)
     return steps, torch.stack((ahead, behind), dim=1)
 
 
 def prefix_sums(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Inclusive sums along the last dimension; by doubling where PyTorch's cumsum raises: on CUDA under deterministic
-    algorithms."""
+    """Inclusive sums along the last dimension; by doubling where PyTorch's cumsum raises: on CUDA
+    under deterministic algorithms."""
     if a.is_cuda and torch.are_deterministic_algorithms_enabled():
         return prefix_sums_by_doubling(a)
     return a.cumsum(-1)
@@ -52,7 +60,8 @@ def prefix_sums(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Hillis & Steele 1986: log2(n) shifted additions."""
-    shift, length = 1, a.shape[-1]
+    shift = 1
+    length = a.shape[-1]
     while shift < length:
         a = a + F.pad(a[..., : length - shift], (shift, 0))
         shift *= 2
@@ -68,8 +77,12 @@ def backward_reference(
     def by_token(t: Tensor) -> Tensor:
         return t.permute(0, 3, 1, 2).unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
 
-    da = LOG2E * torch.stack((prefix_sums(dsums[:, 0].flip(-1)).flip(-1), prefix_sums(dsums[:, 1])), dim=1)
-    da, raw, A = by_token(da), upcast(dt) + upcast(dt_bias), -upcast(A_log).exp()
+    da = LOG2E * torch.stack(
+        (prefix_sums(dsums[:, 0].flip(-1)).flip(-1), prefix_sums(dsums[:, 1])), dim=1
+    )
+    da = by_token(da)
+    raw = upcast(dt) + upcast(dt_bias)
+    A = -upcast(A_log).exp()
     steps = F.softplus(raw)
     da = torch.where(LOG2E * A * steps >= LEAST, da, 0.0)
     draw = (by_token(dsteps) + A * da) * torch.sigmoid(raw)
@@ -84,7 +97,9 @@ def forward_fake(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tupl
     return steps, torch.empty_like(steps)
 
 
-def backward_fake(dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+def backward_fake(
+    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, *rest: Tensor
+) -> tuple[Tensor, Tensor]:
     return dsteps.new_empty(dt_bias.shape), dsteps.new_empty(dt_bias.shape)
 
 
@@ -95,8 +110,8 @@ register(
     "ssd_decays_triton.launch_forward",
 )
 register(
-    "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor(a!) ddt) "
-    "-> (Tensor, Tensor)",
+    "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, "
+    "Tensor(a!) ddt) -> (Tensor, Tensor)",
     backward_reference,
     backward_fake,
     "ssd_decays_triton.launch_backward",
@@ -107,7 +122,9 @@ class FusedDecays(torch.autograd.Function):
     """The operators as one differentiable function of dt, dt_bias and A_log."""
 
     @staticmethod
-    def forward(ctx: Any, dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(dt, dt_bias, A_log)
         return torch.ops.fastlatent.ssd_decays(dt, dt_bias, A_log, piece)
 
@@ -117,12 +134,17 @@ class FusedDecays(torch.autograd.Function):
         dt, dt_bias, A_log = ctx.saved_tensors
         dsteps, dsums = (g.contiguous() for g in grads)
         ddt = dt.new_empty(dt.shape)
-        dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
+        dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(
+            dsteps, dsums, dt, dt_bias, A_log, ddt
+        )
         return ddt, dbias.to(dt_bias.dtype), dA_log.to(A_log.dtype), None
 
 
 def fused_ssd_decays(
-    dt: Float[Tensor, "B L 2 K"], dt_bias: Float[Tensor, "2 K"], A_log: Float[Tensor, "2 K"], piece: int
+    dt: Float[Tensor, "B L 2 K"],
+    dt_bias: Float[Tensor, "2 K"],
+    A_log: Float[Tensor, "2 K"],
+    piece: int,
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
     """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
     refuse_empty("ssd_decays", dt)

@@ -1,8 +1,10 @@
-"""Triton kernels of `ssd_decays`: softplus, decay and running sums in one launch, and their gradients in another.
+"""Triton kernels of `ssd_decays`: softplus, decay and running sums in one launch, and their
+gradients in another.
 
-A program has all tokens of one piece, some heads, one direction; it transposes on the way, so that the scan reads each
-head's values in one stretch. The sum that runs from the end reads the tokens in turned order instead of asking for
-`tl.cumsum(reverse=True)`, which is reported to be wrong (triton-lang/triton#4362, open).
+A program has all tokens of one piece, some heads, one direction; it transposes on the way, so that
+the scan reads each head's values in one stretch. The sum that runs from the end reads the tokens in
+turned order instead of asking for `tl.cumsum(reverse=True)`, which is reported to be wrong
+(triton-lang/triton#4362, open).
 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """
@@ -18,12 +20,14 @@ from torch import Tensor
 
 from accel.kernels.ssd_decays import LEAST, LOG2E
 
-ELEMENTS, WARPS = 2048, 4
+ELEMENTS = 2048
+WARPS = 4
 
 
 @triton.jit
 def softplus(u):
-    """log(1 + exp(u)) without overflow, and without losing the small values: log1p by Kahan's correction."""
+    """log(1 + exp(u)) without overflow, and without losing the small values: log1p by Kahan's
+    correction."""
     e = tl.exp(-tl.abs(u))
     w = 1.0 + e
     rest = tl.where(w == 1.0, 1.0, w - 1.0)
@@ -39,7 +43,8 @@ def sigmoid(u):
 
 @triton.jit
 def place_of(program, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The piece and the heads of a program: pieces, of which a launch has any number, need the first grid dimension."""
+    """The piece and the heads of a program: pieces, of which a launch has any number, need the
+    first grid dimension."""
     blocks: tl.constexpr = tl.cdiv(K, BLOCK_K)
     return program // blocks, program % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
 
@@ -62,13 +67,19 @@ def ssd_decays_kernel(
     LEAST: tl.constexpr,
 ):
     piece, k = place_of(tl.program_id(0), K, BLOCK_K)
-    direction, pieces = tl.program_id(1), tl.cdiv(L, T)
+    direction = tl.program_id(1)
+    pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
     t = tl.where(direction == 0, r, T - 1 - r)
     token = (piece % pieces) * T + t
     row = (r < T)[:, None] & (k < K)[None, :]
     mask = row & (token < L)[:, None]
-    dt_at = (piece // pieces).to(tl.int64) * dt_batch + token[:, None] * dt_token + direction * K + k[None, :]
+    dt_at = (
+        (piece // pieces).to(tl.int64) * dt_batch
+        + token[:, None] * dt_token
+        + direction * K
+        + k[None, :]
+    )
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32)) * -LOG2E
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
@@ -102,7 +113,8 @@ def ssd_decays_backward_kernel(
 ):
     """TOTALS (2, S, 2, K): the gradients of dt_bias and A_log, by piece."""
     piece, k = place_of(tl.program_id(0), K, BLOCK_K)
-    direction, pieces = tl.program_id(1), tl.cdiv(L, T)
+    direction = tl.program_id(1)
+    pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
     t = tl.where(direction == 0, T - 1 - r, r)  # the other way round than forward
     token = (piece % pieces) * T + t
@@ -132,13 +144,21 @@ def tile(heads: int, piece: int) -> dict[str, float | int]:
     """Constants of a launch for `heads` heads and pieces of `piece` tokens."""
     block_t = triton.next_power_of_2(piece)
     block_k = max(1, min(triton.next_power_of_2(heads), ELEMENTS // block_t))
-    return {"K": heads, "T": piece, "BLOCK_T": block_t, "BLOCK_K": block_k, "LOG2E": LOG2E, "LEAST": LEAST}
+    return {
+        "K": heads,
+        "T": piece,
+        "BLOCK_T": block_t,
+        "BLOCK_K": block_k,
+        "LOG2E": LOG2E,
+        "LEAST": LEAST,
+    }
 
 
 def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
     """Steps and running sums, both (S, 2, K, T) in fp32."""
     batch, length, _, heads = dt.shape
-    pieces, shape = batch * triton.cdiv(length, piece), tile(heads, piece)
+    pieces = batch * triton.cdiv(length, piece)
+    shape = tile(heads, piece)
     steps, sums = (dt.new_empty(pieces, 2, heads, piece, dtype=torch.float32) for _ in range(2))
     grid = (pieces * triton.cdiv(heads, shape["BLOCK_K"]), 2)
     strides = (dt.stride(0), dt.stride(1), length)
@@ -150,13 +170,16 @@ def launch_backward(
     dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of dt_bias and A_log (fp32); writes that of dt to `ddt`."""
-    length, heads = dt.shape[1], dt.shape[3]
+    length = dt.shape[1]
+    heads = dt.shape[3]
     pieces, _, _, piece = dsteps.shape
     shape = tile(heads, piece)
     totals = dsteps.new_empty(2, pieces, 2, heads)
     grid = (pieces * triton.cdiv(heads, shape["BLOCK_K"]), 2)
     strides = (dt.stride(0), dt.stride(1), ddt.stride(0), ddt.stride(1), length)
-    ssd_decays_backward_kernel[grid](dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS)
-    # Two sums, not halves of one: compiled code asserts that outputs begin at a multiple of 16 bytes, and the second
-    # half of an odd number of heads does not.
+    ssd_decays_backward_kernel[grid](
+        dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS
+    )
+    # Two sums, not halves of one: compiled code asserts that outputs begin at a multiple of 16
+    # bytes, and the second half of an odd number of heads does not.
     return totals[0].sum(0), totals[1].sum(0)

@@ -1,11 +1,12 @@
-"""Local mixing, the bidirectional scan, its gate and head norm as one operator that keeps its inputs and y only.
+"""Local mixing, the bidirectional scan, its gate and head norm as one operator that keeps its
+inputs and y only.
 
-It launches the kernels of local_mix.py, ssd_decays.py and fused_ssd.py one after the other, and in the backward pass
-launches the first two again: their results, the mixed x, B and C, steps and sums, cost less to make than to keep.
-As one operator, so that the compiler, too, keeps no more.
+It launches the kernels of local_mix.py, ssd_decays.py and fused_ssd.py one after the other, and in
+the backward pass launches the first two again: their results, the mixed x, B and C, steps and sums,
+cost less to make than to keep. As one operator, so that the compiler, too, keeps no more.
 
-Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N mixed channels, W
-channels of the projection.
+Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N
+mixed channels, W channels of the projection.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from accel.kernels.fused_ssd import check_sizes, slices_of, ssd_backward_flops, 
 from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
+from common.errors import UserError
 
 
 def mixed_ssd(
@@ -36,14 +38,18 @@ def mixed_ssd(
     norm_weight: Float[Tensor, "K P"],
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """The definition of `fused_mixed_ssd`: `bidirectional_ssd` of what `local_mix` makes of a slice of a projection."""
+    """The definition of `fused_mixed_ssd`: `bidirectional_ssd` of what `local_mix` makes of a slice
+    of a projection."""
     z, xBC, dt = parts_of(projected, weight, norm_weight)
     x, B_in, C_out = slices_of(local_mix(xBC, weight, bias, grid), *z.shape[2:])
     return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
 
 
-def parts_of(projected: Tensor, weight: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z (B, L, K, P), xBC (B, L, E) and dt (B, L, 2, K), as they lie side by side in a projection or its gradient."""
+def parts_of(
+    projected: Tensor, weight: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z (B, L, K, P), xBC (B, L, E) and dt (B, L, 2, K), as they lie side by side in a projection
+    or its gradient."""
     heads, head_dim = norm_weight.shape
     z, xBC, dt = projected.split((heads * head_dim, weight.shape[0], 2 * heads), dim=-1)
     return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
@@ -98,16 +104,23 @@ def backward(
     norm_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight; each part of the first is written where
-    it belongs."""
-    ops, dprojected = torch.ops.fastlatent, projected.new_empty(projected.shape)
+    """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight; each part of the
+    first is written where it belongs."""
+    ops = torch.ops.fastlatent
+    dprojected = projected.new_empty(projected.shape)
     parts = z, xBC, dt = parts_of(projected, weight, norm_weight)
     dz, dxBC, ddt = parts_of(dprojected, weight, norm_weight)
     dy, dnorm = ops.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
     made = prepared(parts, weight, bias, rows, columns, dt_bias, A_log)
     dmixed, dsteps, dsums, dD = ops.ssd_backward(dy, *made, D)
     of_mixing = ops.local_mix_backward(dmixed, xBC, weight, bias, rows, columns, dxBC)
-    return dprojected, *of_mixing, *ops.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt), dD, dnorm
+    return (
+        dprojected,
+        *of_mixing,
+        *ops.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt),
+        dD,
+        dnorm,
+    )
 
 
 def forward_fake(projected: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -122,11 +135,15 @@ def backward_fake(dh: Tensor, y: Tensor, projected: Tensor, *rest: Any) -> tuple
 
 
 INPUTS = (
-    "Tensor projected, Tensor weight, Tensor bias, int rows, int columns, Tensor dt_bias, Tensor A_log, Tensor D, "
-    "Tensor norm_weight, float eps"
+    "Tensor projected, Tensor weight, Tensor bias, int rows, int columns, Tensor dt_bias, Tensor "
+    "A_log, Tensor D, Tensor norm_weight, float eps"
 )
 register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake)
-register(f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})", backward, backward_fake)
+register(
+    f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
+    backward,
+    backward_fake,
+)
 
 
 @register_flop_formula(torch.ops.fastlatent.ssd_mixed)
@@ -182,19 +199,23 @@ def fused_mixed_ssd(
     norm_weight: Float[Tensor, "K P"],
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`bidirectional_ssd` of the x, B and C that `local_mix` makes of a slice of a projection; up to 512 tokens.
+    """`bidirectional_ssd` of the x, B and C that `local_mix` makes of a slice of a projection; up
+    to 512 tokens.
 
-    The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is made in one piece.
-    ValueError for a head dim or state size that the matrix units do not take, or for more tokens.
+    The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is
+    made in one piece. ValueError for a head dim or state size that the matrix units do not take, or
+    for more tokens.
     """
     refuse_empty("bidirectional_ssd", projected)
     if (length := projected.shape[1]) > MAX_QUADRATIC:
-        raise ValueError(
-            f"fused_mixed_ssd takes up to {MAX_QUADRATIC} tokens, and got {length}; use fused_local_mix and "
-            f"fused_bidirectional_ssd."
+        raise UserError(
+            f"fused_mixed_ssd takes up to {MAX_QUADRATIC} tokens, and got {length}; use "
+            "fused_local_mix and fused_bidirectional_ssd."
         )
     heads, head_dim = norm_weight.shape
     check_shape(projected, weight, grid)
     check_sizes(head_dim, (weight.shape[0] - heads * head_dim) // 4)
     parameters = (weight, bias, dt_bias, A_log, upcast(D), norm_weight)
-    return FusedMixedSSD.apply(*grid, eps, projected.contiguous(), *(t.contiguous() for t in parameters))
+    return FusedMixedSSD.apply(
+        *grid, eps, projected.contiguous(), *(t.contiguous() for t in parameters)
+    )

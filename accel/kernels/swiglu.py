@@ -1,7 +1,8 @@
 """The product of a gated unit, `silu(gate)·value` (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-`silu_product` is the definition, in PyTorch; `fused_swiglu` the same of the two halves of one projection, as one
-operator whose backward pass writes one gradient of both: Triton on a GPU (swiglu_triton.py), plain PyTorch elsewhere.
+`silu_product` is the definition, in PyTorch; `fused_swiglu` the same of the two halves of one
+projection, as one operator whose backward pass writes one gradient of both: Triton on a GPU
+(swiglu_triton.py), plain PyTorch elsewhere.
 
 Letters: B samples, L tokens, H hidden channels.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import register
 from accel.kernels.upcast import upcast
+from common.errors import UserError
 
 
 class SiluProduct(torch.autograd.Function):
@@ -34,10 +36,13 @@ class SiluProduct(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grads[0] * value, gate), grads[0] * F.silu(gate)
 
 
-def silu_product(gate: Float[Tensor, "B L H"], value: Float[Tensor, "B L H"]) -> Float[Tensor, "B L H"]:
+def silu_product(
+    gate: Float[Tensor, "B L H"], value: Float[Tensor, "B L H"]
+) -> Float[Tensor, "B L H"]:
     """`silu(gate)·value`, which keeps its two factors only.
 
-    A compiler decides itself what to keep; PyTorch 2.11 would not recompute the function under checkpointing.
+    A compiler decides itself what to keep; PyTorch 2.11 would not recompute the function under
+    checkpointing.
     """
     return F.silu(gate) * value if torch.compiler.is_compiling() else SiluProduct.apply(gate, value)
 
@@ -62,7 +67,12 @@ def backward_fake(dh: Tensor, joined: Tensor) -> Tensor:
     return joined.new_empty(joined.shape)
 
 
-register("swiglu(Tensor joined) -> Tensor", forward_reference, forward_fake, "swiglu_triton.launch_forward")
+register(
+    "swiglu(Tensor joined) -> Tensor",
+    forward_reference,
+    forward_fake,
+    "swiglu_triton.launch_forward",
+)
 register(
     "swiglu_backward(Tensor dh, Tensor joined) -> Tensor",
     backward_reference,
@@ -86,9 +96,11 @@ class FusedSwiglu(torch.autograd.Function):
 
 
 def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
-    """`silu_product` of the first and the second half of the channels. ValueError for an empty tensor, or halves that
-    differ."""
+    """`silu_product` of the first and the second half of the channels. ValueError for an empty
+    tensor, or halves that differ."""
     refuse_empty("swiglu", joined)
     if joined.shape[-1] % 2:
-        raise ValueError(f"swiglu got {joined.shape[-1]} channels; gate and value must have as many each.")
+        raise UserError(
+            f"swiglu got {joined.shape[-1]} channels; gate and value must have as many each."
+        )
     return FusedSwiglu.apply(joined.contiguous())

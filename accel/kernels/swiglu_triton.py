@@ -3,21 +3,23 @@
 Letters: H hidden channels; rows are the tokens of all samples.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
+# reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_R, BLOCK_H, WARPS = 8, 256, 4
+BLOCK_R = 8
+BLOCK_H = 256
+WARPS = 4
 
 
 @triton.jit
 def tile_of(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Rows and channels of this program's tile, and which of them there are; neighbours in a row run one after the
-    other."""
+    """Rows and channels of this program's tile, and which of them there are; neighbours in a row
+    run one after the other."""
     across = tl.cdiv(H, BLOCK_H)
     r = (tl.program_id(0) // across).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tl.program_id(0) % across) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -33,7 +35,9 @@ def swiglu_kernel(JOINED, OUT, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLO
 
 
 @triton.jit
-def swiglu_backward_kernel(DH, JOINED, DJOINED, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+def swiglu_backward_kernel(
+    DH, JOINED, DJOINED, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
+):
     r, c, mask = tile_of(rows, H, BLOCK_R, BLOCK_H)
     gate = tl.load(JOINED + r * (2 * H) + c, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(JOINED + r * (2 * H) + H + c, mask=mask, other=0.0).to(tl.float32)

@@ -5,5 +5,6 @@ from torch import Tensor
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """`tensor` in fp32 if it is narrower, else as it is (so that fp64 inputs give an fp64 reference)."""
+    """`tensor` in fp32 if it is narrower, else as it is (so that fp64 inputs give an fp64
+    reference)."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

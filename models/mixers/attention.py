@@ -11,19 +11,27 @@ from torch import Tensor, nn
 
 from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
+from common.errors import UserError
 from models.initialisation import init_linear
 from models.mixers.checks import heads_of
 
 
-def axial_rotations(grid: tuple[int, int], head_dim: int, base: float = 100.0) -> Float[Tensor, "2 L P"]:
-    """Cosines and sines of 2-D RoPE: the first half of a head turns with the row, the second with the column.
+def axial_rotations(
+    grid: tuple[int, int], head_dim: int, base: float = 100.0
+) -> Float[Tensor, "2 L P"]:
+    """Cosines and sines of 2-D RoPE: the first half of a head turns with the row, the second with
+    the column.
 
-    Su et al. 2021, https://arxiv.org/abs/2104.09864; axial form as in EVA-02, https://arxiv.org/abs/2303.11331.
+    Su et al. 2021, https://arxiv.org/abs/2104.09864; axial form as in EVA-02,
+    https://arxiv.org/abs/2303.11331.
     """
     quarter = head_dim // 4
     frequencies = base ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
-    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
-    angles = torch.cat([axis.reshape(-1, 1) * frequencies for axis in (rows, columns)], dim=1)  # (L, P / 2)
+    rows, columns = torch.meshgrid(
+        *(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij"
+    )
+    # (L, P / 2)
+    angles = torch.cat([axis.reshape(-1, 1) * frequencies for axis in (rows, columns)], dim=1)
     angles = angles.repeat_interleave(2, dim=1)
     return torch.stack((angles.cos(), angles.sin())).float()
 
@@ -31,8 +39,9 @@ def axial_rotations(grid: tuple[int, int], head_dim: int, base: float = 100.0) -
 class Attention(nn.Module):
     """Multi-head self-attention through `scaled_dot_product_attention`.
 
-    `qk_norm` puts a learned RMSNorm on queries and keys: it prevents the divergence that 16-bit training of large
-    models met, at some cost in quality at equal steps (LightningDiT issue 68). `rope_base` null: no rotary embedding.
+    `qk_norm` puts a learned RMSNorm on queries and keys: it prevents the divergence that 16-bit
+    training of large models met, at some cost in quality at equal steps (LightningDiT issue 68).
+    `rope_base` null: no rotary embedding.
     `bias`: both products have one. These two are for weights that were trained elsewhere.
     """
 
@@ -54,8 +63,10 @@ class Attention(nn.Module):
         self.heads = heads_of(dim, head_dim, what="dim")
         self.rope_base = rope_base
         if rope_base is not None and head_dim % 4:
-            raise ValueError(f"model.head_dim={head_dim} must be a multiple of 4 for 2-D RoPE.")
-        self.head_dim, self.grid, self.eps = head_dim, grid, eps
+            raise UserError(f"model.head_dim={head_dim} must be a multiple of 4 for 2-D RoPE.")
+        self.head_dim = head_dim
+        self.grid = grid
+        self.eps = eps
         self.attention_backend = "auto"
         if qk_norm or rope_base is not None:  # without the attribute there is nothing to switch
             self.fused_rope = False

@@ -11,17 +11,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd, bidirectional_ssd_flops
+from accel.kernels.bidirectional_ssd import (
+    MAX_QUADRATIC,
+    bidirectional_ssd,
+    bidirectional_ssd_flops,
+)
 from accel.kernels.fused_ssd import fused_bidirectional_ssd, slices_of
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.ssd_mixed import fused_mixed_ssd, parts_of
+from common.errors import UserError
 from models.mixers.checks import heads_of
 
 
 class BidirectionalSSD(nn.Module):
     """Gated bidirectional SSD: `out_proj(headwise_norm(silu(z)·ssd(local_mix(x, B, C))))`.
 
-    `expand` is E / D (2 in the Mamba recipe, 1 where a SwiGLU follows). The convolution starts as the identity:
+    `expand` is E / D (2 in the Mamba recipe, 1 where a SwiGLU follows). The convolution starts as
+    the identity:
     a random start cost a published model 30 FID points (DiG, https://arxiv.org/abs/2405.18428).
     Initial dt is log-uniform in [0.001, 0.1] and -A uniform in [1, 16], as in Mamba-2.
     """
@@ -30,15 +36,24 @@ class BidirectionalSSD(nn.Module):
     """Of the convolution."""
 
     def __init__(
-        self, dim: int, head_dim: int, grid: tuple[int, int], expand: int = 2, state_dim: int = 64, eps: float = 1e-6
+        self,
+        dim: int,
+        head_dim: int,
+        grid: tuple[int, int],
+        expand: int = 2,
+        state_dim: int = 64,
+        eps: float = 1e-6,
     ) -> None:
         super().__init__()
         for key, value in (("expand", expand), ("state_dim", state_dim)):
             if value < 1:
-                raise ValueError(f"model.mixer.{key}={value} must be at least 1.")
+                raise UserError(f"model.mixer.{key}={value} must be at least 1.")
         self.inner = expand * dim
         self.heads = heads_of(self.inner, head_dim, what="expand·dim")
-        self.head_dim, self.state_dim, self.grid, self.eps = head_dim, state_dim, grid, eps
+        self.head_dim = head_dim
+        self.state_dim = state_dim
+        self.grid = grid
+        self.eps = eps
         self.fused_scan = self.fused_conv = False
         self.mixed = self.inner + 4 * state_dim  # x, and B and C of both directions
         self.in_proj = nn.Linear(dim, self.inner + self.mixed + 2 * self.heads, bias=False)
@@ -64,9 +79,12 @@ class BidirectionalSSD(nn.Module):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         projected = self.in_proj(h)
-        of_mixing, of_steps = (self.conv_weight, self.conv_bias, self.grid), (self.dt_bias, self.A_log)
+        of_mixing = (self.conv_weight, self.conv_bias, self.grid)
+        of_steps = (self.dt_bias, self.A_log)
         if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC:
-            y = fused_mixed_ssd(projected, *of_mixing, *of_steps, self.D, self.norm_weight, self.eps)
+            y = fused_mixed_ssd(
+                projected, *of_mixing, *of_steps, self.D, self.norm_weight, self.eps
+            )
         else:
             z, xBC, dt = parts_of(projected, self.conv_weight, self.norm_weight)
             mixed = (fused_local_mix if self.fused_conv else local_mix)(xBC, *of_mixing)

@@ -1,6 +1,7 @@
 """Convolution as the only mixing of tokens: the baseline of the other mixers.
 
-DiCo (Ai et al. 2025, https://arxiv.org/abs/2505.11196) reports that it does most of the work at 256 tokens.
+DiCo (Ai et al. 2025, https://arxiv.org/abs/2505.11196) reports that it does most of the work at 256
+tokens.
 Letters: B samples, L tokens, D width, E inner width.
 """
 
@@ -12,20 +13,26 @@ from torch import Tensor, nn
 
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.swiglu import silu_product
+from common.errors import UserError
 
 
 class Convolution(nn.Module):
-    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`, which starts as the identity inside.
+    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`, which starts as the
+    identity inside.
 
-    `expand` is E / D, rounded to a multiple of 32; at 4/3 the parameters are those of attention. There are no heads:
+    `expand` is E / D, rounded to a multiple of 32; at 4/3 the parameters are those of attention.
+    There are no heads:
     `head_dim` is taken because every mixer takes it, and ignored.
     """
 
-    def __init__(self, dim: int, head_dim: int, grid: tuple[int, int], expand: float = 4 / 3) -> None:
+    def __init__(
+        self, dim: int, head_dim: int, grid: tuple[int, int], expand: float = 4 / 3
+    ) -> None:
         super().__init__()
         if expand <= 0.0:
-            raise ValueError(f"model.mixer.expand={expand} must be above 0.")
-        self.grid, self.inner = grid, max(32, 32 * round(expand * dim / 32))
+            raise UserError(f"model.mixer.expand={expand} must be above 0.")
+        self.grid = grid
+        self.inner = max(32, 32 * round(expand * dim / 32))
         self.fused_conv = False
         self.in_proj = nn.Linear(dim, 2 * self.inner, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.inner, 1, 3, 3))

@@ -12,18 +12,18 @@
     mixers        a training step of each mixer at equal parameters
     hotspots      where the time of a step goes: ops with bytes, FLOPs, and their share of the rates
     data          samples a second of each loader, and of the usual pipelines; precompute by parts
-    step          one configuration by phases, with a verdict: what bounds it, which keys to try next
-    saves         what a checkpoint costs, in the background and in the foreground
-    precision     fp32, bf16 and fp16 over several seeds
-    memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds over several seeds
-    plan          memory and step time that scripts.plan predicts, beside what is measured
-    claims        what guides promise, and what is measured here
-    antipatterns  what each known mistake costs here
+    step          one configuration by phases, with a verdict: what bounds it, which keys to try
+    next saves         what a checkpoint costs, in the background and in the foreground precision
+    fp32, bf16 and fp16 over several seeds memory        small optimizer states, bf16 weights, fp8,
+    offload: loss, bytes, seconds over several seeds plan          memory and step time that
+    scripts.plan predicts, beside what is measured claims        what guides promise, and what is
+    measured here antipatterns  what each known mistake costs here
 
     trace         a profiler trace of a few steps
     compare       what differs between two runs: bench compare RUN_A RUN_B
 
-Keys of the command itself come first (`<command> --help` lists them); any other `key=value` is an override of the
-training configuration, on top of the `setting`. Each row is kept in `out` (rows.jsonl) as soon as it is measured, and
-not measured again while code, hardware and versions are the same.
+Keys of the command itself come first (`<command> --help` lists them); any other `key=value` is an
+override of the training configuration, on top of the `setting`. Each row is kept in `out`
+(rows.jsonl) as soon as it is measured, and not measured again while code, hardware and versions are
+the same.
 """

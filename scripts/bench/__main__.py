@@ -11,13 +11,27 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import scripts.bench
+from common.errors import UserError
 from training.config.compose import one_sentence
 
 if TYPE_CHECKING:
     from scripts.bench.rows import Benchmark
 
 BENCHMARKS = {
-    **{name: name for name in ("ladder", "kernels", "data", "step", "saves", "hotspots", "claims", "tests", "plan")},
+    **{
+        name: name
+        for name in (
+            "ladder",
+            "kernels",
+            "data",
+            "step",
+            "saves",
+            "hotspots",
+            "claims",
+            "tests",
+            "plan",
+        )
+    },
     **{name: "machine" for name in ("doctor", "calibration")},
     **{name: "variants" for name in ("techniques", "mixers")},
     **{name: "seeds" for name in ("precision", "memory")},
@@ -46,12 +60,15 @@ def measure(command: str, words: list[str]) -> None:
     print("", *benchmark.texts(entries), sep="\n", flush=True)
     failed = [entry["name"] for entry in entries if "error" in entry]
     if failed:
-        print(f"\n{len(failed)} of {len(entries)} rows failed: {', '.join(failed)}", file=sys.stderr)
+        print(
+            f"\n{len(failed)} of {len(entries)} rows failed: {', '.join(failed)}", file=sys.stderr
+        )
         sys.exit(1)
 
 
 def leave_with_the_queue() -> None:
-    """Ends this process when the queue that started it ends, killed or not: nobody writes into its folder then."""
+    """Ends this process when the queue that started it ends, killed or not: nobody writes into its
+    folder then."""
     stdin = os.dup(0)  # pytest points 0 elsewhere
     while os.read(stdin, 1024):
         pass
@@ -69,7 +86,9 @@ def main(words: list[str]) -> None:
     elif words[0] in OTHERS:
         importlib.import_module(f"scripts.bench.{words[0]}").main(words[1:])
     else:
-        raise ValueError(f"bench {words[0]}: there is no such command; choose one of {', '.join(COMMANDS)}.")
+        raise UserError(
+            f"bench {words[0]}: there is no such command; choose one of {', '.join(COMMANDS)}."
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The claims of the usual guides to fast training: what is promised, who says it, our key, how it is measured here.
+"""The claims of the usual guides to fast training: what is promised, who says it, our key, how it
+is measured here.
 
-A claim without a measure says why. Sources were looked up; what they say stands in brackets behind the address.
+A claim without a measure says why. Sources were looked up; what they say stands in brackets behind
+the address.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ COMPILED = step("runtime.compile=true")
 
 
 def of_attention() -> Iterator[Practice]:
-    """Flash over math attention by itself at three lengths, its memory at the longest, and in a step."""
+    """Flash over math attention by itself at three lengths, its memory at the longest, and in a
+    step."""
     flash = Practice("", None, CUDA, key="runtime.attention", ways=("math", "flash"))
     for tokens in (256, 1024, 4096):
         times, peaks = measures.attention(tokens)
@@ -40,7 +43,9 @@ def of_attention() -> Iterator[Practice]:
         yield flash._replace(name=name, measure=times, claimed=(2, 4), source=source, seconds=8.0)
     source = f"{FLASH_REPOSITORY} (linear instead of quadratic: 20× at 4K)"
     name = f"flash attention, memory at {tokens:,} tokens"
-    yield flash._replace(name=name, measure=peaks, claimed=(20, 20), source=source, of="GiB", seconds=4.0)
+    yield flash._replace(
+        name=name, measure=peaks, claimed=(20, 20), source=source, of="GiB", seconds=4.0
+    )
     yield flash._replace(
         name="flash attention, a step of dit",
         measure=measures.attention_steps,
@@ -59,8 +64,11 @@ def of_attention() -> Iterator[Practice]:
 
 def of_precision() -> Iterator[Practice]:
     """TF32, bf16, 8 bits."""
-    half, eager = "runtime.precision=bf16", "runtime=eager"
-    tf32 = Practice("TF32, a step", step("runtime.tf32=true", eager), "runtime.tf32=true", key="runtime.tf32")
+    half = "runtime.precision=bf16"
+    eager = "runtime=eager"
+    tf32 = Practice(
+        "TF32, a step", step("runtime.tf32=true", eager), "runtime.tf32=true", key="runtime.tf32"
+    )
     bf16 = Practice("", None, half, key="runtime.precision", ways=("fp32", "bf16"))
     yield tf32._replace(claimed=(2, 3), source=f"{TRANSFORMERS} (up to 3×)")
     yield tf32._replace(
@@ -83,7 +91,9 @@ def of_precision() -> Iterator[Practice]:
         seconds=10.0,
     )
     source = f"{TUNING} (up to 3×)"
-    yield bf16._replace(name="bf16 over fp32, a step", measure=step(half, eager), claimed=(2, 3), source=source)
+    yield bf16._replace(
+        name="bf16 over fp32, a step", measure=step(half, eager), claimed=(2, 3), source=source
+    )
     yield bf16._replace(
         name="bf16 over fp32, memory",
         measure=measures.memory([eager], [eager, half]),
@@ -108,7 +118,9 @@ def of_precision() -> Iterator[Practice]:
 
 def of_compiling() -> Iterator[Practice]:
     """Compiling, CUDA graphs, caches."""
-    compiled = Practice("compiling, a step", COMPILED, "runtime.compile=true", True, 90.0, key="runtime.compile")
+    compiled = Practice(
+        "compiling, a step", COMPILED, "runtime.compile=true", True, 90.0, key="runtime.compile"
+    )
     yield compiled._replace(claimed=(10, 30), unit="% faster", source=UNSOURCED)
     yield compiled._replace(
         name="compiling, a step, as PyTorch 2 was announced",
@@ -253,7 +265,9 @@ def of_data() -> Iterator[Practice]:
         seconds=1,
     )
     storage = "the guides do not say how many images of which shape and type, so it cannot be computed again"
-    yield Practice("pixels of a whole data set", None, claimed="2.15 TB", source=UNSOURCED, reason=storage)
+    yield Practice(
+        "pixels of a whole data set", None, claimed="2.15 TB", source=UNSOURCED, reason=storage
+    )
     yield Practice(
         "workers × prefetch_factor",
         None,
@@ -267,7 +281,9 @@ def of_data() -> Iterator[Practice]:
 def of_the_ladder() -> Iterator[Practice]:
     """A ladder as guides have it, over the newcomer's loop with a DataLoader."""
     words: list[str] = []
-    yield Practice("ladder 1: latents on the device", measures.rung(), key="data=resident", source=UNSOURCED)
+    yield Practice(
+        "ladder 1: latents on the device", measures.rung(), key="data=resident", source=UNSOURCED
+    )
     for i, (name, word, compiles) in enumerate(
         (
             ("bf16", "runtime.precision=bf16", False),
@@ -279,16 +295,21 @@ def of_the_ladder() -> Iterator[Practice]:
     ):
         words.append(word)
         needs = CUDA if word == "runtime.cuda_graph=true" else "runtime.precision=bf16"
-        key, measure = word.partition("=")[0], measures.rung(*words)
+        key = word.partition("=")[0]
+        measure = measures.rung(*words)
         seconds = 90 if compiles else 30
-        yield Practice(f"ladder {i}: + {name}", measure, needs, compiles, seconds, source=UNSOURCED, key=key)
+        yield Practice(
+            f"ladder {i}: + {name}", measure, needs, compiles, seconds, source=UNSOURCED, key=key
+        )
 
 
 def of_several_gpus() -> Iterator[Practice]:
     """What one GPU cannot show."""
     several = Practice("ddp over n GPUs", None, key="runtime.parallel.mode", reason=SEVERAL)
     yield several._replace(claimed="near n ×", source="https://arxiv.org/abs/2006.15704 (256 GPUs)")
-    yield several._replace(name="fsdp over n GPUs", claimed="near n ×", source=f"{SHARDED} (in TFLOPS)")
+    yield several._replace(
+        name="fsdp over n GPUs", claimed="near n ×", source=f"{SHARDED} (in TFLOPS)"
+    )
     yield several._replace(name="larger models by sharding", claimed="4 ×", source=UNSOURCED)
     name = "larger models by sharding, offload and checkpointing"
     yield several._replace(name=name, claimed="20 ×", source=UNSOURCED)

@@ -1,4 +1,5 @@
-"""What the claims of guides are held against (scripts/bench/claims.py): each function measures one thing two ways."""
+"""What the claims of guides are held against (scripts/bench/claims.py): each function measures one
+thing two ways."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def workers(bench: Bench) -> int:
 
 
 def resident_over_dataloader(bench: Bench) -> Pair:
-    """A batch from the newcomer's DataLoader of samples in memory, and by indexing on the device."""
+    """A batch from the newcomer's DataLoader of samples in memory, and by indexing on the
+    device."""
     naive = NaiveLoop(bench.overrides, storage="memory", num_workers=workers(bench))
     loader = bench.workload("runtime=eager").loader
 
@@ -39,7 +41,9 @@ def resident_over_dataloader(bench: Bench) -> Pair:
         for _ in range(20):
             next(batches)
 
-    return bench.in_turn(lambda: read(naive.batches), lambda: read(loader), 20, lambda name: naive.prepare())
+    return bench.in_turn(
+        lambda: read(naive.batches), lambda: read(loader), 20, lambda name: naive.prepare()
+    )
 
 
 def product_rates(bench: Bench) -> Pair:
@@ -49,10 +53,12 @@ def product_rates(bench: Bench) -> Pair:
 
 
 def product_error(bench: Bench) -> Pair:
-    """The largest error of a product in TF32, and in fp32, over the mean magnitude of the product in fp64."""
+    """The largest error of a product in TF32, and in fp32, over the mean magnitude of the product
+    in fp64."""
     n = 10_240 if bench.device.type == "cuda" else 256
     a, b = torch.randn(2, n, n, dtype=torch.float64, device=bench.device)
-    exact, before = a @ b, torch.get_float32_matmul_precision()
+    exact = a @ b
+    before = torch.get_float32_matmul_precision()
     found = []
     for precision in ("high", "highest"):
         torch.set_float32_matmul_precision(precision)
@@ -64,7 +70,9 @@ def product_error(bench: Bench) -> Pair:
 
 def optimizer_phase(bench: Bench) -> Pair:
     """Norm, clipping, decision and update, unfused and fused."""
-    pair = [bench.workload("runtime=eager", f"runtime.fused_adamw={on}") for on in ("false", "true")]
+    pair = [
+        bench.workload("runtime=eager", f"runtime.fused_adamw={on}") for on in ("false", "true")
+    ]
     found: list[list[float]] = [[], []]
     for turn in range(bench.cfg.repeats):
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
@@ -74,21 +82,28 @@ def optimizer_phase(bench: Bench) -> Pair:
 
 def memory(one: Sequence[str], other: Sequence[str]) -> Measure:
     """Bytes that a training step with the overrides `one` reserves at most, and with `other`."""
-    return lambda bench: Pair.of([float(bench.workload(*words).memory_peak or 0)] for words in (one, other))
+    return lambda bench: Pair.of(
+        [float(bench.workload(*words).memory_peak or 0)] for words in (one, other)
+    )
 
 
 def attention(tokens: int) -> tuple[Measure, Measure]:
-    """Measures milliseconds, and bytes allocated at most, of both passes of attention by PyTorch's products and softmax
-    (`math`, in the inputs' own precision, which PyTorch has to be told) and by its flash kernel.
+    """Measures milliseconds, and bytes allocated at most, of both passes of attention by PyTorch's
+    products and softmax (`math`, in the inputs' own precision, which PyTorch has to be told) and by
+    its flash kernel.
 
-    As the authors of FlashAttention measure it: 16,384 tokens in all, 32 heads of 64 channels, bf16.
+    As the authors of FlashAttention measure it: 16,384 tokens in all, 32 heads of 64 channels,
+    bf16.
     """
 
     def runs(bench: Bench) -> list[Callable[[], object]]:
         cuda = bench.device.type == "cuda"
         shape = (max(1, 16_384 // tokens), 32, tokens, 64) if cuda else (1, 2, tokens, 16)
         dtype = torch.bfloat16 if cuda else torch.float32
-        q, k, v = (torch.randn(shape, device=bench.device, dtype=dtype, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(shape, device=bench.device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
         gradient = torch.randn_like(q)
 
         def run(backend: SDPBackend) -> None:
@@ -131,25 +146,32 @@ def peak_beyond(run: Callable[[], object], device: torch.device) -> float:
 
 
 def attention_steps(bench: Bench) -> Pair:
-    """A training step of the attention model of the same size, with math and with flash attention."""
+    """A training step of the attention model of the same size, with math and with flash
+    attention."""
     size = next(w for w in reversed(bench.overrides) if w.startswith("model=")).rpartition("_")[2]
     model = (f"model=dit_{size}", "runtime=fast")
-    math, flash = (bench.workload(*model, f"runtime.attention={name}") for name in ("math", "flash"))
+    math, flash = (
+        bench.workload(*model, f"runtime.attention={name}") for name in ("math", "flash")
+    )
     return bench.steps_of(math, flash)
 
 
 def reduce_overhead(bench: Bench) -> Pair:
     """A step at a small batch with the model compiled, and with Inductor's CUDA graphs too."""
     whole = (*COMPILED, "runtime.compile_scope=model", "batch_size=8")
-    base, graphs = bench.workload(*whole), bench.workload(*whole, "runtime.compile_mode=reduce-overhead")
+    base = bench.workload(*whole)
+    graphs = bench.workload(*whole, "runtime.compile_mode=reduce-overhead")
     pair = bench.steps_of(base, graphs)
     if skipped := torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]:
-        raise NotHereError(f"Inductor compiled the model and captured no CUDA graph of {skipped} of its graphs")
+        raise NotHereError(
+            f"Inductor compiled the model and captured no CUDA graph of {skipped} of its graphs"
+        )
     return pair
 
 
 def warm_ups(bench: Bench) -> Pair:
-    """Seconds of the warm-up with the whole model as one graph, and with its blocks; nothing is cached."""
+    """Seconds of the warm-up with the whole model as one graph, and with its blocks; nothing is
+    cached."""
     found = []
     for scope in ("model", "blocks"):
         with fresh_compiler():
@@ -162,7 +184,8 @@ STARTED = "import sys; from scripts.bench.workload import Workload; print(Worklo
 
 
 def compiler_cache(bench: Bench) -> Pair:
-    """Seconds of the warm-up of a process that finds the compiler's caches empty, and of the same command once more."""
+    """Seconds of the warm-up of a process that finds the compiler's caches empty, and of the same
+    command once more."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
@@ -171,20 +194,26 @@ def compiler_cache(bench: Bench) -> Pair:
         command = [sys.executable, "-c", STARTED, *bench.overrides, *COMPILED]
         found = []
         for _ in range(2):
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True
+            )
             if done.returncode:
                 raise RuntimeError(
-                    f"a start with its own cache failed: {(done.stderr.strip() or '?').splitlines()[-1]}"
+                    "a start with its own cache failed: "
+                    f"{(done.stderr.strip() or '?').splitlines()[-1]}"
                 )
             found.append([float(done.stdout.splitlines()[-1])])
     return Pair.of(found)
 
 
 def batch_to_device(bench: Bench) -> Pair:
-    """Collating a batch of single samples on the host, and copying it from pinned memory to the device."""
+    """Collating a batch of single samples on the host, and copying it from pinned memory to the
+    device."""
     cfg = compose(bench.overrides).cfg
     spec = build_loader(cfg.data, cfg.seed, cfg.batch_size, bench.device).spec
-    samples = [(torch.randn(spec.channels, spec.height, spec.width), i) for i in range(cfg.batch_size)]
+    samples = [
+        (torch.randn(spec.channels, spec.height, spec.width), i) for i in range(cfg.batch_size)
+    ]
     pageable = default_collate(samples)
     pinned = [part.pin_memory() if bench.device.type == "cuda" else part for part in pageable]
     count = 20
@@ -194,17 +223,25 @@ def batch_to_device(bench: Bench) -> Pair:
             for part in parts:
                 part.to(bench.device, non_blocking=True)
 
-    pair = bench.in_turn(lambda: [default_collate(samples) for _ in range(count)], lambda: copy(pinned), count)
+    pair = bench.in_turn(
+        lambda: [default_collate(samples) for _ in range(count)], lambda: copy(pinned), count
+    )
     return pair._replace(
-        beside={"copying from pageable memory": 1e3 * seconds(lambda: copy(pageable), bench.device) / count}
+        beside={
+            "copying from pageable memory": 1e3
+            * seconds(lambda: copy(pageable), bench.device)
+            / count
+        }
     )
 
 
 def autotuner(bench: Bench) -> Pair:
-    """Encoding images with an autoencoder of Stable Diffusion's shape, without cuDNN's autotuner and with it.
+    """Encoding images with an autoencoder of Stable Diffusion's shape, without cuDNN's autotuner
+    and with it.
 
-    PyTorch keeps a convolution's plan by shape and thread, however it was found, and looks there first. So each way has
-    a thread of its own; the flag alone would change nothing after the first call.
+    PyTorch keeps a convolution's plan by shape and thread, however it was found, and looks there
+    first. So each way has a thread of its own; the flag alone would change nothing after the first
+    call.
     """
     encoder = random_autoencoder(bench.device)
     count, side = (64, 256) if bench.device.type == "cuda" else (2, 16)
@@ -221,19 +258,27 @@ def autotuner(bench: Bench) -> Pair:
     before = torch.backends.cudnn.benchmark
     try:
         with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-            return bench.in_turn(lambda: one.submit(encode).result(), lambda: other.submit(encode).result(), 1, switch)
+            return bench.in_turn(
+                lambda: one.submit(encode).result(),
+                lambda: other.submit(encode).result(),
+                1,
+                switch,
+            )
     finally:
         torch.backends.cudnn.benchmark = before
 
 
 def nvidia_smi(device: torch.device) -> Callable[[str], str]:
-    """Asks nvidia-smi about a GPU: `ask("gpu=memory.used")` returns lines of numbers, of memory in MiB."""
+    """Asks nvidia-smi about a GPU: `ask("gpu=memory.used")` returns lines of numbers, of memory in
+    MiB."""
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
 
     def ask(query: str) -> str:
         command = ["nvidia-smi", gpu, f"--query-{query}", "--format=csv,noheader,nounits"]
         try:
-            return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
+            return subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=10
+            ).stdout
         except (OSError, subprocess.SubprocessError) as error:
             raise NotHereError(f"nvidia-smi does not answer: {error}") from error
 
@@ -243,8 +288,9 @@ def nvidia_smi(device: torch.device) -> Callable[[str], str]:
 def smi_beside(reserved: int, allocated: int, pid: int, ask: Callable[[str], str]) -> Pair:
     """GiB that PyTorch's allocator has reserved, and that nvidia-smi ascribes to the process `pid`.
 
-    The CUDA context, loaded kernels and what libraries allocate by themselves are in the second only. Where nvidia-smi
-    does not see the process, as in a container, all that is used of the GPU stands in its place, and says so.
+    The CUDA context, loaded kernels and what libraries allocate by themselves are in the second
+    only. Where nvidia-smi does not see the process, as in a container, all that is used of the GPU
+    stands in its place, and says so.
     """
     beside = {"memory_allocated": allocated / 2**30}
     listed = (line.split(",") for line in ask("compute-apps=pid,used_memory").splitlines())
@@ -265,17 +311,22 @@ def smi_and_reserved(bench: Bench) -> Pair:
 
 
 def rung(*words: str) -> Measure:
-    """A step of the newcomer's loop with a DataLoader, and of this framework with `words`; without any, of the
-    newcomer's loop with latents on the device."""
+    """A step of the newcomer's loop with a DataLoader, and of this framework with `words`; without
+    any, of the newcomer's loop with latents on the device."""
 
     def measure(bench: Bench) -> Pair:
         newcomer = NaiveLoop(bench.overrides, storage="memory", num_workers=workers(bench))
-        other = bench.workload("runtime=eager", *words) if words else NaiveLoop(bench.overrides, storage="resident")
+        other = (
+            bench.workload("runtime=eager", *words)
+            if words
+            else NaiveLoop(bench.overrides, storage="resident")
+        )
         return bench.steps_of(newcomer, other)
 
     return measure
 
 
 def stored(bench: Bench) -> Pair:
-    """Numbers in an image of 512 by 512 pixels, and in its latents: 4 channels, each side an eighth."""
+    """Numbers in an image of 512 by 512 pixels, and in its latents: 4 channels, each side an
+    eighth."""
     return Pair([3.0 * 512**2], [4.0 * (512 // 8) ** 2])

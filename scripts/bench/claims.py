@@ -3,11 +3,12 @@
     python -m scripts.bench claims setting=s256
     python -m scripts.bench claims setting=s256 model=dit_s
 
-Each claim is measured on top of runtime=fast, or of what it names: the same work done two ways, timed in turn with the
-quartiles of the ratio; memory, start-ups and rates once each, which the verdict says. A claim is confirmed where the
-figure lies in the claimed range, give or take a fifth, or beyond it; refuted where it falls short; and "no difference"
-where the quartiles of the ratio lie on both sides of 1. docs/techniques.md lists all of them, with what guides propose
-and this framework does not offer.
+Each claim is measured on top of runtime=fast, or of what it names: the same work done two ways,
+timed in turn with the quartiles of the ratio; memory, start-ups and rates once each, which the
+verdict says. A claim is confirmed where the figure lies in the claimed range, give or take a fifth,
+or beyond it; refuted where it falls short; and "no difference" where the quartiles of the ratio lie
+on both sides of 1. docs/techniques.md lists all of them, with what guides propose and this
+framework does not offer.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ def promised(claim: Practice) -> str:
 
 
 def judged(claim: Practice, measured: float, ratio: Spread | None = None) -> str:
-    """The verdict, with a fifth of tolerance; of a cost, less is said as such and refutes nothing."""
+    """The verdict, with a fifth of tolerance; of a cost, less is said as such and refutes
+    nothing."""
     if not isinstance(claim.claimed, tuple):
         return "no figure is promised"
     if ratio and ratio.n > 1 and ratio.q1 <= 1.0 <= ratio.q3:
         return "no difference"
-    low, high = claim.claimed[0] / 1.2, claim.claimed[1] * 1.2
+    low = claim.claimed[0] / 1.2
+    high = claim.claimed[1] * 1.2
     gain = claim.unit in GAINS
     if low <= measured <= high and not (gain and measured <= RATIOS[claim.unit](1.0)):
         return "confirmed"
@@ -76,12 +79,15 @@ def judged(claim: Practice, measured: float, ratio: Spread | None = None) -> str
 
 
 def figures(claim: Practice, pair: Pair) -> dict[str, Any]:
-    """`measured` in the claim's unit; the ratio of both ways and their medians, all with quartiles; the verdict."""
+    """`measured` in the claim's unit; the ratio of both ways and their medians, all with quartiles;
+    the verdict."""
     ratio = Spread.of_ratio(pair.one, pair.other) if claim.unit in RATIOS else None
     if ratio:
         measured = RATIOS[claim.unit](ratio.median)
     else:
-        measured = Spread.of([AMOUNTS[claim.unit](*both) for both in zip(pair.one, pair.other, strict=True)]).median
+        measured = Spread.of(
+            [AMOUNTS[claim.unit](*both) for both in zip(pair.one, pair.other, strict=True)]
+        ).median
     return {
         "measured": measured,
         "verdict": judged(claim, measured, ratio) + (", one round" if len(pair.one) == 1 else ""),
@@ -94,7 +100,12 @@ def figures(claim: Practice, pair: Pair) -> dict[str, Any]:
 
 def labels(claim: Practice) -> dict[str, Any]:
     """What is known of a claim without measuring."""
-    known = {"claimed": promised(claim), "unit": claim.unit, "source": claim.source, "key": claim.key}
+    known = {
+        "claimed": promised(claim),
+        "unit": claim.unit,
+        "source": claim.source,
+        "key": claim.key,
+    }
     return known | {"ways": list(claim.ways), "of": claim.of}
 
 
@@ -108,7 +119,8 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
             return entry
         both = {way: entry[side] for way, side in zip(entry["ways"], ("one", "other"), strict=True)}
         remark = ", ".join(
-            f"{way} {short(value)} {entry['of']}".rstrip() for way, value in (both | entry["beside"]).items()
+            f"{way} {short(value)} {entry['of']}".rstrip()
+            for way, value in (both | entry["beside"]).items()
         )
         quartiles = f"{entry['ratio_q1']:.2f}–{entry['ratio_q3']:.2f}" if "ratio" in entry else None
         return entry | {"shown": short(entry["measured"]), "quartiles": quartiles, "remark": remark}
@@ -150,7 +162,13 @@ def section(entries: Sequence[Mapping[str, Any]], source: str) -> str:
     table = ["| what | our key | who says it | claim | measured here |", "|---|---|---|---|---|"]
     for claim in CLAIMS:
         key = f"`{claim.key}`" if claim.key else "–"
-        cells = (claim.name, key, linked(claim.source), promised(claim), here(claim, measured.get(claim.name)))
+        cells = (
+            claim.name,
+            key,
+            linked(claim.source),
+            promised(claim),
+            here(claim, measured.get(claim.name)),
+        )
         table.append(f"| {' | '.join(cells)} |")
     return "\n".join([*table, *(["", f"{source}."] if source else [])]) + "\n"
 

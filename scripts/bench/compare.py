@@ -10,10 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel.text import is_figure, printable
+from common.errors import UserError
+from common.text import is_figure, printable
 from training.config.yaml_text import read_config
 
-FIGURES = ("samples_per_s", "mfu", "memory_reserved_peak", "loss", "eval_loss", "steps", "warm_up_seconds", "seconds")
+FIGURES = (
+    "samples_per_s",
+    "mfu",
+    "memory_reserved_peak",
+    "loss",
+    "eval_loss",
+    "steps",
+    "warm_up_seconds",
+    "seconds",
+)
 PLACES = ("run_dir", "checkpoint", "sample_grid")
 
 
@@ -21,7 +31,9 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of a tree of mappings."""
     if not isinstance(node, Mapping):
         return {prefix.removesuffix("."): node}
-    return {k: v for name, value in node.items() for k, v in flat(value, f"{prefix}{name}.").items()}
+    return {
+        k: v for name, value in node.items() for k, v in flat(value, f"{prefix}{name}.").items()
+    }
 
 
 def read_run(folder: str) -> dict[str, dict[str, Any]]:
@@ -29,17 +41,25 @@ def read_run(folder: str) -> dict[str, dict[str, Any]]:
     path = Path(folder).expanduser()
     try:
         config = read_config(path / "config.yaml")
-        environment, summary = (json.loads((path / f"{name}.json").read_text()) for name in ("environment", "summary"))
+        environment, summary = (
+            json.loads((path / f"{name}.json").read_text()) for name in ("environment", "summary")
+        )
         return {
             "configuration": {k: v for k, v in flat(config).items() if k not in PLACES},
             # Without the evidence, which holds counts that differ for good reasons.
-            "ledger": {key: f"{row['requested']} → {row['active']}" for key, row in summary["ledger"].items()},
-            "versions": environment["versions"] | {"hardware": environment["hardware"], "git": environment["git"]},
+            "ledger": {
+                key: f"{row['requested']} → {row['active']}"
+                for key, row in summary["ledger"].items()
+            },
+            "versions": environment["versions"]
+            | {"hardware": environment["hardware"], "git": environment["git"]},
             "result": {name: summary[name] for name in FIGURES if is_figure(summary.get(name))},
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         name = Path(str(getattr(error, "filename", None) or "its JSON")).name
-        raise ValueError(f"{folder} is no finished run: {name} cannot be read; name two run folders.") from None
+        raise UserError(
+            f"{folder} is no finished run: {name} cannot be read; name two run folders."
+        ) from None
 
 
 def number(value: Any) -> str:
@@ -53,14 +73,22 @@ def ratio(a: Any, b: Any) -> str | None:
 
 def comparison(a: str, b: str) -> str:
     """The whole answer as text."""
-    first, second = read_run(a), read_run(b)
+    first = read_run(a)
+    second = read_run(b)
     from scripts.bench.report import table  # brings torch
 
     parts = []
     for section in first:
-        one, other, result = first[section], second[section], section == "result"
+        one = first[section]
+        other = second[section]
+        result = section == "result"
         rows = [
-            (key, number(one.get(key)), number(other.get(key)), ratio(one.get(key), other.get(key)) if result else "")
+            (
+                key,
+                number(one.get(key)),
+                number(other.get(key)),
+                ratio(one.get(key), other.get(key)) if result else "",
+            )
             for key in one | other
             if one.get(key) != other.get(key)
         ]
@@ -71,5 +99,7 @@ def comparison(a: str, b: str) -> str:
 
 def main(words: list[str]) -> None:
     if len(words) != 2 or any(word.startswith("-") for word in words):
-        raise ValueError("bench compare takes two run folders: python -m scripts.bench compare runs/a runs/b")
+        raise UserError(
+            "bench compare takes two run folders: python -m scripts.bench compare runs/a runs/b"
+        )
     print(comparison(*words))

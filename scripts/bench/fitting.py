@@ -1,4 +1,5 @@
-"""Makes a benchmark's batch fit the device, by what a forward pass keeps a sample: measured, not guessed."""
+"""Makes a benchmark's batch fit the device, by what a forward pass keeps a sample: measured, not
+guessed."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from common.errors import UserError
 from training.assemble import assemble
 from training.config.compose import compose
 from training.memory import kept_at, memory_of
@@ -21,7 +23,8 @@ BYTES_A_PARAMETER = 20
 RESERVE = 2**30
 """Bytes for the driver's context, workspaces of libraries and the loader."""
 USABLE = 0.9
-"""Share of the memory that may be planned for: gradients of activations and fragmentation take the rest."""
+"""Share of the memory that may be planned for: gradients of activations and fragmentation take the
+rest."""
 
 
 class Needs(NamedTuple):
@@ -46,14 +49,15 @@ class Needs(NamedTuple):
 def needs_of(overrides: tuple[str, ...], device: torch.device) -> Needs:
     """Builds what would train, runs it eagerly on `device`, and frees it again.
 
-    Random number generators are as before afterwards. Process-wide flags are those of these overrides, and what was
-    compiled before compiles again: as whenever a run is built.
+    Random number generators are as before afterwards. Process-wide flags are those of these
+    overrides, and what was compiled before compiles again: as whenever a run is built.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         training = assemble(compose(list(overrides)).cfg, device)
         few, many = (kept_at(training, samples) for samples in BATCHES)
     parameters = sum(p.numel() for p in training.model.parameters())
-    cfg, captured = training.cfg, training.stack.value("cuda_graph") is True
+    cfg = training.cfg
+    captured = training.stack.value("cuda_graph") is True
     del training
     gc.collect()
     if device.type == "cuda":
@@ -64,10 +68,11 @@ def needs_of(overrides: tuple[str, ...], device: torch.device) -> Needs:
 
 
 def predicted(needs: Sequence[Needs], batch_size: int) -> float:
-    """Bytes that configurations take together that are in memory at the same time and train in turn.
+    """Bytes that configurations take together that are in memory at the same time and train in
+    turn.
 
-    Each has its parameters. A captured one keeps its activations while another trains; those of the others share the
-    allocator's cache, which holds the largest.
+    Each has its parameters. A captured one keeps its activations while another trains; those of the
+    others share the allocator's cache, which holds the largest.
     """
     in_turn = max((n.activations(batch_size) for n in needs if not n.captured), default=0.0)
     held = sum(n.activations(batch_size) for n in needs if n.captured)
@@ -77,14 +82,19 @@ def predicted(needs: Sequence[Needs], batch_size: int) -> float:
 def fitted(
     overrides: Sequence[Sequence[str]], device: torch.device, memory: float | None = None
 ) -> tuple[int, str | None]:
-    """The batch size at which configurations of one batch size fit `device` together, and a sentence if it is smaller.
+    """The batch size at which configurations of one batch size fit `device` together, and a
+    sentence if it is smaller.
 
-    `memory` are the device's bytes; None asks it. ValueError for unlike batch sizes, and if no batch fits.
+    `memory` are the device's bytes; None asks it. ValueError for unlike batch sizes, and if no
+    batch fits.
     """
     needs = [needs_of(tuple(words), device) for words in overrides]
-    asked, unit = needs[0].batch_size, lcm(*(n.accumulation_steps for n in needs))
+    asked = needs[0].batch_size
+    unit = lcm(*(n.accumulation_steps for n in needs))
     if any(n.batch_size != asked for n in needs):
-        raise ValueError(f"batch sizes {[n.batch_size for n in needs]}: what is compared must have one.")
+        raise UserError(
+            f"batch sizes {[n.batch_size for n in needs]}: what is compared must have one."
+        )
     memory = memory_of(device) if memory is None else memory
 
     def needed(batch_size: int) -> str:
@@ -94,11 +104,13 @@ def fitted(
     batch_size = asked
     while predicted(needs, batch_size) > USABLE * memory:
         if batch_size == unit:
-            raise ValueError(f"{needed(unit)}: it does not fit.")
+            raise UserError(f"{needed(unit)}: it does not fit.")
         batch_size = max(batch_size // 2 // unit, 1) * unit
     return batch_size, None if batch_size == asked else f"{needed(asked)}: measured at {batch_size}"
 
 
-def fitted_pairs(base: Sequence[str], others: Sequence[Sequence[str]], device: torch.device) -> tuple[int, str | None]:
+def fitted_pairs(
+    base: Sequence[str], others: Sequence[Sequence[str]], device: torch.device
+) -> tuple[int, str | None]:
     """`fitted` of a configuration with each of the others in turn: the smallest batch."""
     return min((fitted([base, other], device) for other in others), key=lambda found: found[0])

@@ -1,15 +1,16 @@
-"""Measures everything in slots of minutes: the cheapest and most telling first, each row kept as soon as it is there.
+"""Measures everything in slots of minutes: the cheapest and most telling first, each row kept as
+soon as it is there.
 
     python -m scripts.bench gpu out=bench/gpu budget_minutes=9
     python -m scripts.bench gpu only=[ladder,techniques_bf16]
     python -m scripts.bench gpu setting=tiny
     python -m scripts.bench publish bench/gpu
 
-The same command goes on where it stopped: rows that the same code has measured on the same hardware with the same
-versions are left alone, and so are failed ones without again=failed. Each benchmark is a process of its own. A row that
-raises, exhausts the memory, crashes or hangs is kept with its sentence, and the next one follows. A row begins only if
-it should end within the budget; the last lines say what remains. `publish` makes pages, charts and the README's tables
-of the folder.
+The same command goes on where it stopped: rows that the same code has measured on the same hardware
+with the same versions are left alone, and so are failed ones without again=failed. Each benchmark
+is a process of its own. A row that raises, exhausts the memory, crashes or hangs is kept with its
+sentence, and the next one follows. A row begins only if it should end within the budget; the last
+lines say what remains. `publish` makes pages, charts and the README's tables of the folder.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.processes import end
+from common import lock
+from common.errors import UserError
+from common.processes import end
 from scripts.bench.__main__ import BENCHMARKS
 from scripts.bench.rows import LOST_DEVICE, Results, code_hash
 from scripts.bench.settings import SCRATCH
 from training.config.compose import ROOT, from_words
-from training.process import lock
 
 LIMIT = 480.0
 """Seconds after which a row is ended, and a process that has not begun with its rows."""
@@ -55,8 +57,8 @@ class GpuConfig:
     again: str | None = None
     """failed: measures rows again that failed with this code, once."""
     limit_s: float = LIMIT
-    """Seconds after which a row is ended, from its beginning, and its process with it. It is tried once more where its
-    process had measured others before."""
+    """Seconds after which a row is ended, from its beginning, and its process with it. It is tried
+    once more where its process had measured others before."""
 
 
 class Item(NamedTuple):
@@ -93,12 +95,25 @@ ITEMS = (
         None,
         900,
     ),
-    Item("calibration", "which fused kernels win", ["calibration", "setting=s256", "runtime=production"], TINY, 200),
+    Item(
+        "calibration",
+        "which fused kernels win",
+        ["calibration", "setting=s256", "runtime=production"],
+        TINY,
+        200,
+    ),
     Item("kernels", "operators beside their definitions", ["kernels", "setting=s256"], QUICK, 150),
-    Item("hotspots", "where the time of a step goes", ["hotspots", "setting=b256", "batch_size=64"], TINY, 60),
+    Item(
+        "hotspots",
+        "where the time of a step goes",
+        ["hotspots", "setting=b256", "batch_size=64"],
+        TINY,
+        60,
+    ),
     Item(
         "ladder_s32",
-        "from a newcomer's loop to `max`: 33 M parameters, 32×32×4 latents, 50,000 samples, batch 32",
+        "from a newcomer's loop to `max`: 33 M parameters, 32×32×4 latents, 50,000 samples, "
+        "batch 32",
         ["ladder", "setting=s32"],
         [*TINY, "num_workers=0"],
         400,
@@ -118,7 +133,13 @@ ITEMS = (
         400,
     ),
     Item("ladder_s256", "the ladder at batch 256", ["ladder", "setting=s256"], None, 500),
-    Item("claims", "claims of guides: [techniques](../techniques.md)", ["claims", "setting=s32"], QUICK, 400),
+    Item(
+        "claims",
+        "claims of guides: [techniques](../techniques.md)",
+        ["claims", "setting=s32"],
+        QUICK,
+        400,
+    ),
     Item(
         "techniques_fp32",
         "each technique alone over eager in fp32",
@@ -126,8 +147,20 @@ ITEMS = (
         [*TINY, "precisions=[fp32]"],
         700,
     ),
-    Item("data", "loaders beside the usual pipelines; precompute by parts", ["data", "setting=s256"], TINY, 330),
-    Item("plan", "what `scripts.plan` predicts beside what is measured", ["plan", "setting=b256"], QUICK, 240),
+    Item(
+        "data",
+        "loaders beside the usual pipelines; precompute by parts",
+        ["data", "setting=s256"],
+        TINY,
+        330,
+    ),
+    Item(
+        "plan",
+        "what `scripts.plan` predicts beside what is measured",
+        ["plan", "setting=b256"],
+        QUICK,
+        240,
+    ),
     Item(
         "saves",
         "what a checkpoint costs, in the background and not",
@@ -149,7 +182,13 @@ ITEMS = (
         [*TINY, "data=digits", "steps=50"],
         400,
     ),
-    Item("step", "one step by phases", ["step", "setting=s256", "runtime=fast"], [*TINY, "runtime=fast"], 60),
+    Item(
+        "step",
+        "one step by phases",
+        ["step", "setting=s256", "runtime=fast"],
+        [*TINY, "runtime=fast"],
+        60,
+    ),
     Item(
         "antipatterns",
         "what mistakes cost",
@@ -166,22 +205,28 @@ ITEMS = (
     ),
     Item("ladder_b256", "the ladder at the size of DiT-B/2", ["ladder", "setting=b256"], None, 700),
 )
-"""What the queue measures, in its order. Tests come first: whatever they find is mended, and rows that were measured
-before that count for nothing."""
+"""What the queue measures, in its order. Tests come first: whatever they find is mended, and rows
+that were measured before that count for nothing."""
 
 
 def chosen(cfg: GpuConfig) -> list[Item]:
     """The items of the setting that `only` names; ValueError for a name that there is not."""
     if cfg.setting not in (None, "tiny"):
-        raise ValueError(f"setting={cfg.setting}: the queue has setting=tiny, and null for the published sizes.")
+        raise UserError(
+            f"setting={cfg.setting}: the queue has setting=tiny, and null for the published sizes."
+        )
     tiny = cfg.setting == "tiny"
-    items = [i._replace(name=f"{i.name}_tiny", words=[i.words[0], *i.tiny]) if tiny and i.tiny else i for i in ITEMS]
+    items = [
+        i._replace(name=f"{i.name}_tiny", words=[i.words[0], *i.tiny]) if tiny and i.tiny else i
+        for i in ITEMS
+    ]
     items = [item for item in items if not tiny or item.tiny]
     known = {name for item in items for name in (item.name, item.words[0])}
     for name in cfg.only:
         if name not in known:
-            raise ValueError(
-                f"only=[{name}]: there is no such item; choose some of {', '.join(i.name for i in items)}."
+            raise UserError(
+                f"only=[{name}]: there is no such item; choose some of "
+                f"{', '.join(i.name for i in items)}."
             )
     return [item for item in items if not cfg.only or {item.name, item.words[0]} & {*cfg.only}]
 
@@ -190,7 +235,8 @@ class Queue:
     """Runs items one after the other until the budget is used up."""
 
     def __init__(self, cfg: GpuConfig) -> None:
-        self.results, self.limit = Results(Path(cfg.out).expanduser().absolute()), cfg.limit_s
+        self.results = Results(Path(cfg.out).expanduser().absolute())
+        self.limit = cfg.limit_s
         self.results.folder.mkdir(parents=True, exist_ok=True)
         self.results.compact()
         shutil.rmtree(self.results.folder / SCRATCH, ignore_errors=True)
@@ -198,26 +244,38 @@ class Queue:
         self.deadline = time.time() + 60 * cfg.budget_minutes
         self.here: dict[str, Any] = {}
         """Hardware and versions, as the first process of this start found them."""
-        self.again, self.lost = cfg.again, 0
+        self.again = cfg.again
+        self.lost = 0
 
     def planned(self, item: Item) -> bool:
         """Whether this code has planned the item, on this hardware with these versions."""
         run = self.results.plans().get(item.name, {}).get("run", {})
-        same = {"code": code_hash(ROOT / "scripts" / "bench" / f"{BENCHMARKS[item.words[0]]}.py"), **self.here}
-        return run.get("command") == item.command and all(run[key] == value for key, value in same.items())
+        same = {
+            "code": code_hash(ROOT / "scripts" / "bench" / f"{BENCHMARKS[item.words[0]]}.py"),
+            **self.here,
+        }
+        return run.get("command") == item.command and all(
+            run[key] == value for key, value in same.items()
+        )
 
     def left(self, item: Item) -> dict[str, float]:
         """Row -> seconds, of what is to be measured; all of the item where it is not planned."""
-        return self.results.left(item.name, self.limit) if self.planned(item) else {f"all of {item.name}": item.seconds}
+        return (
+            self.results.left(item.name, self.limit)
+            if self.planned(item)
+            else {f"all of {item.name}": item.seconds}
+        )
 
     def time_left(self) -> float:
         return self.deadline - time.time()
 
     def measure(self, item: Item) -> None:
-        """Starts the item's process, again after each crash or limit, until nothing is left of it that fits."""
+        """Starts the item's process, again after each crash or limit, until nothing is left of it
+        that fits."""
         again = self.again
         while self.time_left() > 0 and (not self.here or again or self.fitting(item)):
-            began, before = time.time(), self.results.size()
+            began = time.time()
+            before = self.results.size()
             status = self.start(item, again)
             again = None
             plan = self.results.plans()[item.name]
@@ -225,25 +283,38 @@ class Queue:
                 self.here = {key: plan["run"][key] for key in ("hardware", "versions")}
             if self.results.size() == before:
                 if status != 0:
-                    print(f"{item.name}: no row; status {status}: {last_line(self.log)}", flush=True)
+                    print(
+                        f"{item.name}: no row; status {status}: {last_line(self.log)}", flush=True
+                    )
                 return
-            good = any(line["time"] >= began and "error" not in line["entry"] for line in self.results.lines())
+            good = any(
+                line["time"] >= began and "error" not in line["entry"]
+                for line in self.results.lines()
+            )
             self.lost = self.lost + 1 if status == LOST_DEVICE and not good else 0
             if self.lost == 2:
-                raise ValueError("two processes lost the GPU at their first row; see log.txt, and start again.")
+                raise UserError(
+                    "two processes lost the GPU at their first row; see log.txt, and start again."
+                )
 
     def fitting(self, item: Item) -> bool:
-        """Whether a row of the item may fit; which ones do, its process knows when it has planned."""
+        """Whether a row of the item may fit; which ones do, its process knows when it has
+        planned."""
         seconds = self.left(item).values() if self.planned(item) else [START_UP]
         return bool(seconds) and min(seconds) <= min(self.time_left(), self.limit)
 
     def start(self, item: Item, again: str | None) -> int | None:
-        """One process, until it ends or its time is over; then the row that it was at is kept with the reason.
+        """One process, until it ends or its time is over; then the row that it was at is kept with
+        the reason.
 
         Returns the exit status; None if its time was over.
         """
         words = [*item.command.split()[1:], f"out={self.results.folder}"]
-        words += [f"until={self.deadline}", f"limit_s={self.limit}", *([f"again={again}"] if again else [])]
+        words += [
+            f"until={self.deadline}",
+            f"limit_s={self.limit}",
+            *([f"again={again}"] if again else []),
+        ]
         # a queue that was killed left the row at which it was
         self.results.note(item.name, at=None, began=time.time(), limit=min(LIMIT, self.time_left()))
         with self.log.open("ab") as log:
@@ -254,7 +325,12 @@ class Queue:
                 stdin=subprocess.PIPE,  # its end tells the process that the queue is gone
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))},
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(
+                        filter(None, (str(ROOT), os.getenv("PYTHONPATH")))
+                    )
+                },
                 start_new_session=True,
             )
             try:
@@ -274,7 +350,8 @@ class Queue:
         return status
 
     def ended(self, process: subprocess.Popen[bytes], item: Item) -> int | None:
-        """The exit status of a process, once it ends; None when the row that it told last has had its limit."""
+        """The exit status of a process, once it ends; None when the row that it told last has had
+        its limit."""
         while True:
             told = self.results.plans()[item.name]
             left = told["began"] + told["limit"] - time.time()
@@ -289,14 +366,24 @@ class Queue:
             began = time.time()
             self.measure(item)
             lines = self.results.newest(item.name, self.here.get("hardware", "")).values()
-            new, failed = sum(line["time"] >= began for line in lines), sum("error" in line["entry"] for line in lines)
+            new = sum(line["time"] >= began for line in lines)
+            failed = sum("error" in line["entry"] for line in lines)
             took = time.time() - began
-            print(f"{item.name}: {len(lines)} rows, {new} new, {failed} failed, {took:.0f} s", flush=True)
+            print(
+                f"{item.name}: {len(lines)} rows, {new} new, {failed} failed, {took:.0f} s",
+                flush=True,
+            )
         remaining = {item.name: left for item in items if (left := self.left(item))}
         for name, left in remaining.items():
-            print(f"remains: {name}, {len(left)} rows, about {sum(left.values()) / 60:.1f} min: {', '.join(left)}")
+            print(
+                f"remains: {name}, {len(left)} rows, about {sum(left.values()) / 60:.1f} min: "
+                f"{', '.join(left)}"
+            )
         minutes = sum(sum(left.values()) for left in remaining.values()) / 60
-        print(f"{f'about {minutes:.0f} minutes remain' if remaining else 'nothing remains'}; {self.results.file}")
+        print(
+            f"{f'about {minutes:.0f} minutes remain' if remaining else 'nothing remains'}; "
+            f"{self.results.file}"
+        )
 
 
 def cut_to_last(file: Path, size: int) -> None:
@@ -313,12 +400,17 @@ def last_line(file: Path) -> str:
 def main(words: list[str]) -> None:
     cfg = from_words(GpuConfig, words, __doc__ or "")
     if cfg.again not in (None, "failed"):
-        raise ValueError(f"again={cfg.again}: the queue has again=failed.")
+        raise UserError(f"again={cfg.again}: the queue has again=failed.")
     if cfg.budget_minutes <= 0 or cfg.limit_s <= 0:
-        raise ValueError(f"budget_minutes={cfg.budget_minutes} and limit_s={cfg.limit_s} must be above 0.")
-    items, folder = chosen(cfg), Path(cfg.out).expanduser().absolute()
+        raise UserError(
+            f"budget_minutes={cfg.budget_minutes} and limit_s={cfg.limit_s} must be above 0."
+        )
+    items = chosen(cfg)
+    folder = Path(cfg.out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(
-        lock.held(folder, f"out={cfg.out}: another queue measures into it; wait for it, or stop it.")
+        lock.held(
+            folder, f"out={cfg.out}: another queue measures into it; wait for it, or stop it."
+        )
     ):
         Queue(cfg).all(items)

@@ -1,15 +1,17 @@
-"""Where the time of a training step goes, op by op, and how near each op comes to what the device can do.
+"""Where the time of a training step goes, op by op, and how near each op comes to what the device
+can do.
 
     python -m scripts.bench hotspots setting=b256
     python -m scripts.bench hotspots setting=s256 model=conv_s batch_size=64
 
-One eager step with the fused kernels (runtime=fast) of a mamba, an ssd_mlp and a dit model of the setting's size, or of
-the model that is named. Bytes: each input read once and each output written once, a gather's source as far as it is
-taken. FLOPs: of products, attention and convolutions by PyTorch's formulas, of the fused operators by their own; others
-are unknown. Both over the time, as shares of the rates that this device reaches in a large copy and a large product.
+One eager step with the fused kernels (runtime=fast) of a mamba, an ssd_mlp and a dit model of the
+setting's size, or of the model that is named. Bytes: each input read once and each output written
+once, a gather's source as far as it is taken. FLOPs: of products, attention and convolutions by
+PyTorch's formulas, of the fused operators by their own; others are unknown. Both over the time, as
+shares of the rates that this device reaches in a large copy and a large product.
 
-On a GPU an op's time is that of the kernels that it launched, otherwise the host's. `busy` is the sum over all ops of
-one profiled step; the step itself is timed without the profiler.
+On a GPU an op's time is that of the kernels that it launched, otherwise the host's. `busy` is the
+sum over all ops of one profiled step; the step itself is timed without the profiler.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from accel.kernels.operator import OPERATORS
-from accel.precision import name_of
+from accel.techniques.precision import name_of
+from common.errors import UserError
 from scripts.bench.report import table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import SETTINGS, BenchConfig
@@ -46,7 +49,8 @@ GATHERS = ("index", "index_select", "gather", "embedding")
 OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
 """Ops that do not read what they write to."""
 OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"
-"""Attention on a CPU, which takes the arguments of the one without `_for_cpu` and has no FLOP formula of its own."""
+"""Attention on a CPU, which takes the arguments of the one without `_for_cpu` and has no FLOP
+formula of its own."""
 measured_rates = cache(rates)
 """Once a process."""
 
@@ -78,7 +82,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        if func.namespace == "fastlatent" and (own := OPERATORS[func._schema.name.split("::")[1]]).kernel is None:
+        if (
+            func.namespace == "fastlatent"
+            and (own := OPERATORS[func._schema.name.split("::")[1]]).kernel is None
+        ):
             with self:
                 return own.definition(*args)
         with torch.profiler.record_function(f"{MARK} {len(self.calls)}"):
@@ -88,7 +95,9 @@ class Recorder(TorchDispatchMode):
         dtype = name_of(str(min(floating, key=lambda d: d.itemsize))) if floating else ""
         shapes = described(*args, *kwargs.values())
         moved = bytes_of(func, args, kwargs, out)
-        self.calls.append(Call(func._schema.name, shapes, moved, flops_of(func, args, kwargs, out), dtype))
+        self.calls.append(
+            Call(func._schema.name, shapes, moved, flops_of(func, args, kwargs, out), dtype)
+        )
         return out
 
 
@@ -111,10 +120,19 @@ def bytes_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return 0
     if name.startswith(("index_put", "scatter", "index_add")):
         return None
-    changed = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
-    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    changed = [
+        argument
+        for argument in func._schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    by_name = (
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        | kwargs
+    )
     written = {id(t): t for argument in changed for t in tensors(by_name.get(argument.name))}
-    read = {id(t): t for t in tensors((args, kwargs)) if not (name in OVERWRITES and id(t) in written)}
+    read = {
+        id(t): t for t in tensors((args, kwargs)) if not (name in OVERWRITES and id(t) in written)
+    }
     written |= {id(t): t for t in tensors(out)}
     sizes = [size(t) for t in read.values()]
     if name in GATHERS:
@@ -125,7 +143,8 @@ def bytes_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
     """By the formula that PyTorch, or the operator's own module, has registered.
 
-    Not for a convolution's backward pass: PyTorch's overlooks groups. Each gradient costs what the forward pass did.
+    Not for a convolution's backward pass: PyTorch's overlooks groups. Each gradient costs what the
+    forward pass did.
     """
     packet = func._overloadpacket
     if packet is torch.ops.aten.convolution_backward:
@@ -151,10 +170,11 @@ def described(*arguments: Any) -> str:
 
 
 def spent(events: Iterable[Any], cuda: bool) -> tuple[dict[int, Counter[str]], Counter[str]]:
-    """Microseconds of each marked op by kernel, or by host op without a GPU; and of kernels that no op launched.
+    """Microseconds of each marked op by kernel, or by host op without a GPU; and of kernels that no
+    op launched.
 
-    `events` are the profiler's function events. A kernel belongs to the innermost op that was open when it was
-    launched, whether by a library or by Triton.
+    `events` are the profiler's function events. A kernel belongs to the innermost op that was open
+    when it was launched, whether by a library or by Triton.
     """
     marked: dict[int, Counter[str]] = {}
     every: Counter[str] = Counter()
@@ -183,7 +203,10 @@ def opened(event: Any) -> Iterator[Any]:
 
 
 def ranked(
-    calls: Sequence[Call], marked: dict[int, Counter[str]], alone: Counter[str], rate: dict[str, float]
+    calls: Sequence[Call],
+    marked: dict[int, Counter[str]],
+    alone: Counter[str],
+    rate: dict[str, float],
 ) -> tuple[list[dict[str, Any]], float]:
     """Groups of equal calls, those that take most time first, and the milliseconds of all of them.
 
@@ -198,11 +221,22 @@ def ranked(
     for (op, shapes), members in groups.items():
         kernels = sum((marked[i] for i in members), Counter[str]())
         ms = kernels.total() / 1e3
-        known = {"op": op, "shapes": shapes, "calls": len(members), "kernel": kernels.most_common(1)[0][0]}
-        sums = {what: sum_of([getattr(calls[i], what) for i in members]) for what in ("bytes", "flops")}
-        found.append(known | {"ms": ms} | sums | shares(ms, **sums, dtype=calls[members[0]].dtype, rate=rate))
+        known = {
+            "op": op,
+            "shapes": shapes,
+            "calls": len(members),
+            "kernel": kernels.most_common(1)[0][0],
+        }
+        sums = {
+            what: sum_of([getattr(calls[i], what) for i in members]) for what in ("bytes", "flops")
+        }
+        found.append(
+            known | {"ms": ms} | sums | shares(ms, **sums, dtype=calls[members[0]].dtype, rate=rate)
+        )
     for kernel, us in alone.items():
-        nothing = dict.fromkeys(("op", "shapes", "calls", "bytes", "flops", "of_copy_rate", "of_product_rate"))
+        nothing = dict.fromkeys(
+            ("op", "shapes", "calls", "bytes", "flops", "of_copy_rate", "of_product_rate")
+        )
         found.append(nothing | {"kernel": kernel, "ms": us / 1e3})
     for group in found:
         group["share"] = group["ms"] / total
@@ -214,8 +248,11 @@ def sum_of(values: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def shares(ms: float, bytes: int | None, flops: int | None, dtype: str, rate: dict[str, float]) -> dict[str, Any]:
-    """Of the measured rates; None where the work is unknown, or no product of this dtype was measured."""
+def shares(
+    ms: float, bytes: int | None, flops: int | None, dtype: str, rate: dict[str, float]
+) -> dict[str, Any]:
+    """Of the measured rates; None where the work is unknown, or no product of this dtype was
+    measured."""
     if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tf32"
     peak = rate.get(f"{dtype}_product_tflops")
@@ -228,16 +265,28 @@ def shares(ms: float, bytes: int | None, flops: int | None, dtype: str, rate: di
 def measure(overrides: list[str], steps: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Times steps, profiles one, and returns figures with the ops that took most of it."""
     rate = measured_rates(device)
-    workload, recorder = Workload(overrides), Recorder()
+    workload = Workload(overrides)
+    recorder = Recorder()
     step_ms = time_steps({"step": workload}, steps, repeats)["step"]
     workload.prepare()
-    with torch.profiler.profile(activities=profiler_activities(), acc_events=True) as profiler, recorder:
+    with (
+        torch.profiler.profile(activities=profiler_activities(), acc_events=True) as profiler,
+        recorder,
+    ):
         workload.run(1)
         synchronise(device)
-    groups, busy = ranked(recorder.calls, *spent(profiler.events() or [], device.type == "cuda"), rate)
+    groups, busy = ranked(
+        recorder.calls, *spent(profiler.events() or [], device.type == "cuda"), rate
+    )
     top = groups[:TOP]
     rest = busy - sum(group["ms"] for group in top)
-    own = {"batch_size": workload.batch_size, "busy_ms": busy, "top": top, "rest_ms": rest, "rates": rate}
+    own = {
+        "batch_size": workload.batch_size,
+        "busy_ms": busy,
+        "top": top,
+        "rest_ms": rest,
+        "rates": rate,
+    }
     return workload.figures(step_ms) | own
 
 
@@ -248,7 +297,10 @@ def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterat
     composed = compose(overrides)
     for key in ("compile", "cuda_graph"):
         if getattr(composed.cfg.runtime, key):
-            raise ValueError(f"runtime.{key}=true: hotspots looks at an eager step, op by op; use runtime.{key}=false.")
+            raise UserError(
+                f"runtime.{key}=true: hotspots looks at an eager step, op by op; use "
+                f"runtime.{key}=false."
+            )
     assert cfg.setting is not None
     own = next(word for word in SETTINGS[cfg.setting] if word.startswith("model="))
     names = [f"{family}_{own.rpartition('_')[2]}" for family in FAMILIES]
@@ -262,28 +314,54 @@ def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterat
 def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     """A table a model."""
     return [
-        text_of(entry) if "top" in entry else f"{entry['name']}: {entry.get('reason') or entry.get('error')}"
+        text_of(entry)
+        if "top" in entry
+        else f"{entry['name']}: {entry.get('reason') or entry.get('error')}"
         for entry in entries
     ]
 
 
 def text_of(entry: dict[str, Any]) -> str:
-    heads = ("", "inputs", "calls", "ms", "share", "MB", "GFLOP", "of copy rate", "of product rate", "kernel")
+    heads = (
+        "",
+        "inputs",
+        "calls",
+        "ms",
+        "share",
+        "MB",
+        "GFLOP",
+        "of copy rate",
+        "of product rate",
+        "kernel",
+    )
     rows: list[Sequence[object]] = [heads]
     for group in entry["top"]:
-        op, kernel = group["op"] or "(no op)", group["kernel"]
-        cells: list[object] = [op, shortened(group["shapes"] or "unknown", 60), group["calls"] or "unknown"]
+        op = group["op"] or "(no op)"
+        kernel = group["kernel"]
+        cells: list[object] = [
+            op,
+            shortened(group["shapes"] or "unknown", 60),
+            group["calls"] or "unknown",
+        ]
         cells += [f"{group['ms']:.3f}", f"{group['share']:.0%}"]
         cells += [
-            "unknown" if group[key] is None else f"{group[key] / 10**n:.3g}" for key, n in (("bytes", 6), ("flops", 9))
+            "unknown" if group[key] is None else f"{group[key] / 10**n:.3g}"
+            for key, n in (("bytes", 6), ("flops", 9))
         ]
         cells += [
-            "unknown" if group[key] is None else f"{group[key]:.0%}" for key in ("of_copy_rate", "of_product_rate")
+            "unknown" if group[key] is None else f"{group[key]:.0%}"
+            for key in ("of_copy_rate", "of_product_rate")
         ]
         rows.append((*cells, "" if kernel == op else shortened(kernel, 40)))
-    measured = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in entry["rates"].items())
-    head = f"{entry['name']}: a step of {entry['batch_size']} samples takes {entry['step_ms']:.2f} ms"
-    busy = f"ops are busy for {entry['busy_ms']:.2f} ms, those not listed for {entry['rest_ms']:.2f}"
+    measured = ", ".join(
+        f"{name.replace('_', ' ')} {value:.1f}" for name, value in entry["rates"].items()
+    )
+    head = (
+        f"{entry['name']}: a step of {entry['batch_size']} samples takes {entry['step_ms']:.2f} ms"
+    )
+    busy = (
+        f"ops are busy for {entry['busy_ms']:.2f} ms, those not listed for {entry['rest_ms']:.2f}"
+    )
     return f"{head}; {busy}; measured rates: {measured}\n{table(rows)}"
 
 

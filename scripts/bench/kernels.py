@@ -1,12 +1,14 @@
-"""Each fused operator beside its definition, run as it is and compiled, and beside what other packages offer.
+"""Each fused operator beside its definition, run as it is and compiled, and beside what other
+packages offer.
 
     python -m scripts.bench kernels
     python -m scripts.bench kernels setting=b256 steps=50
 
-Time of the forward pass and of both passes, in turn with the definition as it is; bytes that must be moved over the
-time, as a share of the measured copy rate; FLOPs over the time, as a share of the measured matrix product rate. Several
-input sets are used in turn, so that no run finds its inputs in the cache. On a GPU, mamba-ssm, Liger and fla take part
-where they are installed (peers.py). A CPU runs the definitions, as they are and compiled.
+Time of the forward pass and of both passes, in turn with the definition as it is; bytes that must
+be moved over the time, as a share of the measured copy rate; FLOPs over the time, as a share of the
+measured matrix product rate. Several input sets are used in turn, so that no run finds its inputs
+in the cache. On a GPU, mamba-ssm, Liger and fla take part where they are installed (peers.py). A
+CPU runs the definitions, as they are and compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
-from accel.technique import first_line
+from common.text import first_line
 from models.mixers.attention import axial_rotations
 from scripts.bench import peers
 from scripts.bench.report import Bar, entries_table, with_difference
@@ -34,7 +36,11 @@ from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Kept
 from scripts.timing import Spread, interleaved, rates
 
-SHAPES = {"tiny": (2, 64, 64, 32, 16), "s32": (32, 256, 384, 64, 64), "s256": (256, 256, 384, 64, 64)}
+SHAPES = {
+    "tiny": (2, 64, 64, 32, 16),
+    "s32": (32, 256, 384, 64, 64),
+    "s256": (256, 256, 384, 64, 64),
+}
 SHAPES["b256"] = (256, 256, 768, 64, 64)
 """Setting -> samples, tokens, width, head dim, state size."""
 ON_A_CPU = "a CPU runs the definition"
@@ -69,9 +75,12 @@ def operators(setting: str, device: torch.device) -> list[Op]:
     return [add, *of_the_scan(*SHAPES[setting], normal), *others]
 
 
-def of_a_block(B: int, L: int, D: int, rotations: Tensor, normal: Callable[..., Tensor]) -> list[Op]:
+def of_a_block(
+    B: int, L: int, D: int, rotations: Tensor, normal: Callable[..., Tensor]
+) -> list[Op]:
     """What stands around products and mixers, and in attention."""
-    P, n = rotations.shape[2], B * L * D
+    P = rotations.shape[2]
+    n = B * L * D
 
     def stream() -> list[Tensor]:
         vectors = [normal(B, D) for _ in range(3)]
@@ -92,8 +101,12 @@ def of_a_block(B: int, L: int, D: int, rotations: Tensor, normal: Callable[..., 
 
 def of_the_scan(B: int, L: int, D: int, P: int, N: int, normal: Callable[..., Tensor]) -> list[Op]:
     """The scan, what is before it, and all of it from the projection on."""
-    inner, rows, tokens = 2 * D, int(L**0.5), B * L
-    K, mixed, grid = inner // P, inner + 4 * N, (rows, rows)
+    inner = 2 * D
+    rows = int(L**0.5)
+    tokens = B * L
+    K = inner // P
+    mixed = inner + 4 * N
+    grid = (rows, rows)
 
     def decays() -> tuple[Tensor, Tensor]:
         dt_bias = (normal(2, K, dtype=torch.float32).detach() - 4.0).requires_grad_()
@@ -101,7 +114,13 @@ def of_the_scan(B: int, L: int, D: int, P: int, N: int, normal: Callable[..., Te
 
     def scan() -> list[Tensor]:
         groups = normal(B, L, 2, N), normal(B, L, 2, N)
-        return [normal(B, L, K, P), normal(B, L, 2, K), *decays(), *groups, normal(K, dtype=torch.float32)]
+        return [
+            normal(B, L, K, P),
+            normal(B, L, 2, K),
+            *decays(),
+            *groups,
+            normal(K, dtype=torch.float32),
+        ]
 
     def gated_scan() -> list[Tensor]:
         return [*scan(), normal(B, L, K, P), normal(K, P, dtype=torch.float32)]
@@ -121,19 +140,30 @@ def of_the_scan(B: int, L: int, D: int, P: int, N: int, normal: Callable[..., Te
     gated = of_scan + tokens * inner * 2
     all_of_it = tokens * (2 * inner + mixed + 2 * K) * 2  # the projection in, y out
     scans = bidirectional_ssd, fused_bidirectional_ssd
-    flops, mixing = B * bidirectional_ssd_flops(L, K, P, N), B * local_mix_flops(L, mixed)
+    flops = B * bidirectional_ssd_flops(L, K, P, N)
+    mixing = B * local_mix_flops(L, mixed)
     mixes = on_grid(local_mix), on_grid(fused_local_mix)
     alls = on_grid(mixed_ssd), on_grid(fused_mixed_ssd)
     return [
         Op("bidirectional_ssd", scan, *scans, of_scan, 2 * of_scan, flops),
         Op("bidirectional_ssd, gated", gated_scan, *scans, gated, 2 * gated, flops),
-        Op("local_mix", lambda: image(mixed), *mixes, 4 * tokens * mixed, 6 * tokens * mixed, mixing),
+        Op(
+            "local_mix",
+            lambda: image(mixed),
+            *mixes,
+            4 * tokens * mixed,
+            6 * tokens * mixed,
+            mixing,
+        ),
         Op("ssd_mixed", projection, *alls, all_of_it, 2 * all_of_it, flops + mixing),
     ]
 
 
-def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, backward: bool) -> Callable[[], None]:
-    """`steps` calls, each on the next input set; with `backward` through both passes. Runs them once, to warm up."""
+def runner(
+    function: Callable[..., Any], sets: list[list[Tensor]], steps: int, backward: bool
+) -> Callable[[], None]:
+    """`steps` calls, each on the next input set; with `backward` through both passes. Runs them
+    once, to warm up."""
     with torch.no_grad():
         first = function(*sets[0])
     weights = [torch.randn_like(t) for t in (first if isinstance(first, tuple) else (first,))]
@@ -151,15 +181,18 @@ def runner(function: Callable[..., Any], sets: list[list[Tensor]], steps: int, b
 
 
 class Kernels:
-    """What the rows of a command share: inputs of one operator at a time, measured rates, other packages."""
+    """What the rows of a command share: inputs of one operator at a time, measured rates, other
+    packages."""
 
     def __init__(self, cfg: BenchConfig, device: torch.device) -> None:
-        self.cfg, self.device = cfg, device
+        self.cfg = cfg
+        self.device = device
         self.inputs: Kept[list[list[Tensor]]] = Kept()
         self.rates: Kept[dict[str, float]] = Kept()
 
     def measure(self, op: Op, function: Callable[..., Any], backward: bool) -> dict[str, Any]:
-        """One way to compute an operator, timed in turn with its definition, both on the same input sets."""
+        """One way to compute an operator, timed in turn with its definition, both on the same input
+        sets."""
         sets = self.inputs.get(op.name, lambda: [op.inputs() for _ in range(INPUT_SETS)])
         runs = {"own": runner(function, sets, self.cfg.steps, backward)}
         lacking = None
@@ -167,12 +200,15 @@ class Kernels:
             try:
                 runs["eager"] = runner(op.definition, sets, self.cfg.steps, backward)
             except torch.OutOfMemoryError as error:
-                lacking = f"without a ratio, since the definition is out of memory: {first_line(error)}"
+                lacking = (
+                    f"without a ratio, since the definition is out of memory: {first_line(error)}"
+                )
         taken = interleaved(runs, self.cfg.repeats, self.device)
         spread = Spread.of([1e6 * s / self.cfg.steps for s in taken["own"]])
         ratio = None if lacking else Spread.of_ratio(taken.get("eager", taken["own"]), taken["own"])
         moved = op.bytes_forward + (op.bytes_backward if backward else 0)
-        gb_s, tflops = moved / spread.median / 1e3, op.flops * (3 if backward else 1) / spread.median / 1e6
+        gb_s = moved / spread.median / 1e3
+        tflops = op.flops * (3 if backward else 1) / spread.median / 1e6
         rate = self.rates.get("rates", lambda: rates(self.device))
         product = rate.get("bf16_product_tflops", rate["fp32_product_tflops"])
         return {
@@ -191,7 +227,13 @@ def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterat
     others, absent = peers.found() if device.type == "cuda" else ({}, {})
     shared = Kernels(cfg, device)
     labels = {
-        "shape": dict(zip(("samples", "tokens", "width", "head_dim", "state_dim"), SHAPES[cfg.setting], strict=True))
+        "shape": dict(
+            zip(
+                ("samples", "tokens", "width", "head_dim", "state_dim"),
+                SHAPES[cfg.setting],
+                strict=True,
+            )
+        )
     }
     for op in operators(cfg.setting, device):
         ways = {"eager": op.definition, "compiled": torch.compile(op.definition), "fused": op.fused}
@@ -202,7 +244,12 @@ def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterat
                 reason = ON_A_CPU if way == "fused" and device.type == "cpu" else reason
                 measure = partial(shared.measure, op, function, backward)
                 seconds = 20 if way == "compiled" else 4
-                yield Row(name, partial(dict[str, Any], reason=reason) if reason else measure, seconds, labels)
+                yield Row(
+                    name,
+                    partial(dict[str, Any], reason=reason) if reason else measure,
+                    seconds,
+                    labels,
+                )
     for package, reason in absent.items():
         yield Row(package, partial(dict[str, Any], reason=reason), 0, labels)
 
@@ -220,13 +267,22 @@ COLUMNS = {
 
 
 def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
-    shapes = dict.fromkeys(", ".join(f"{value} {name}" for name, value in e["shape"].items()) for e in entries)
+    shapes = dict.fromkeys(
+        ", ".join(f"{value} {name}" for name, value in e["shape"].items()) for e in entries
+    )
     return [*shapes, entries_table(COLUMNS, with_difference(entries, "speed"))]
 
 
 def bars(entries: Sequence[dict[str, Any]]) -> tuple[str, list[Bar]]:
-    both = [e for e in entries if e["name"].endswith(BOTH) and e.get("speed") and f" eager{BOTH}" not in e["name"]]
-    drawn = [Bar(e["name"].removesuffix(BOTH), e["speed"], f"x{e['speed']:.2f}  {e['us']:.0f} us") for e in both]
+    both = [
+        e
+        for e in entries
+        if e["name"].endswith(BOTH) and e.get("speed") and f" eager{BOTH}" not in e["name"]
+    ]
+    drawn = [
+        Bar(e["name"].removesuffix(BOTH), e["speed"], f"x{e['speed']:.2f}  {e['us']:.0f} us")
+        for e in both
+    ]
     return "forward and backward, times as fast as eager", drawn
 
 

@@ -3,9 +3,10 @@
     python -m scripts.bench ladder
     python -m scripts.bench ladder setting=s32 model=dit_s
 
-Rung 0 stands in two honest variants: items already in memory, and one npy file per sample (scripts/bench/naive.py says
-what they do). Every rung starts from the same weights, sees the same samples in the same order, and is timed in turn
-with rung 0 in memory; `×before` divides two of these ratios. What this machine cannot do is left out.
+Rung 0 stands in two honest variants: items already in memory, and one npy file per sample
+(scripts/bench/naive.py says what they do). Every rung starts from the same weights, sees the same
+samples in the same order, and is timed in turn with rung 0 in memory; `×before` divides two of
+these ratios. What this machine cannot do is left out.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class LadderConfig(BenchConfig):
 
 
 def newcomer(overrides: list[str], workers: int, item_every_step: bool, storage: Any) -> Runnable:
-    return NaiveLoop(overrides, storage=storage, item_every_step=item_every_step, num_workers=workers)
+    return NaiveLoop(
+        overrides, storage=storage, item_every_step=item_every_step, num_workers=workers
+    )
 
 
 def ours(words: list[str]) -> Runnable:
@@ -98,11 +101,20 @@ def plan(cfg: LadderConfig, overrides: list[str], device: torch.device) -> list[
     found: list[tuple[str, Callable[[], dict[str, Any]], float]] = [
         ("0 newcomer, a file per sample", from_files, 60),
         (RUNG_0, partial(measure, rung_0), 20),
-        ("+ latents on the device", partial(measure, partial(newcomer, overrides, 0, True, "resident")), 20),
-        ("+ no loss.item() each step", partial(measure, partial(newcomer, overrides, 0, False, "resident")), 20),
+        (
+            "+ latents on the device",
+            partial(measure, partial(newcomer, overrides, 0, True, "resident")),
+            20,
+        ),
+        (
+            "+ no loss.item() each step",
+            partial(measure, partial(newcomer, overrides, 0, False, "resident")),
+            20,
+        ),
     ]
     cannot = {c.word: c.reason for c in capabilities(device)}
-    words, compiles = [*overrides, "runtime=eager"], False
+    words = [*overrides, "runtime=eager"]
+    compiles = False
     for name, added in (("+ this framework, eager", ""), *TECHNIQUES):
         reason = cannot.get(added) or (None if cfg.inductor or added != COMPILE else LEFT_OUT)
         compiles |= added == COMPILE
@@ -115,13 +127,19 @@ def plan(cfg: LadderConfig, overrides: list[str], device: torch.device) -> list[
 
 
 def rungs(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each with its ratio to the rung before, and what the ledger and that ratio's quartiles say of it."""
-    found, before = [], None
+    """Each with its ratio to the rung before, and what the ledger and that ratio's quartiles say of
+    it."""
+    found = []
+    before = None
     for e in entries:
         if "speed" in e:
             ends = (("", ""), ("_q1", "_q3"), ("_q3", "_q1"))
-            steps = {f"times_before{a}": e[f"speed{a}"] / before[f"speed{b}"] if before else None for a, b in ends}
-            missing, before = f"not on: {', '.join(e['not_on'])}" if e["not_on"] else None, e
+            steps = {
+                f"times_before{a}": e[f"speed{a}"] / before[f"speed{b}"] if before else None
+                for a, b in ends
+            }
+            missing = f"not on: {', '.join(e['not_on'])}" if e["not_on"] else None
+            before = e
             e = e | steps
             same = e["times_before"] is not None and difference(e, "times_before") == NO_DIFFERENCE
             e["remark"] = missing or (NO_DIFFERENCE if same else None)
@@ -150,7 +168,9 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
 def bars(entries: Sequence[dict[str, Any]]) -> tuple[str, list[Bar]]:
     """The rungs that were on."""
     on = [e for e in entries if "speed" in e and not e["not_on"]]
-    drawn = [Bar(e["name"], e["speed"], f"x{e['speed']:.2f}  {e['samples_per_s']:.1f}/s") for e in on]
+    drawn = [
+        Bar(e["name"], e["speed"], f"x{e['speed']:.2f}  {e['samples_per_s']:.1f}/s") for e in on
+    ]
     return "times rung 0, and samples/s", drawn
 
 

@@ -3,8 +3,9 @@
     python -m scripts.bench doctor
     python -m scripts.bench calibration setting=s256 runtime=production
 
-`doctor` is `python -m scripts.doctor --measure`, kept. `calibration` tries the fused kernels as a run of each model
-would before its first step, and keeps what it would choose; the run that follows finds it in the cache.
+`doctor` is `python -m scripts.doctor --measure`, kept. `calibration` tries the fused kernels as a
+run of each model would before its first step, and keeps what it would choose; the run that follows
+finds it in the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ FAMILIES = ("mamba", "ssd_mlp", "zigzag", "conv", "dit")
 
 
 def plan_doctor(cfg: BenchConfig, overrides: list[str], device: torch.device) -> list[Row]:
-    return [Row("machine", lambda: {"found": doctor.examine()}, 5), Row("rates", lambda: {"rates": rates(device)}, 15)]
+    return [
+        Row("machine", lambda: {"found": doctor.examine()}, 5),
+        Row("rates", lambda: {"rates": rates(device)}, 15),
+    ]
 
 
 def doctor_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -35,14 +39,20 @@ def doctor_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         *((name, f"{rate:.1f}") for e in entries for name, rate in e.get("rates", {}).items()),
     ]
     failed = [e for e in entries if "error" in e]
-    return [*found, *([table(measured)] if len(measured) > 1 else []), *([entries_table({}, failed)] if failed else [])]
+    return [
+        *found,
+        *([table(measured)] if len(measured) > 1 else []),
+        *([entries_table({}, failed)] if failed else []),
+    ]
 
 
 def plan_calibration(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
     """The setting's model in each family, at its size and batch."""
     size = next(word for word in overrides if word.startswith("model=")).rpartition("_")[2]
     for family in FAMILIES:
-        words = [f"model={family}_{size}" if word.startswith("model=") else word for word in overrides]
+        words = [
+            f"model={family}_{size}" if word.startswith("model=") else word for word in overrides
+        ]
         yield Row(family, partial(calibrate, words, device), 60)
 
 
@@ -55,8 +65,15 @@ def calibrate(words: list[str], device: torch.device) -> dict[str, Any]:
 def calibration_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
     rows: list[Sequence[object]] = [("model", "key", "chosen", "")]
     for e in entries:
-        rows += [(e["name"], k["key"], "on" if k["on"] else "off", k["why"]) for k in e.get("kernels", ())]
-        rows += [(e["name"], "", "", e.get("error") or e["reason"])] if {"error", "reason"} & e.keys() else []
+        rows += [
+            (e["name"], k["key"], "on" if k["on"] else "off", k["why"])
+            for k in e.get("kernels", ())
+        ]
+        rows += (
+            [(e["name"], "", "", e.get("error") or e["reason"])]
+            if {"error", "reason"} & e.keys()
+            else []
+        )
     return [table(rows)]
 
 

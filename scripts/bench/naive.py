@@ -1,8 +1,9 @@
-"""Rung 0: the training loop that a newcomer writes, honestly. It is here to be compared with and nothing else uses it.
+"""Rung 0: the training loop that a newcomer writes, honestly. It is here to be compared with and
+nothing else uses it.
 
-fp32 without TF32; a DataLoader over single samples, each batch copied to the device when it is needed; AdamW as
-`torch.optim.AdamW(parameters)` gives it (on a GPU PyTorch's foreach kernels, on a CPU a loop over tensors); averages
-in a loop over parameters; `loss.item()` after every step.
+fp32 without TF32; a DataLoader over single samples, each batch copied to the device when it is
+needed; AdamW as `torch.optim.AdamW(parameters)` gives it (on a GPU PyTorch's foreach kernels, on a
+CPU a loop over tensors); averages in a loop over parameters; `loss.item()` after every step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.ledger import Ledger
+from common.errors import UserError
 from data.loader import Batch, EpochOrder, InMemoryLatents
 from scripts.bench.workload import Runnable
 from scripts.timing import MemoryPeak
@@ -27,7 +29,7 @@ from training.components import build_loader
 from training.config.build import build
 from training.config.compose import compose
 from training.environment import pick_device
-from training.pretrained import build_model
+from training.weights.pretrained import build_model
 
 PREFETCHED = 2
 """Batches that a worker of PyTorch's DataLoader makes ahead."""
@@ -37,7 +39,8 @@ class ItemsInFiles(Dataset):
     """Single samples, one npy file each; written to `folder` once."""
 
     def __init__(self, latents: Tensor, labels: Tensor, folder: Path) -> None:
-        self.folder, self.labels = folder, labels
+        self.folder = folder
+        self.labels = labels
         folder.mkdir(parents=True, exist_ok=True)
         for i, latent in enumerate(latents.numpy()):
             np.save(folder / f"{i}.npy", latent)
@@ -57,10 +60,11 @@ def stream_order(count: int, seed: int) -> Iterator[int]:
 
 
 class NaiveLoop(Runnable):
-    """The loop above. `storage` says where samples lie, a folder for one npy file each, and `item_every_step` whether
-    the loss is read each step.
+    """The loop above. `storage` says where samples lie, a folder for one npy file each, and
+    `item_every_step` whether the loss is read each step.
 
-    It is timed with torch.randn; only `final_loss` draws the framework's stateless noise, to be comparable.
+    It is timed with torch.randn; only `final_loss` draws the framework's stateless noise, to be
+    comparable.
     """
 
     def __init__(
@@ -72,22 +76,32 @@ class NaiveLoop(Runnable):
         num_workers: int = 0,
     ) -> None:
         cfg = compose([*overrides, "runtime=eager"]).cfg
-        self.cfg, self.batch_size, self.item_every_step = cfg, cfg.batch_size, item_every_step
+        self.cfg = cfg
+        self.batch_size = cfg.batch_size
+        self.item_every_step = item_every_step
         self.device = pick_device(cfg.runtime.device.value)
         self.stack = build_stack(cfg, self.device)
         self.stack.on_process()
-        self.num_workers, self.ledger = num_workers, Ledger()
+        self.num_workers = num_workers
+        self.ledger = Ledger()
         self.source = build_loader(cfg.data, cfg.seed, cfg.batch_size, self.device)
         if not isinstance(self.source, InMemoryLatents):
-            raise ValueError(f"the naive loop takes data=synthetic or data=digits, not {cfg.data['_target_']}.")
+            raise UserError(
+                f"the naive loop takes data=synthetic or data=digits, not {cfg.data['_target_']}."
+            )
         spec = self.source.spec
         self.items: TensorDataset | ItemsInFiles | None = None
         if storage != "resident":
             train = self.source.train
-            latents, labels = self.source.normalise(train.floating()).cpu(), train.labels.cpu()
+            latents = self.source.normalise(train.floating()).cpu()
+            labels = train.labels.cpu()
             del self.source, train  # nothing of the set is on the device
             in_files = isinstance(storage, Path)
-            self.items = ItemsInFiles(latents, labels, storage) if in_files else TensorDataset(latents, labels)
+            self.items = (
+                ItemsInFiles(latents, labels, storage)
+                if in_files
+                else TensorDataset(latents, labels)
+            )
         memory = MemoryPeak(self.device)
         torch.manual_seed(cfg.seed)
         self.model = build_model(cfg.model, spec, self.device)
@@ -115,11 +129,14 @@ class NaiveLoop(Runnable):
             self.source.load_state_dict({"samples_seen": 0})
             return ((batch.latents, batch.labels) for batch in self.source)
         order = stream_order(len(self.items), self.cfg.seed)
-        loader = DataLoader(self.items, self.batch_size, sampler=order, num_workers=self.num_workers)
+        loader = DataLoader(
+            self.items, self.batch_size, sampler=order, num_workers=self.num_workers
+        )
         return ((latents.to(self.device), labels.to(self.device)) for latents, labels in loader)
 
     def prepare(self) -> None:
-        """Flags; and the batches that workers have prefetched while something else ran are used up."""
+        """Flags; and the batches that workers have prefetched while something else ran are used
+        up."""
         super().prepare()
         if self.items is not None:
             for _ in range(PREFETCHED * self.num_workers):
@@ -131,7 +148,9 @@ class NaiveLoop(Runnable):
             position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
             batch = Batch(latents, labels, position, position)
             null = self.model.num_classes
-            loss = self.objective.losses(self.model, batch, seed=self.cfg.seed, null_label=null)[0].mean()
+            loss = self.objective.losses(self.model, batch, seed=self.cfg.seed, null_label=null)[
+                0
+            ].mean()
         else:
             loss = self.loss(latents, labels)
         self.samples += len(labels)

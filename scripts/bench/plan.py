@@ -1,9 +1,11 @@
-"""What `scripts.plan` predicts beside what is measured: memory and step time over a grid of configurations.
+"""What `scripts.plan` predicts beside what is measured: memory and step time over a grid of
+configurations.
 
     python -m scripts.bench plan setting=b256
 
-Memory is the most that the allocator reserved, on a GPU; the prediction leaves the driver's context out. Times of a GPU
-are predicted from the rates of `python -m scripts.doctor --measure`, or a data sheet's where that never ran.
+Memory is the most that the allocator reserved, on a GPU; the prediction leaves the driver's context
+out. Times of a GPU are predicted from the rates of `python -m scripts.doctor --measure`, or a data
+sheet's where that never ran.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Workload, time_steps
-from training.cards import this_card
 from training.components import latents_of
 from training.forecast import Forecast
+from training.hardware import this_card
 from training.memory import memory_of
 
 LOWMEM = "runtime=lowmem"
@@ -34,7 +36,11 @@ GRID = {
     "lowmem, selective": [LOWMEM, "runtime.checkpoint_policy=selective"],
     "fast, Muon": ["runtime=fast", "optim=muon"],
     "fast, bf16 weights": ["runtime=fast", "runtime.weights=bf16"],
-    "fast, offload": ["runtime=fast", "runtime.offload_optimizer=true", "runtime.offload_activations=true"],
+    "fast, offload": [
+        "runtime=fast",
+        "runtime.offload_optimizer=true",
+        "runtime.offload_activations=true",
+    ],
     "production": ["runtime=production"],
     "max": ["runtime=max"],
 }
@@ -43,7 +49,8 @@ GRID = {
 def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
     """One configuration: bytes and milliseconds, predicted and measured."""
     workload = Workload(overrides)
-    device, spec = workload.device, workload.loader.spec
+    device = workload.device
+    spec = workload.loader.spec
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
     figures = workload.figures(step_ms)
     memory = memory_of(device)
@@ -51,7 +58,8 @@ def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
     found = Forecast(workload.cfg, spec, resident=resident, gpu=device.type == "cuda")
     card = this_card(device, memory)
     time = found.time(card) if card else None
-    bytes_predicted, measured = found.needs.total - found.needs.context, workload.memory_peak
+    bytes_predicted = found.needs.total - found.needs.context
+    measured = workload.memory_peak
     return figures | {
         "predicted_bytes": bytes_predicted,
         "phase": found.phase,
@@ -63,9 +71,16 @@ def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
 
 
 def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> list[Row]:
-    """A row for each configuration of the grid; those that compile with Inductor only where that is wanted."""
-    wanted = {name: words for name, words in GRID.items() if cfg.inductor or words[0][8:] not in ("production", "max")}
-    return [Row(name, partial(measure, cfg, [*overrides, *words]), 30) for name, words in wanted.items()]
+    """A row for each configuration of the grid; those that compile with Inductor only where that is
+    wanted."""
+    wanted = {
+        name: words
+        for name, words in GRID.items()
+        if cfg.inductor or words[0][8:] not in ("production", "max")
+    }
+    return [
+        Row(name, partial(measure, cfg, [*overrides, *words]), 30) for name, words in wanted.items()
+    ]
 
 
 def texts(entries: Sequence[dict[str, Any]]) -> list[str]:

@@ -2,8 +2,8 @@
 
     python -m scripts.bench antipatterns setting=s32 runtime=fast
 
-`antipatterns` measures known mistakes in the configuration that the words choose; factors above 1 are what a mistake
-costs. What guides promise is in claims.py, which measures with the same means.
+`antipatterns` measures known mistakes in the configuration that the words choose; factors above 1
+are what a mistake costs. What guides promise is in claims.py, which measures with the same means.
 """
 
 from __future__ import annotations
@@ -53,13 +53,22 @@ class Bench(NamedTuple):
     device: torch.device
 
     def workload(self, *words: str) -> Workload:
-        """A workload of these words; NotHereError if one of them asks for a technique that its ledger shows to be off.
+        """A workload of these words; NotHereError if one of them asks for a technique that its
+        ledger shows to be off.
 
         The last word that sets a key is the one that counts.
         """
         workload = Workload([*self.overrides, *words])
-        asked = {word.removeprefix("runtime.").partition("=")[0] for word in words if word.startswith("runtime.")}
-        if off := [f"{row.key}: {row.evidence}" for row in workload.ledger if row.missing and row.key in asked]:
+        asked = {
+            word.removeprefix("runtime.").partition("=")[0]
+            for word in words
+            if word.startswith("runtime.")
+        }
+        if off := [
+            f"{row.key}: {row.evidence}"
+            for row in workload.ledger
+            if row.missing and row.key in asked
+        ]:
             raise NotHereError(f"asked for and not on: {'; '.join(off)}")
         return workload
 
@@ -70,7 +79,8 @@ class Bench(NamedTuple):
         count: int,
         prepare: Callable[[str], object] = lambda name: None,
     ) -> Pair:
-        """Milliseconds of one of the `count` equal pieces that a run consists of; both runs are warmed up first.
+        """Milliseconds of one of the `count` equal pieces that a run consists of; both runs are
+        warmed up first.
 
         `prepare("one")` or `prepare("other")` comes before each run and is not timed.
         """
@@ -83,7 +93,9 @@ class Bench(NamedTuple):
 
     def steps_of(self, one: Runnable, other: Runnable) -> Pair:
         """Milliseconds a training step of each."""
-        return Pair.of(time_steps({"one": one, "other": other}, self.cfg.steps, self.cfg.repeats).values())
+        return Pair.of(
+            time_steps({"one": one, "other": other}, self.cfg.steps, self.cfg.repeats).values()
+        )
 
 
 Measure = Callable[[Bench], Pair]
@@ -100,7 +112,8 @@ def step(word: str, *base: str) -> Measure:
 
 
 def step_and(extra_for: Callable[[Workload], Callable[[torch.Tensor], object]]) -> Measure:
-    """A training step with something more done to its loss, and without; `extra_for(workload)` returns what."""
+    """A training step with something more done to its loss, and without; `extra_for(workload)`
+    returns what."""
 
     def measure(bench: Bench) -> Pair:
         workload = bench.workload()
@@ -120,7 +133,9 @@ def encoder_in_the_loop(workload: Workload) -> Callable[[torch.Tensor], object]:
     encoder = random_autoencoder(workload.device)
     scale = 2 ** (len(encoder.config.block_out_channels) - 1)
     spec = workload.loader.spec
-    images = torch.randn(workload.batch_size, 3, spec.height * scale, spec.width * scale, device=workload.device)
+    images = torch.randn(
+        workload.batch_size, 3, spec.height * scale, spec.width * scale, device=workload.device
+    )
 
     @torch.no_grad()
     def encode(loss: torch.Tensor) -> None:
@@ -132,12 +147,17 @@ def encoder_in_the_loop(workload: Workload) -> Callable[[torch.Tensor], object]:
 
 
 def changing_shapes(bench: Bench, one: tuple[str, bool], other: tuple[str, bool]) -> Pair:
-    """Compiles anew in each scope, and trains a step of each of four batch sizes, or four of one size."""
+    """Compiles anew in each scope, and trains a step of each of four batch sizes, or four of one
+    size."""
 
     def run(scope: str, changing: bool) -> None:
         with fresh_compiler():
             torch.compile(torch.sin)(torch.ones(1))  # what the compiler loads once is nobody's cost
-            words = ["runtime.compile=true", f"runtime.compile_scope={scope}", "runtime.cuda_graph=false"]
+            words = [
+                "runtime.compile=true",
+                f"runtime.compile_scope={scope}",
+                "runtime.cuda_graph=false",
+            ]
             workload = bench.workload(*words)
             full = workload.batch_size
             for size in (full, full // 2, full // 4, 3 * full // 4) if changing else (full,) * 4:
@@ -148,7 +168,8 @@ def changing_shapes(bench: Bench, one: tuple[str, bool], other: tuple[str, bool]
 
 
 def strided_call(device: torch.device, wrong: bool) -> Callable[[], None]:
-    """The op between two blocks on a stream whose channels are neighbours, and on one whose tokens are."""
+    """The op between two blocks on a stream whose channels are neighbours, and on one whose tokens
+    are."""
     batch, tokens, dim = (64, 256, 768) if device.type == "cuda" else (8, 64, 128)
     x = torch.randn(batch, dim, tokens, device=device).transpose(1, 2)
     x = x if wrong else x.contiguous()
@@ -163,14 +184,16 @@ def strided_call(device: torch.device, wrong: bool) -> Callable[[], None]:
 
 def clock_error(bench: Bench) -> Pair:
     """A training step by a clock that waits for the device, and by one that does not."""
-    workload, count = bench.workload(), bench.cfg.steps
+    workload = bench.workload()
+    count = bench.cfg.steps
 
     def unsynchronised() -> float:
         start = time.perf_counter()
         workload.run(count)
         return time.perf_counter() - start
 
-    seen, true = [], []
+    seen = []
+    true = []
     for _ in range(5):
         true.append(1e3 * seconds(lambda: workload.run(count), bench.device) / count)
         seconds(lambda: seen.append(1e3 * unsynchronised() / count), bench.device)
@@ -190,7 +213,8 @@ class Practice(NamedTuple):
     seconds: float = 20.0
     """How long it should take on a GPU."""
     claimed: tuple[float, float] | str | None = None
-    """From the least to the most that guides promise, in `unit`; or in words, where nothing is measured."""
+    """From the least to the most that guides promise, in `unit`; or in words, where nothing is
+    measured."""
     unit: str = "×"
     source: str = ""
     """The address of who promises it, and in brackets what is said there."""
@@ -205,7 +229,9 @@ class Practice(NamedTuple):
 
 
 EMPTY_CACHE = Practice(
-    "empty_cache() every step", step_and(lambda workload: lambda loss: torch.cuda.empty_cache()), CUDA
+    "empty_cache() every step",
+    step_and(lambda workload: lambda loss: torch.cuda.empty_cache()),
+    CUDA,
 )
 MISTAKES = (
     EMPTY_CACHE,
@@ -225,7 +251,9 @@ MISTAKES = (
     ),
     Practice(
         "a non-contiguous call",
-        lambda bench: bench.in_turn(strided_call(bench.device, True), strided_call(bench.device, False), 20),
+        lambda bench: bench.in_turn(
+            strided_call(bench.device, True), strided_call(bench.device, False), 20
+        ),
         seconds=5,
     ),
     Practice("timing without synchronisation (true / seen)", clock_error),
@@ -238,7 +266,8 @@ def rows_of(
     figures: Callable[[Practice, Pair], dict[str, Any]],
     labels: Callable[[Practice], dict[str, Any]] = lambda practice: {},
 ) -> Iterator[Row]:
-    """A row for each practice: `figures(practice, pair)`, or the reason why it cannot be measured here.
+    """A row for each practice: `figures(practice, pair)`, or the reason why it cannot be measured
+    here.
 
     Practices with the same `measure` share its figures.
     """
@@ -269,7 +298,8 @@ def rows_of(
 
 def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
     def figures(mistake: Practice, pair: Pair) -> dict[str, Any]:
-        wrong, right = Spread.of(pair.one), Spread.of(pair.other)
+        wrong = Spread.of(pair.one)
+        right = Spread.of(pair.other)
         ratio = Spread.of_ratio(pair.one, pair.other)
         return {**wrong.as_json("wrong_ms"), **right.as_json("right_ms"), **ratio.as_json("factor")}
 

@@ -4,10 +4,10 @@
     python -m scripts.bench publish bench another/folder
     python -m scripts.bench publish
 
-Rows go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those that lie there: a newer row replaces the
-one of its name, and an older row keeps the commit that measured it. Page and chart are made from that file, the tables
-in README.md, docs/techniques.md and docs/benchmarks/README.md from all such files; without a folder, too. What has no
-row says "not measured".
+Rows go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those that lie there: a newer
+row replaces the one of its name, and an older row keeps the commit that measured it. Page and chart
+are made from that file, the tables in README.md, docs/techniques.md and docs/benchmarks/README.md
+from all such files; without a folder, too. What has no row says "not measured".
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.stack import TECHNIQUES
-from data.manifest import write_atomically
+from common.errors import UserError
+from common.files import write_atomically
 from scripts.bench import claims
 from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS
@@ -59,7 +60,9 @@ def card_of(run: dict[str, Any]) -> str:
     """cpu, or the GPU's model as one word: h100 for an NVIDIA H100 80GB HBM3."""
     if run["device"] != "cuda":
         return run["device"]
-    words = [word for word in re.split(r"[^a-z0-9]+", run["hardware"].lower()) if re.search(r"\d", word)]
+    words = [
+        word for word in re.split(r"[^a-z0-9]+", run["hardware"].lower()) if re.search(r"\d", word)
+    ]
     return words[0] if words else "gpu"
 
 
@@ -74,22 +77,27 @@ def pages_in(folder: Path) -> dict[tuple[str, str], Page]:
 
 
 def with_commit(line: Line) -> Line:
-    """The line with the commit of this checkout, where it was measured with this code in a place without git."""
+    """The line with the commit of this checkout, where it was measured with this code in a place
+    without git."""
     run = line["run"]
     if run["commit"] != "unknown":
         return line
-    here, file = git_state(), ROOT / "scripts" / "bench" / f"{BENCHMARKS[run['command'].split()[3]]}.py"
+    here = git_state()
+    file = ROOT / "scripts" / "bench" / f"{BENCHMARKS[run['command'].split()[3]]}.py"
     if here is None or run["code"] != code_hash(file):
         return line
     return line | {"run": run | {"commit": named(here)}}
 
 
 def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
-    """The pages that the rows of a folder change; one on which nothing could be had on that machine is none.
+    """The pages that the rows of a folder change; one on which nothing could be had on that machine
+    is none.
 
-    A page is of one machine, the one that measured last. A row goes when the same command plans it no more.
+    A page is of one machine, the one that measured last. A row goes when the same command plans it
+    no more.
     """
-    plans, groups = results.plans(), defaultdict(list)
+    plans = results.plans()
+    groups = defaultdict(list)
     for line in map(with_commit, results.lines()):
         groups[line["benchmark"], card_of(line["run"])].append(line)
     changed = []
@@ -100,7 +108,9 @@ def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
         found = []
         for line in shown((*old, *lines)):
             of_plan = all(line["run"][key] == plan["run"].get(key) for key in ("hardware", "keys"))
-            if line["run"]["hardware"] == hardware and (not of_plan or line["entry"]["name"] in plan["seconds"]):
+            if line["run"]["hardware"] == hardware and (
+                not of_plan or line["entry"]["name"] in plan["seconds"]
+            ):
                 found.append(line)
         found.sort(key=lambda line: line["order"])
         if found != old and any("reason" not in line["entry"] for line in found):
@@ -109,11 +119,13 @@ def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
 
 
 def write(page: Page, folder: Path) -> None:
-    """Writes the rows, the page and the chart, and says where if the page changes; those of an earlier month go."""
+    """Writes the rows, the page and the chart, and says where if the page changes; those of an
+    earlier month go."""
     for file in folder.glob(f"{page.name}_{page.card}_????-??.*"):
         if file.stem != page.stem:
             file.unlink()
-    base, text = folder / page.stem, text_of(page)
+    base = folder / page.stem
+    text = text_of(page)
     file = base.with_suffix(".md")
     if not file.is_file() or file.read_text() != text:
         print(file)
@@ -134,7 +146,9 @@ def run_command(page: Page) -> str:
 def text_of(page: Page) -> str:
     """The page: hardware, versions, dates, command, tables; and which rows are of earlier code."""
     run = page.newest
-    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("python", "torch", "triton"))
+    versions = ", ".join(
+        f"{name} {run['versions'][name]}" for name in ("python", "torch", "triton")
+    )
     texts = benchmark_of(run_command(page)).texts(page.entries)
     dates = sorted({line["run"]["date"] for line in page.lines})
     when = " to ".join(dates[:: max(1, len(dates) - 1)])
@@ -152,7 +166,10 @@ def text_of(page: Page) -> str:
         if line["run"]["code"] != run["code"] or line["run"]["versions"] != run["versions"]:
             code = f"{line['run']['commit']}, {line['run']['date']}, torch {line['run']['versions']['torch']}"
             older[code].append(line["entry"]["name"])
-    lines += [f"Measured earlier, by code {commit}: {', '.join(names)}.\n" for commit, names in older.items()]
+    lines += [
+        f"Measured earlier, by code {commit}: {', '.join(names)}.\n"
+        for commit, names in older.items()
+    ]
     return "\n".join([*lines, f"Every figure: [{page.stem}.json]({page.stem}.json).", ""])
 
 
@@ -170,7 +187,9 @@ def rounds_of(page: Page) -> str:
 
 def of_kind(pages: Sequence[Page], name: str, cuda: bool) -> list[Page]:
     """Pages of a benchmark, newest first."""
-    found = [page for page in pages if page.name == name and (page.newest["device"] == "cuda") == cuda]
+    found = [
+        page for page in pages if page.name == name and (page.newest["device"] == "cuda") == cuda
+    ]
     return sorted(found, key=lambda page: page.newest["date"], reverse=True)
 
 
@@ -179,19 +198,24 @@ def overview(pages: Sequence[Page]) -> str:
 
     def links(names: Sequence[str], cuda: bool, otherwise: str) -> str:
         found = [page for name in names for page in of_kind(pages, name, cuda)]
-        return ", ".join(f"[{page.card} {page.newest['date'][:7]}]({page.stem}.md)" for page in found) or otherwise
+        return (
+            ", ".join(f"[{page.card} {page.newest['date'][:7]}]({page.stem}.md)" for page in found)
+            or otherwise
+        )
 
     lines = ["| what | command | on a GPU | on two CPU cores |", "|---|---|---|---|"]
     for item in ITEMS:
         small = links((f"{item.name}_tiny", ON_A_CPU.get(item.name, "")), False, "")
         lines.append(
-            f"| {item.what} | `{' '.join(item.words)}` | {links((item.name,), True, 'not measured')} | {small} |"
+            f"| {item.what} | `{' '.join(item.words)}` | "
+            f"{links((item.name,), True, 'not measured')} | {small} |"
         )
     return "\n".join(lines) + "\n"
 
 
 ON_A_CPU = {"ladder_s256": "ladder_33m", "mixers_256": "mixers_33m"}
-"""Benchmark -> what it is called at a batch for a CPU; docs/benchmarks/README.md has the commands."""
+"""Benchmark -> what it is called at a batch for a CPU; docs/benchmarks/README.md has the
+commands."""
 FRONT = (
     ("compiled blocks, over the same without", "ladder_s256", "+ compiled blocks"),
     ("products in bf16, over fp32", "ladder_s256", "+ bf16"),
@@ -202,36 +226,62 @@ FRONT = (
 
 
 def front(pages: Sequence[Page]) -> str:
-    """README's first table: a training step at 33 M parameters and 256 tokens, where it was measured."""
+    """README's first table: a training step at 33 M parameters and 256 tokens, where it was
+    measured."""
     found = {}
     for cuda in (False, True):
-        newest = {name: of_kind(pages, name if cuda else ON_A_CPU[name], cuda)[:1] for _, name, _ in FRONT}
+        newest = {
+            name: of_kind(pages, name if cuda else ON_A_CPU[name], cuda)[:1] for _, name, _ in FRONT
+        }
         if any(newest.values()):
             found[cuda] = {name: page for name, pages_of in newest.items() for page in pages_of}
     if not found:
         return "Not measured yet: `make gpu`.\n"
     heads = []
     for cuda, by_name in found.items():
-        sizes = sorted({e["batch_size"] for page in by_name.values() for e in page.entries if "batch_size" in e})
+        sizes = sorted(
+            {
+                e["batch_size"]
+                for page in by_name.values()
+                for e in page.entries
+                if "batch_size" in e
+            }
+        )
         heads.append(f"{'GPU' if cuda else 'two CPU cores'}, batch {', '.join(map(str, sizes))}")
-    lines = [f"| a training step, 33 M parameters, 256 tokens | {' | '.join(heads)} |", "|---" * (len(found) + 1) + "|"]
+    lines = [
+        f"| a training step, 33 M parameters, 256 tokens | {' | '.join(heads)} |",
+        "|---" * (len(found) + 1) + "|",
+    ]
     for what, name, row in FRONT:
-        cells = [times(by_name[name], row) if name in by_name else "not measured" for by_name in found.values()]
+        cells = [
+            times(by_name[name], row) if name in by_name else "not measured"
+            for by_name in found.values()
+        ]
         lines.append(f"| {what} | {' | '.join(cells)} |")
     sources = dict.fromkeys(source(page) for by_name in found.values() for page in by_name.values())
     missing = (
-        "" if True in found else " No GPU has measured it yet: `make gpu` fills the rest in slots of nine minutes."
+        ""
+        if True in found
+        else " No GPU has measured it yet: `make gpu` fills the rest in slots of nine minutes."
     )
-    return "\n".join([*lines, "", f"Median and quartiles of rounds in turn: {'; '.join(sources)}.{missing}"]) + "\n"
+    return (
+        "\n".join(
+            [*lines, "", f"Median and quartiles of rounds in turn: {'; '.join(sources)}.{missing}"]
+        )
+        + "\n"
+    )
 
 
 def times(page: Page, row: str | None) -> str:
     """A speed with its quartiles, of a rung over the rung before; of what was on there."""
     measured = [e for e in rungs(page.entries) if "speed" in e]
-    on = [e for e in measured if {*e["not_on"]} <= {*e.get("baseline_not_on", ())}]  # nothing that the other side has
+    # nothing that the other side has
+    on = [e for e in measured if {*e["not_on"]} <= {*e.get("baseline_not_on", ())}]
     entry = on[-1] if row is None and on else next((e for e in on if e["name"] == row), None)
     if entry is None:
-        cannot = next((e["reason"] for e in page.entries if e["name"] == row and "reason" in e), None)
+        cannot = next(
+            (e["reason"] for e in page.entries if e["name"] == row and "reason" in e), None
+        )
         return f"not measured: {cannot}" if cannot else "not measured"
     name = "times_before" if row is not None and page.name.startswith("ladder") else "speed"
     same = f"{NO_DIFFERENCE}: " if difference(entry, name) == NO_DIFFERENCE else ""
@@ -242,10 +292,16 @@ def techniques(pages: Sequence[Page]) -> str:
     """README's table of techniques; with figures as soon as a GPU has measured one."""
     heads = ("techniques_bf16", "techniques_fp32")
     measured = [page for name in heads for page in of_kind(pages, name, True)[:1]]
-    lines = ["| key | what it does |" + "".join(f" over eager in {page.name[-4:]} |" for page in measured)]
+    lines = [
+        "| key | what it does |"
+        + "".join(f" over eager in {page.name[-4:]} |" for page in measured)
+    ]
     lines.append("|---|---|" + "---|" * len(measured))
     for kind in TECHNIQUES:
-        lines.append(f"| `{kind.key}` | {kind.summary} |" + "".join(f" {alone(page, kind.key)} |" for page in measured))
+        lines.append(
+            f"| `{kind.key}` | {kind.summary} |"
+            + "".join(f" {alone(page, kind.key)} |" for page in measured)
+        )
     if measured:
         lines += ["", f"Alone, on a GPU: {', '.join(source(page) for page in measured)}."]
     return "\n".join(lines) + "\n"
@@ -253,22 +309,27 @@ def techniques(pages: Sequence[Page]) -> str:
 
 def alone(page: Page, key: str) -> str:
     """Speed and memory of a technique over its baseline; the best of its ways."""
-    found = [e for e in page.entries if e.get("part") == "alone" and e["key"] == key and "speed" in e]
+    found = [
+        e for e in page.entries if e.get("part") == "alone" and e["key"] == key and "speed" in e
+    ]
     found = [e for e in found if key not in e["not_on"]]
     if not found:
         return "not measured"
     best = max(found, key=lambda e: e["speed"])
     speed = NO_DIFFERENCE if difference(best, "speed") == NO_DIFFERENCE else f"×{best['speed']:.2f}"
-    memory, base = best["memory_reserved_peak"], best["baseline_memory_reserved_peak"]
+    memory = best["memory_reserved_peak"]
+    base = best["baseline_memory_reserved_peak"]
     way = "" if len(found) == 1 else f" ({best['name'].split()[0].partition('=')[2]})"
     return speed + (f", {memory / base:.0%} of the memory" if memory and base else "") + way
 
 
 def tables(root: Path, pages: Sequence[Page]) -> dict[Path, str]:
-    """The pages whose tables are made from results, made anew; ValueError where the marks around one are gone."""
+    """The pages whose tables are made from results, made anew; ValueError where the marks around
+    one are gone."""
     told = (of_kind(pages, "claims", True) or of_kind(pages, "claims_tiny", False))[:1]
     claimed = claims.section(
-        [e for page in told for e in page.entries], "".join(source(page, "benchmarks/") for page in told)
+        [e for page in told for e in page.entries],
+        "".join(source(page, "benchmarks/") for page in told),
     )
     made = {
         root / "README.md": {"front": front(pages), "techniques": techniques(pages)},
@@ -285,12 +346,15 @@ def tables(root: Path, pages: Sequence[Page]) -> dict[Path, str]:
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:
-    """Merges the folders' rows into the docs below `root`, and makes pages, charts and tables anew."""
+    """Merges the folders' rows into the docs below `root`, and makes pages, charts and tables
+    anew."""
     docs = root / "docs" / "benchmarks"
     for folder in folders:
         results = Results(folder)
         if not results.size():
-            raise ValueError(f"{folder} has no rows.jsonl with rows; name the `out` folder of a benchmark.")
+            raise UserError(
+                f"{folder} has no rows.jsonl with rows; name the `out` folder of a benchmark."
+            )
         for page in merge(pages_in(docs), results):
             write(page, docs)
     pages = list(pages_in(docs).values())

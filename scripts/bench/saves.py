@@ -1,10 +1,11 @@
-"""What saving costs: the same steps with no checkpoint, with one written in the background, and in the foreground.
+"""What saving costs: the same steps with no checkpoint, with one written in the background, and in
+the foreground.
 
     python -m scripts.bench saves setting=b256 runtime=production
 
-A round is `steps` steps with one save before the first. `stall_ms` is how long the call of `save` took; what a
-background save costs the steps beside it shows in `step_ms`. The first save of each way, which makes its buffers, is
-not counted.
+A round is `steps` steps with one save before the first. `stall_ms` is how long the call of `save`
+took; what a background save costs the steps beside it shows in `step_ms`. The first save of each
+way, which makes its buffers, is not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from training.checkpoint.save import Checkpoints
 def one_round(
     workload: Workload, checkpoints: Checkpoints | None, described: dict[str, Any], steps: int
 ) -> list[float]:
-    """Seconds of the whole round, of the call of `save`, and of what was still to be written after the last step."""
+    """Seconds of the whole round, of the call of `save`, and of what was still to be written after
+    the last step."""
     synchronise(workload.device)
     began = time.perf_counter()
     if checkpoints is not None:
@@ -44,7 +46,9 @@ def one_round(
     return [taken, stalled, time.perf_counter() - began - taken]
 
 
-def measure(cfg: BenchConfig, kept: Kept[Workload], overrides: list[str], in_background: bool) -> dict[str, Any]:
+def measure(
+    cfg: BenchConfig, kept: Kept[Workload], overrides: list[str], in_background: bool
+) -> dict[str, Any]:
     """Rounds of steps that begin with a save, in turn with rounds without."""
     workload = kept.get("workload", lambda: Workload(overrides))
     described = describe_run(workload.composed, workload.loader.spec, workload.ledger)
@@ -75,7 +79,9 @@ def measure(cfg: BenchConfig, kept: Kept[Workload], overrides: list[str], in_bac
 def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> list[Row]:
     kept: Kept[Workload] = Kept()
     ways = {"background": True, "foreground": False}
-    return [Row(name, partial(measure, cfg, kept, overrides, way), 40) for name, way in ways.items()]
+    return [
+        Row(name, partial(measure, cfg, kept, overrides, way), 40) for name, way in ways.items()
+    ]
 
 
 def texts(entries: Sequence[dict[str, Any]]) -> list[str]:

@@ -3,14 +3,17 @@
     python -m scripts.bench precision setting=tiny data=digits steps=500 seeds=[0,1,2]
     python -m scripts.bench memory setting=tiny data=digits model=mamba_xs batch_size=64 steps=500
 
-`precision`: fp32, bf16 and fp16: speed, loss on the training stream, loss held out, steps lost to scaling. Guides
-disagree on which 16-bit type is better; this shows it for one model and data set, with the spread over seeds.
+`precision`: fp32, bf16 and fp16: speed, loss on the training stream, loss held out, steps lost to
+scaling. Guides disagree on which 16-bit type is better; this shows it for one model and data set,
+with the spread over seeds.
 
-`memory`: each optimizer, bf16 weights with both roundings, fp8 and both offloads, beside AdamW: also bytes a parameter,
-counted from the tensors. Those of `SEEDED` from every seed, the others from the first. `pretend=true` trains on a CPU
-what only a GPU gains from: its losses and bytes hold, its times say nothing.
+`memory`: each optimizer, bf16 weights with both roundings, fp8 and both offloads, beside AdamW:
+also bytes a parameter, counted from the tensors. Those of `SEEDED` from every seed, the others from
+the first. `pretend=true` trains on a CPU what only a GPU gains from: its losses and bytes hold, its
+times say nothing.
 
-On data=synthetic there is nothing to learn but the classes' means: choose real latents for a verdict on quality.
+On data=synthetic there is nothing to learn but the classes' means: choose real latents for a
+verdict on quality.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 
 from accel.stack import TECHNIQUES
+from common.errors import UserError
 from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
@@ -64,7 +68,9 @@ class MemoryConfig(SeedsConfig):
 def seeded(cfg: SeedsConfig, variants: list[Variant]) -> Iterator[Row]:
     """A row for each variant and seed; ValueError for too few of either."""
     if cfg.steps < 2 or not cfg.seeds:
-        raise ValueError(f"steps={cfg.steps} and seeds={cfg.seeds} must be at least 2 steps and one seed.")
+        raise UserError(
+            f"steps={cfg.steps} and seeds={cfg.seeds} must be at least 2 steps and one seed."
+        )
     durations = replace(cfg, loss_steps=cfg.steps, steps=max(1, cfg.steps // 10))
     for row in rows_of(variants, durations, held_out=True):
         yield row._replace(seconds=row.seconds + cfg.steps / 20)
@@ -74,7 +80,9 @@ def plan_precision(cfg: SeedsConfig, overrides: list[str], device: torch.device)
     """Each precision from each seed, with fp32 from the same seed as its baseline."""
     variants = []
     for seed in cfg.seeds:
-        models = {name: [*overrides, f"seed={seed}", f"runtime.precision={name}"] for name in PRECISIONS}
+        models = {
+            name: [*overrides, f"seed={seed}", f"runtime.precision={name}"] for name in PRECISIONS
+        }
         for name, own in models.items():
             labels = {"precision": name, "seed": seed}
             reason = unavailable(name, device)
@@ -98,13 +106,16 @@ def plan_memory(cfg: MemoryConfig, overrides: list[str], device: torch.device) -
             if seed == cfg.seeds[0] or name in SEEDED:
                 reason = None if cfg.pretend else refused(words, device)
                 labels = {"measure": name, "seed": seed}
-                variants.append(Variant(f"{name}, seed {seed}", [*base, *words], base, reason, labels))
+                variants.append(
+                    Variant(f"{name}, seed {seed}", [*base, *words], base, reason, labels)
+                )
     for row in seeded(cfg, variants):
         yield row._replace(measure=pretended(row.measure)) if cfg.pretend else row
 
 
 def by(label: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for all seeds of a label: median and range of each figure, and the steps lost by all together."""
+    """One entry for all seeds of a label: median and range of each figure, and the steps lost by
+    all together."""
     shown = []
     for name in dict.fromkeys(e[label] for e in entries):
         runs = [e for e in entries if e[label] == name]
@@ -113,10 +124,17 @@ def by(label: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             shown.append(runs[0] | {"name": name})
             continue
         entry: dict[str, Any] = good[0] | {"name": name, "seeds": len(good), "eval_loss": None}
-        for figure, key in (("step_ms", "step_ms"), ("loss", "final_loss"), ("eval_loss", "eval_loss")):
+        for figure, key in (
+            ("step_ms", "step_ms"),
+            ("loss", "final_loss"),
+            ("eval_loss", "eval_loss"),
+        ):
             if good[0][key] is not None:
                 entry |= Spread.of([run[key] for run in good]).as_json(figure)
-        shown.append(entry | {figure: sum(run[figure] for run in good) for figure in ("skipped", "backed_off")})
+        shown.append(
+            entry
+            | {figure: sum(run[figure] for run in good) for figure in ("skipped", "backed_off")}
+        )
     return shown
 
 
@@ -131,17 +149,33 @@ LOSSES = {
 
 
 def precision_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"median over seeds\n{entries_table({**LOSSES, 'backed off': '{backed_off}'}, by('precision', entries))}"]
+    return [
+        "median over "
+        f"seeds\n{entries_table({**LOSSES, 'backed off': '{backed_off}'}, by('precision', entries))}"
+    ]
 
 
 def memory_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
-    kinds = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "on_host": "on the host"}
+    kinds = {
+        "weights": "weights",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "on_host": "on the host",
+    }
     columns = {title: f"{{{kind}_each:.2f}}" for kind, title in kinds.items()} | LOSSES
     shown = [
-        e | ({f"{kind}_each": e[f"{kind}_bytes"] / e["parameters"] for kind in kinds} if "parameters" in e else {})
+        e
+        | (
+            {f"{kind}_each": e[f"{kind}_bytes"] / e["parameters"] for kind in kinds}
+            if "parameters" in e
+            else {}
+        )
         for e in by("measure", entries)
     ]
-    return [f"bytes a parameter; averages take 4 more; median over seeds\n{entries_table(columns, shown)}"]
+    return [
+        "bytes a parameter; averages take 4 more; median over "
+        f"seeds\n{entries_table(columns, shown)}"
+    ]
 
 
 BENCHMARKS = {

@@ -3,8 +3,9 @@
     python -m scripts.bench step setting=s32 runtime=fast
     python -m scripts.bench step setting=b256 model=mamba_b runtime=production steps=20
 
-On a GPU the phases are timed by CUDA events that are read after the window, so nothing waits inside it; a naive host
-timer stands beside them, to show the error that asynchronous launches cause. Inside a CUDA graph there are no phases.
+On a GPU the phases are timed by CUDA events that are read after the window, so nothing waits inside
+it; a naive host timer stands beside them, to show the error that asynchronous launches cause.
+Inside a CUDA graph there are no phases.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging")
 
 
 class PhaseClock:
-    """Notes the end of each phase twice: as an event in the device's stream and on the host's clock."""
+    """Notes the end of each phase twice: as an event in the device's stream and on the host's
+    clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,10 +47,14 @@ class PhaseClock:
         self.marks.append((phase, event, time.perf_counter()))
 
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Milliseconds by phase as the device took them, and as the host saw them. Waits for the device."""
+        """Milliseconds by phase as the device took them, and as the host saw them. Waits for the
+        device."""
         synchronise(self.device)
-        device, host = defaultdict(float), defaultdict(float)
-        for (_, start, began), (phase, event, ended) in zip(self.marks, self.marks[1:], strict=False):
+        device = defaultdict(float)
+        host = defaultdict(float)
+        for (_, start, began), (phase, event, ended) in zip(
+            self.marks, self.marks[1:], strict=False
+        ):
             host[phase] += 1e3 * (ended - began)
             device[phase] += start.elapsed_time(event) if start and event else 1e3 * (ended - began)
         return dict(device), dict(host)
@@ -89,12 +95,31 @@ class Work(NamedTuple):
 
 
 PRODUCTS = (
-    *("gemm", "nvjet", "cutlass", "splitk", "xmma", "wgmma", "triton_tem", "triton_mm", "triton_bmm"),
-    *("::mm", "::_scaled_mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "::mkldnn", "::conv"),
+    *(
+        "gemm",
+        "nvjet",
+        "cutlass",
+        "splitk",
+        "xmma",
+        "wgmma",
+        "triton_tem",
+        "triton_mm",
+        "triton_bmm",
+    ),
+    *(
+        "::mm",
+        "::_scaled_mm",
+        "::addmm",
+        "::bmm",
+        "::baddbmm",
+        "::convolution",
+        "::mkldnn",
+        "::conv",
+    ),
     *("attention", "flash", "fmha", "conv2d", "cudnn"),
 )
-"""Parts of the names of kernels and ops that multiply; pointwise and reduction kernels of Inductor are no products,
-though their names may list what they stand next to."""
+"""Parts of the names of kernels and ops that multiply; pointwise and reduction kernels of Inductor
+are no products, though their names may list what they stand next to."""
 POINTWISE = ("triton_poi", "triton_red", "triton_per")
 
 
@@ -109,7 +134,9 @@ def work_of(workload: Workload) -> Work:
     for event in profiler.key_averages():
         if not cuda:
             times[event.key.lower()] += event.self_cpu_time_total
-        elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:  # an op's row repeats its kernels'
+        elif (
+            event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        ):  # an op's row repeats its kernels'
             times[event.key.lower()] += event.self_device_time_total
     return work(times)
 
@@ -120,7 +147,9 @@ def work(times: Mapping[str, float]) -> Work:
     def multiplies(name: str) -> bool:
         return not name.startswith(POINTWISE) and any(part in name for part in PRODUCTS)
 
-    return Work(sum(times.values()) / 1e3, sum(us for name, us in times.items() if multiplies(name)) / 1e3)
+    return Work(
+        sum(times.values()) / 1e3, sum(us for name, us in times.items() if multiplies(name)) / 1e3
+    )
 
 
 class Verdict(NamedTuple):
@@ -132,12 +161,17 @@ class Verdict(NamedTuple):
 
 
 def verdict(
-    step_ms: float, data_ms: float, done: Work, left: Collection[str], cuda: bool, data: Mapping[str, Any] | None = None
+    step_ms: float,
+    data_ms: float,
+    done: Work,
+    left: Collection[str],
+    cuda: bool,
+    data: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Data, then launches, then the kind of work that takes most of the device's time.
 
-    `left` are the words, such as runtime.compile=true, that this machine can do and this run has not on; only these
-    are proposed.
+    `left` are the words, such as runtime.compile=true, that this machine can do and this run has
+    not on; only these are proposed.
     """
 
     def propose(*words: str) -> list[str]:
@@ -145,14 +179,20 @@ def verdict(
 
     busy = done.busy if cuda else None
     if bound := bound_of(step_ms, data_ms, busy):
-        return Verdict(bound, reason_of(bound, step_ms, data_ms, busy), keys_for(bound, left, data or {}))
+        return Verdict(
+            bound, reason_of(bound, step_ms, data_ms, busy), keys_for(bound, left, data or {})
+        )
     share = done.products / done.busy if done.busy else 0.0
     reason = f"{share:.0%} of the busy time goes into products"
     if share >= 0.5:
         keys = propose("precision=bf16", "tf32=true")
         return Verdict("compute-bound", reason, keys or ["a smaller model, or a faster device"])
-    keys = propose(*(f"{key}=true" for key in (*KERNELS, "compile", "fused_adamw")), "precision=bf16")
-    return Verdict("bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"])
+    keys = propose(
+        *(f"{key}=true" for key in (*KERNELS, "compile", "fused_adamw")), "precision=bf16"
+    )
+    return Verdict(
+        "bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"]
+    )
 
 
 def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
@@ -163,9 +203,15 @@ def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
     device, host = phases_of(workload, cfg.steps)
     done = work_of(workload)
     active = {row.key: row.active for row in workload.ledger}
-    left = {c.word for c in capabilities(workload.device) if c.reason is None and active[c.key] != c.value}
+    left = {
+        c.word
+        for c in capabilities(workload.device)
+        if c.reason is None and active[c.key] != c.value
+    }
     median = Spread.of(step_ms).median
-    found = verdict(median, device["data"], done, left, workload.device.type == "cuda", workload.cfg.data)
+    found = verdict(
+        median, device["data"], done, left, workload.device.type == "cuda", workload.cfg.data
+    )
     shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
     return {
         **workload.figures(step_ms),

@@ -2,7 +2,8 @@
 
     python -m scripts.bench tests select=smoke
 
-They are those of `pytest -m gpu`: `smoke` some of every kind, in two minutes; `rest` the others, the sanitizer last.
+They are those of `pytest -m gpu`: `smoke` some of every kind, in two minutes; `rest` the others,
+the sanitizer last.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from common.errors import UserError
 from scripts.bench.report import table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
@@ -43,7 +45,8 @@ class TestsConfig(BenchConfig):
 
 
 OF_PYTEST = ("Config", "AssertRewrite", "UnknownMark")
-"""Warnings about options of plugins that are not installed, and about modules that are imported already."""
+"""Warnings about options of plugins that are not installed, and about modules that are imported
+already."""
 
 
 class Collector:
@@ -55,7 +58,9 @@ class Collector:
         self.warnings: list[str] = []
 
     def pytest_configure(self, config: Any) -> None:
-        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which need not be there")
+        config.addinivalue_line(
+            "markers", "timeout(seconds): of pytest-timeout, which need not be there"
+        )
 
     def pytest_collection_finish(self, session: Any) -> None:
         self.ids = [item.nodeid for item in session.items]
@@ -68,13 +73,20 @@ class Collector:
 
 
 def pytest_main(*words: str) -> Collector:
-    """Runs pytest in this process, on tests that need a GPU. Warnings are noted and fail nothing: which ones a GPU, its
-    driver and its libraries give is not known before."""
+    """Runs pytest in this process, on tests that need a GPU. Warnings are noted and fail nothing:
+    which ones a GPU, its driver and its libraries give is not known before."""
     import pytest
 
     collector = Collector()
     ignored = ["DeprecationWarning", *(f"pytest.Pytest{what}Warning" for what in OF_PYTEST)]
-    quiet = ["-Wdefault", *(f"-Wignore::{kind}" for kind in ignored), "-q", "--tb=short", "-p", "no:cacheprovider"]
+    quiet = [
+        "-Wdefault",
+        *(f"-Wignore::{kind}" for kind in ignored),
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+    ]
     status = pytest.main([f"--rootdir={ROOT}", "-m", "gpu", *quiet, *words], plugins=[collector])
     if status not in (0, 1, 5) or (not collector.ids and status != 5):
         raise RuntimeError(f"pytest ended with status {int(status)} on {words[-1]}")
@@ -94,15 +106,21 @@ def run_test(test: str) -> dict[str, Any]:
         return {"reason": str(skipped[0].longrepr[2]).removeprefix("Skipped: ")}
     if not reports:
         raise RuntimeError("pytest ran nothing of this name")
-    return {"passed": True} | ({"warnings": sorted({*collector.warnings})} if collector.warnings else {})
+    return {"passed": True} | (
+        {"warnings": sorted({*collector.warnings})} if collector.warnings else {}
+    )
 
 
 def plan(cfg: TestsConfig, overrides: list[str], device: torch.device) -> list[Row]:
     if cfg.select not in ("all", "smoke", "rest"):
-        raise ValueError(f"select={cfg.select}: choose all, smoke or rest.")
+        raise UserError(f"select={cfg.select}: choose all, smoke or rest.")
     if device.type != "cuda":
         return [Row("pytest -m gpu", partial(dict[str, Any], reason="needs an NVIDIA GPU"), 0)]
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text()
+    ]
     ids = pytest_main("--collect-only", *map(str, files)).ids
     smoke = [test for test in ids if any(re.search(pattern, test) for pattern in SMOKE)]
     rest = sorted((test for test in ids if test not in smoke), key=lambda test: LAST in test)
@@ -117,9 +135,17 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         kind = "failed" if "error" in e else "skipped" if "reason" in e else "passed"
         counts[re.sub(r"\[.*", "", e["name"])][kind] += 1
     kinds = ("passed", "failed", "skipped")
-    rows = [("", *kinds), *((name, *(found[kind] for kind in kinds)) for name, found in counts.items())]
-    notes = {e["name"]: [e.get("error") or e.get("reason") or "", *e.get("warnings", [])] for e in entries}
-    noted = [f"{name}: {'; '.join(filter(None, said))}" for name, said in notes.items() if any(said)]
+    rows = [
+        ("", *kinds),
+        *((name, *(found[kind] for kind in kinds)) for name, found in counts.items()),
+    ]
+    notes = {
+        e["name"]: [e.get("error") or e.get("reason") or "", *e.get("warnings", [])]
+        for e in entries
+    }
+    noted = [
+        f"{name}: {'; '.join(filter(None, said))}" for name, said in notes.items() if any(said)
+    ]
     return [table(rows), *(["\n".join(noted)] if noted else [])]
 
 

@@ -19,7 +19,9 @@ from scripts.timing import profiler_activities, synchronise
 def main(words: list[str]) -> None:
     cfg, overrides = parse(BenchConfig, "trace", words, __doc__ or "")
     workload = Workload(overrides)
-    with torch.profiler.profile(activities=profiler_activities(), record_shapes=True, acc_events=True) as profiler:
+    with torch.profiler.profile(
+        activities=profiler_activities(), record_shapes=True, acc_events=True
+    ) as profiler:
         workload.run(cfg.steps)
         synchronise(workload.device)
     order = "self_cuda_time_total" if workload.device.type == "cuda" else "self_cpu_time_total"

@@ -3,13 +3,16 @@
     python -m scripts.bench techniques setting=s256
     python -m scripts.bench techniques setting=s32 model=mamba_s precisions=[bf16]
     python -m scripts.bench mixers size=s batch_size=256 runtime=production
-    python -m scripts.bench mixers size=b batch_size=64 data.height=64 data.width=64 runtime=production
+    python -m scripts.bench mixers size=b batch_size=64 data.height=64 data.width=64
+    runtime=production
 
-`techniques`: each technique alone over eager, in fp32 and in bf16, and removed from max: speed, memory, loss. Attention
-is measured in an attention model. A technique that cannot be had on this machine is listed with the reason.
+`techniques`: each technique alone over eager, in fp32 and in bf16, and removed from max: speed,
+memory, loss. Attention is measured in an attention model. A technique that cannot be had on this
+machine is listed with the reason.
 
-`mixers`: a whole training step of each mixer, with attention (`dit`) as the baseline: at equal parameters as measured,
-and at equal FLOPs, where both are taken to slow down in proportion. 32×32 latents are 256 tokens, 64×64 latents 1,024.
+`mixers`: a whole training step of each mixer, with attention (`dit`) as the baseline: at equal
+parameters as measured, and at equal FLOPs, where both are taken to slow down in proportion. 32×32
+latents are 256 tokens, 64×64 latents 1,024.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.ledger import UNUSED
-from accel.precision import Precision
 from accel.stack import TECHNIQUES
+from accel.techniques.precision import Precision
+from common.errors import UserError
 from scripts.bench.fitting import fitted_pairs
 from scripts.bench.report import entries_table, fits
 from scripts.bench.rows import LEFT_OUT, Benchmark, Row
@@ -66,7 +70,8 @@ class MixersConfig(BenchConfig):
 
 
 class Variant(NamedTuple):
-    """A configuration, and the one that it is compared with; where both are the same, it is the baseline itself."""
+    """A configuration, and the one that it is compared with; where both are the same, it is the
+    baseline itself."""
 
     name: str
     overrides: list[str]
@@ -77,21 +82,31 @@ class Variant(NamedTuple):
     """What else its entry says of it."""
 
 
-def rows_of(variants: Iterator[Variant] | list[Variant], cfg: BenchConfig, held_out: bool = False) -> Iterator[Row]:
-    """A row for each variant: both are trained from the same seed on the same samples, then timed in turn.
+def rows_of(
+    variants: Iterator[Variant] | list[Variant], cfg: BenchConfig, held_out: bool = False
+) -> Iterator[Row]:
+    """A row for each variant: both are trained from the same seed on the same samples, then timed
+    in turn.
 
-    Variants in a row with the same baseline share it, so no more than two models are in memory. `held_out` evaluates
-    each after `loss_steps` steps.
+    Variants in a row with the same baseline share it, so no more than two models are in memory.
+    `held_out` evaluates each after `loss_steps` steps.
     """
     kept: Kept[Trained] = Kept()
     for variant in variants:
-        compiles = bool({"runtime.compile=true", "runtime=max", "runtime=production"} & {*variant.overrides})
+        compiles = bool(
+            {"runtime.compile=true", "runtime=max", "runtime=production"} & {*variant.overrides}
+        )
         reason = variant.reason or (LEFT_OUT if compiles and not cfg.inductor else None)
         if reason:
             yield Row(variant.name, partial(dict[str, Any], reason=reason), 0, variant.labels)
         else:
             seconds = 90 if compiles else 15
-            yield Row(variant.name, partial(measured, variant, kept, cfg, held_out), seconds, variant.labels)
+            yield Row(
+                variant.name,
+                partial(measured, variant, kept, cfg, held_out),
+                seconds,
+                variant.labels,
+            )
 
 
 def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
@@ -109,11 +124,17 @@ def trained(overrides: list[str], steps: int, held_out: bool) -> Trained:
     return workload, figures
 
 
-def measured(variant: Variant, kept: Kept[Trained], cfg: BenchConfig, held_out: bool) -> dict[str, Any]:
+def measured(
+    variant: Variant, kept: Kept[Trained], cfg: BenchConfig, held_out: bool
+) -> dict[str, Any]:
     """The figures of a variant beside its baseline."""
-    other, other_figures = kept.get(variant.baseline, lambda: trained(variant.baseline, cfg.loss_steps, held_out))
+    other, other_figures = kept.get(
+        variant.baseline, lambda: trained(variant.baseline, cfg.loss_steps, held_out)
+    )
     itself = variant.overrides == variant.baseline
-    workload, figures = (other, other_figures) if itself else trained(variant.overrides, cfg.loss_steps, held_out)
+    workload, figures = (
+        (other, other_figures) if itself else trained(variant.overrides, cfg.loss_steps, held_out)
+    )
     return {
         **beside(other, workload, cfg),
         "parameters": sum(p.numel() for p in workload.model.parameters()),
@@ -123,7 +144,10 @@ def measured(variant: Variant, kept: Kept[Trained], cfg: BenchConfig, held_out: 
         "loss_deviation": figures["final_loss"] / other_figures["final_loss"] - 1.0,
         "lost": [key for key in workload.missing() if key not in other.missing()],
         "ledger": {row.key: row.active for row in workload.ledger},
-        **{f"{kind}_bytes": size for kind, size in lasting_bytes(workload.training)._asdict().items()},
+        **{
+            f"{kind}_bytes": size
+            for kind, size in lasting_bytes(workload.training)._asdict().items()
+        },
     }
 
 
@@ -136,23 +160,44 @@ def with_attention(overrides: list[str]) -> list[str]:
     """The overrides with an attention model of the same size where theirs has no attention."""
     if "Attention" in str(compose(overrides).cfg.model):
         return overrides
-    return [f"model={ATTENTION}_{word.rpartition('_')[2]}" if word.startswith("model=") else word for word in overrides]
+    return [
+        f"model={ATTENTION}_{word.rpartition('_')[2]}" if word.startswith("model=") else word
+        for word in overrides
+    ]
 
 
 def alone(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> Iterator[Variant]:
-    """Each technique in each of its ways over eager; what it cannot do without is in its baseline too."""
+    """Each technique in each of its ways over eager; what it cannot do without is in its baseline
+    too."""
     for kind in TECHNIQUES:
         own = with_attention(overrides) if kind.key == "attention" else overrides
         wanted = (ONLY_OVER[kind.key],) if kind.key in ONLY_OVER else PRECISIONS
         for precision in (p for p in cfg.precisions if p in wanted):
-            eager = ["runtime=eager", override("precision", precision), *MORE_BASELINE.get(kind.key, [])]
+            eager = [
+                "runtime=eager",
+                override("precision", precision),
+                *MORE_BASELINE.get(kind.key, []),
+            ]
             for way in (*kind.ways(), *MORE_WAYS.get(kind.key, ())):
-                added = [override(key, value) for key, value in way.items() if key in (kind.key, *kind.options)]
-                needed = [word for word in (override(*item) for item in way.items()) if word not in added]
+                added = [
+                    override(key, value)
+                    for key, value in way.items()
+                    if key in (kind.key, *kind.options)
+                ]
+                needed = [
+                    word for word in (override(*item) for item in way.items()) if word not in added
+                ]
                 base = [*own, *eager, *needed]
-                labels = {"part": "alone", "key": kind.key, "over": precision, "baseline": [*eager, *needed]}
+                labels = {
+                    "part": "alone",
+                    "key": kind.key,
+                    "over": precision,
+                    "baseline": [*eager, *needed],
+                }
                 reason = kind(way[kind.key], device).unavailable() or unavailable(precision, device)
-                yield Variant(f"{' '.join(added)} over {precision}", [*base, *added], base, reason, labels)
+                yield Variant(
+                    f"{' '.join(added)} over {precision}", [*base, *added], base, reason, labels
+                )
 
 
 def removed(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> Iterator[Variant]:
@@ -160,17 +205,29 @@ def removed(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -
     full = [*overrides, "runtime=max"]
     then, now = (compose([*overrides, f"runtime={name}"]).cfg.runtime for name in ("eager", "max"))
     for kind in TECHNIQUES if "bf16" in cfg.precisions else ():  # max is in bf16
-        old, new = (getattr(value, "value", value) for value in (getattr(then, kind.key), getattr(now, kind.key)))
+        old, new = (
+            getattr(value, "value", value)
+            for value in (getattr(then, kind.key), getattr(now, kind.key))
+        )
         if old != new:
             word = override(kind.key, old)
             reason = kind(new, device).unavailable()
-            yield Variant(f"max {word}", [*full, word], full, reason, {"part": "removed", "key": kind.key})
+            yield Variant(
+                f"max {word}", [*full, word], full, reason, {"part": "removed", "key": kind.key}
+            )
 
 
-def plan_techniques(cfg: TechniquesConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
+def plan_techniques(
+    cfg: TechniquesConfig, overrides: list[str], device: torch.device
+) -> Iterator[Row]:
     if not cfg.precisions or not {*cfg.precisions} <= {*PRECISIONS}:
-        raise ValueError(f"precisions=[{','.join(cfg.precisions)}]: choose some of {', '.join(PRECISIONS)}.")
-    eager = [[*overrides, "runtime=eager", override("precision", precision)] for precision in cfg.precisions]
+        raise UserError(
+            f"precisions=[{','.join(cfg.precisions)}]: choose some of {', '.join(PRECISIONS)}."
+        )
+    eager = [
+        [*overrides, "runtime=eager", override("precision", precision)]
+        for precision in cfg.precisions
+    ]
     size, said = fitted_pairs([*overrides, "runtime=max"], eager, device)
     overrides = [*overrides, f"batch_size={size}"]
     for row in rows_of([*alone(cfg, overrides, device), *removed(cfg, overrides, device)], cfg):
@@ -178,7 +235,8 @@ def plan_techniques(cfg: TechniquesConfig, overrides: list[str], device: torch.d
 
 
 def remark(entry: dict[str, Any]) -> str | None:
-    """What the ledger says against the figures of a technique, if anything; then, whether there is a difference."""
+    """What the ledger says against the figures of a technique, if anything; then, whether there is
+    a difference."""
     if "speed" not in entry:
         return None
     if entry["lost"]:
@@ -200,10 +258,17 @@ def techniques_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         "baseline GiB": "{baseline_memory_reserved_peak:GiB}",
         "loss": "{loss_deviation:+.0e}",
     }
-    parts = {part: [e | {"remark": remark(e)} for e in entries if e["part"] == part] for part in ("alone", "removed")}
+    parts = {
+        part: [e | {"remark": remark(e)} for e in entries if e["part"] == part]
+        for part in ("alone", "removed")
+    }
     return [
         *fits(entries),
-        *(f"each {part}\n{entries_table(columns, found)}" for part, found in parts.items() if found),
+        *(
+            f"each {part}\n{entries_table(columns, found)}"
+            for part, found in parts.items()
+            if found
+        ),
     ]
 
 
@@ -211,9 +276,9 @@ def models_of(size: str, families: Sequence[str]) -> dict[str, str]:
     """Family -> its model of the size, attention first; ValueError for what there is not."""
     found = sorted(file.stem.rpartition("_")[0] for file in (CONF / "model").glob(f"*_{size}.yaml"))
     if not found:
-        raise ValueError(f"size={size}: there is no such size; choose xs, s, b, l or xl.")
+        raise UserError(f"size={size}: there is no such size; choose xs, s, b, l or xl.")
     if not {*families} <= {*found}:
-        raise ValueError(f"families=[{','.join(families)}]: choose some of {', '.join(found)}.")
+        raise UserError(f"families=[{','.join(families)}]: choose some of {', '.join(found)}.")
     others = [name for name in found if name != ATTENTION and (not families or name in families)]
     return {family: f"model={family}_{size}" for family in (ATTENTION, *others)}
 
@@ -222,10 +287,15 @@ def plan_mixers(cfg: MixersConfig, overrides: list[str], device: torch.device) -
     """One model of each family, with attention as the baseline of all."""
     own = [word for word in overrides if not word.startswith("model")]
     models = models_of(cfg.size or ("s" if device.type == "cuda" else "xs"), cfg.families)
-    size, said = fitted_pairs([*own, models[ATTENTION]], [[*own, model] for model in models.values()], device)
-    own, labels = [*own, f"batch_size={size}"], {"fit": said} if said else {}
+    size, said = fitted_pairs(
+        [*own, models[ATTENTION]], [[*own, model] for model in models.values()], device
+    )
+    own = [*own, f"batch_size={size}"]
+    labels = {"fit": said} if said else {}
     base = [*own, models[ATTENTION]]
-    yield from rows_of([Variant(name, [*own, model], base, None, labels) for name, model in models.items()], cfg)
+    yield from rows_of(
+        [Variant(name, [*own, model], base, None, labels) for name, model in models.items()], cfg
+    )
 
 
 def mixers_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -241,7 +311,9 @@ def mixers_texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         "MFU": "{mfu:.1%}",
         "GiB": "{memory_reserved_peak:GiB}",
     }
-    base = next((e["flops_a_sample"] for e in entries if e["name"] == ATTENTION and "speed" in e), None)
+    base = next(
+        (e["flops_a_sample"] for e in entries if e["name"] == ATTENTION and "speed" in e), None
+    )
     shown = []
     for e in entries:
         if "speed" in e:

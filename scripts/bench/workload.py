@@ -14,8 +14,8 @@ from accel.stack import AccelerationStack
 from scripts.bench.settings import BenchConfig
 from scripts.timing import MemoryPeak, Spread, interleaved
 from training.assemble import assemble
-from training.base import settled
 from training.environment import pick_device
+from training.weights.adapter_base import settled
 
 Made = TypeVar("Made")
 
@@ -32,11 +32,13 @@ class Runnable:
     """Of the techniques that it was asked for."""
 
     def prepare(self) -> None:
-        """Sets the process-wide flags of this one and does what must not be timed; call it before `run`."""
+        """Sets the process-wide flags of this one and does what must not be timed; call it before
+        `run`."""
         self.stack.on_process()
 
     def one_step(self, comparable: bool = False) -> torch.Tensor:
-        """Takes a step and returns its loss; a `comparable` one draws the framework's stateless noise."""
+        """Takes a step and returns its loss; a `comparable` one draws the framework's stateless
+        noise."""
         raise NotImplementedError
 
     def run(self, steps: int) -> None:
@@ -54,7 +56,8 @@ class Runnable:
         return [row.key for row in self.ledger if row.missing]
 
     def mfu(self, step_seconds: float) -> float | None:
-        """The share of the device's 16-bit peak that a step of this length uses; None where products are in fp32."""
+        """The share of the device's 16-bit peak that a step of this length uses; None where
+        products are in fp32."""
 
     def figures(self, step_ms: Sequence[float]) -> dict[str, Any]:
         """What a result says of this one, whose steps took `step_ms`."""
@@ -77,16 +80,22 @@ class Workload(Runnable):
     """
 
     def __init__(self, overrides: list[str]) -> None:
-        composed = settled([*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"])
+        composed = settled(
+            [*overrides, "sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
+        )
         cfg = composed.cfg
-        self.composed, self.cfg = composed, cfg
+        self.composed = composed
+        self.cfg = cfg
         self.device = pick_device(cfg.runtime.device.value)
         self.batch_size = cfg.batch_size
         memory = MemoryPeak(self.device)
         torch.manual_seed(cfg.seed)
         self.training = assemble(cfg, self.device)
-        self.loader, self.model, self.stack = self.training.loader, self.training.model, self.training.stack
-        self.state, self.step = self.training.state, self.training.step
+        self.loader = self.training.loader
+        self.model = self.training.model
+        self.stack = self.training.stack
+        self.state = self.training.state
+        self.step = self.training.step
         began = time.perf_counter()
         self.ledger = self.training.warm_up()
         self.warm_up_seconds = time.perf_counter() - began
@@ -97,7 +106,9 @@ class Workload(Runnable):
 
     def mfu(self, step_seconds: float) -> float | None:
         meter = self.state.meter
-        return self.batch_size * meter.train_flops / step_seconds / meter.peak if meter.peak else None
+        return (
+            self.batch_size * meter.train_flops / step_seconds / meter.peak if meter.peak else None
+        )
 
 
 def second_half(losses: list[torch.Tensor]) -> float:
@@ -106,20 +117,24 @@ def second_half(losses: list[torch.Tensor]) -> float:
 
 
 class Kept(Generic[Made]):
-    """Keeps what was made last, so that rows that follow each other share what they are compared with."""
+    """Keeps what was made last, so that rows that follow each other share what they are compared
+    with."""
 
     def __init__(self) -> None:
         self.made: tuple[object, Made] | None = None
 
     def get(self, key: object, make: Callable[[], Made]) -> Made:
-        """What `make` returned for an equal key just before, or returns now; the last one is freed before."""
+        """What `make` returned for an equal key just before, or returns now; the last one is freed
+        before."""
         if self.made is None or self.made[0] != key:
             self.made = None
             self.made = key, make()
         return self.made[1]
 
 
-def time_steps(workloads: Mapping[str, Runnable], steps: int, repeats: int) -> dict[str, list[float]]:
+def time_steps(
+    workloads: Mapping[str, Runnable], steps: int, repeats: int
+) -> dict[str, list[float]]:
     """Milliseconds a step of each runnable, round by round, after one more warm step for all."""
     for workload in workloads.values():
         workload.prepare()
@@ -131,8 +146,11 @@ def time_steps(workloads: Mapping[str, Runnable], steps: int, repeats: int) -> d
 
 
 def beside(base: Runnable, own: Runnable, cfg: BenchConfig) -> dict[str, Any]:
-    """Figures of `own`, timed in turn with what it is compared with; `speed` is a ratio of rounds, with quartiles."""
-    times = time_steps({"own": own} if own is base else {"base": base, "own": own}, cfg.steps, cfg.repeats)
+    """Figures of `own`, timed in turn with what it is compared with; `speed` is a ratio of rounds,
+    with quartiles."""
+    times = time_steps(
+        {"own": own} if own is base else {"base": base, "own": own}, cfg.steps, cfg.repeats
+    )
     base_ms = times.get("base", times["own"])
     return {
         **Spread.of(base_ms).as_json("baseline_step_ms"),

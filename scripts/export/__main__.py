@@ -6,11 +6,12 @@
     python -m scripts.export run_dir=runs/mine out=exported/adapter format=peft
     python -m scripts.export run_dir=runs/mine out=exported/merged.safetensors format=weights
 
-`diffusers`: a folder with one file of model code, weights, the pipeline, the autoencoder (include_autoencoder=false
-names it only) and a model card; diffusers opens it with trust_remote_code=True. `torch_export`: one call of the
-denoiser at any batch size, and <out>.json beside it, which says what goes in and comes out. `peft`: the adapter of a
-run with one, in PEFT's format. `weights`: a weights file of ours, with the adapter merged. `push` uploads the folder
-under the login of `huggingface-cli login`, or HF_TOKEN; dry_run=true says what would go where.
+`diffusers`: a folder with one file of model code, weights, the pipeline, the autoencoder
+(include_autoencoder=false names it only) and a model card; diffusers opens it with
+trust_remote_code=True. `torch_export`: one call of the denoiser at any batch size, and <out>.json
+beside it, which says what goes in and comes out. `peft`: the adapter of a run with one, in PEFT's
+format. `weights`: a weights file of ours, with the adapter merged. `push` uploads the folder under
+the login of `huggingface-cli login`, or HF_TOKEN; dry_run=true says what would go where.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.errors import UserError
 from training.config.compose import from_words, one_sentence
 from training.config.paths import refuse_no_weights
 from training.config.schema import KERNELS
 
 if TYPE_CHECKING:
-    from training.sampling import TrainedModel
+    from sampling.load import TrainedModel
 
 PLAIN = {"compile": False, "precision": "fp32", "attention": "auto", "tf32": False}
 PLAIN |= dict.fromkeys(KERNELS, False)
@@ -36,7 +38,10 @@ PLAIN |= dict.fromkeys(KERNELS, False)
 
 
 class Format(str, Enum):
-    diffusers, torch_export, peft, weights = "diffusers", "torch_export", "peft", "weights"
+    diffusers = "diffusers"
+    torch_export = "torch_export"
+    peft = "peft"
+    weights = "weights"
 
 
 SUFFIXES = {Format.torch_export: ".pt2", Format.weights: ".safetensors"}
@@ -50,7 +55,8 @@ class ExportConfig:
     weights: str | None = None
     """Instead of a run: a weights file."""
     adapter: str | None = None
-    """Merged into the weights: a run with an adapter, one of its files, or a folder in PEFT's format."""
+    """Merged into the weights: a run with an adapter, one of its files, or a folder in PEFT's
+    format."""
     encoder: str | None = None
     """Where the autoencoder lies now, if it was moved."""
     out: str | None = None
@@ -63,21 +69,30 @@ class ExportConfig:
     def check(self) -> None:
         """ValueError for settings that contradict each other, or name nothing."""
         if (self.run_dir is None) == (self.weights is None):
-            fault = "run_dir is not set" if self.run_dir is None else "run_dir and weights are both set"
-            raise ValueError(f"{fault}; say what to export: run_dir=runs/<name>, or weights=<file>.safetensors.")
+            fault = (
+                "run_dir is not set" if self.run_dir is None else "run_dir and weights are both set"
+            )
+            raise UserError(
+                f"{fault}; say what to export: run_dir=runs/<name>, or weights=<file>.safetensors."
+            )
         if self.out is None:
-            raise ValueError("out is not set; say where to write: out=exported/<name>.")
+            raise UserError("out is not set; say where to write: out=exported/<name>.")
         if (suffix := SUFFIXES.get(self.format, "")) and not self.out.endswith(suffix):
-            raise ValueError(f"out={self.out} must end in {suffix} with format={self.format.value}.")
-        if self.push is not None and (self.format is not Format.diffusers or self.push.count("/") != 1):
-            raise ValueError(f"push={self.push} must be <owner>/<name>, and goes with format=diffusers.")
+            raise UserError(f"out={self.out} must end in {suffix} with format={self.format.value}.")
+        if self.push is not None and (
+            self.format is not Format.diffusers or self.push.count("/") != 1
+        ):
+            raise UserError(
+                f"push={self.push} must be <owner>/<name>, and goes with format=diffusers."
+            )
         if self.dry_run and self.push is None:
-            raise ValueError("dry_run=true is for push=<owner>/<name>; leave it out.")
+            raise UserError("dry_run=true is for push=<owner>/<name>; leave it out.")
         refuse_no_weights("weights" if self.weights else "run_dir", self.weights or self.run_dir)
 
 
 def export(cfg: ExportConfig) -> Path:
-    """Writes what `cfg` says and returns its path. ValueError if it is there already or the model does not allow it."""
+    """Writes what `cfg` says and returns its path. ValueError if it is there already or the model
+    does not allow it."""
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
@@ -86,8 +101,10 @@ def export(cfg: ExportConfig) -> Path:
         return out
     for path in (out, temporary, out.with_name(f"{out.name}.json")):
         if path.exists():
-            raise ValueError(f"out={cfg.out}: {path} is there already; choose another path, or delete it.")
-    from data.manifest import make_folder, rename
+            raise UserError(
+                f"out={cfg.out}: {path} is there already; choose another path, or delete it."
+            )
+    from common.files import make_folder, rename
 
     make_folder(out.parent)
     try:
@@ -108,7 +125,7 @@ def remove(path: Path) -> None:
 
 def loaded(cfg: ExportConfig) -> TrainedModel:
     """The model on the CPU in fp32."""
-    from training.sampling import load_run
+    from sampling.load import load_run
 
     key = "weights" if cfg.weights else "run_dir"
     return load_run(str(getattr(cfg, key)), cfg.encoder, "cpu", key, PLAIN, adapter=cfg.adapter)
@@ -122,33 +139,50 @@ def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
     if cfg.include_autoencoder and not include:
         print("the autoencoder is code of your own: it is named and not included", flush=True)
     folder.mkdir()
-    write_folder(folder, trained, trained.opened.told.model, card_of(cfg, trained, include), include)
+    write_folder(
+        folder, trained, trained.opened.told.model, card_of(cfg, trained, include), include
+    )
 
 
 def write_program(cfg: ExportConfig, file: Path) -> None:
     import torch
 
     trained = loaded(cfg)
-    spec, model = trained.spec, trained.model
-    inputs = torch.randn(2, spec.channels, spec.height, spec.width), torch.rand(2), torch.zeros(2, dtype=torch.int64)
+    spec = trained.spec
+    model = trained.model
+    inputs = (
+        torch.randn(2, spec.channels, spec.height, spec.width),
+        torch.rand(2),
+        torch.zeros(2, dtype=torch.int64),
+    )
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(model, inputs, dynamic_shapes=({0: batch},) * 3)
     torch.export.save(program, file)
     told = {
-        "inputs": {"x": ["batch", spec.channels, spec.height, spec.width], "t": ["batch"], "y": ["batch"]},
+        "inputs": {
+            "x": ["batch", spec.channels, spec.height, spec.width],
+            "t": ["batch"],
+            "y": ["batch"],
+        },
         "convention": "x = (1-t)·z + t·noise; the output is noise - z; t = 1 is noise; y is int64",
         "no_class": spec.num_classes,
         "class_names": spec.names,
-        "latents": {"mean": spec.mean, "std": spec.std, "raw": "latents·std + mean, as the autoencoder decodes them"},
+        "latents": {
+            "mean": spec.mean,
+            "std": spec.std,
+            "raw": "latents·std + mean, as the autoencoder decodes them",
+        },
         "dtype": "float32",
         "torch": torch.__version__,
     }
-    Path(f"{cfg.out}.json").expanduser().write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+    Path(f"{cfg.out}.json").expanduser().write_text(
+        json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
-    from training.adapter_file import write_peft
     from training.checkpoint.find import read_newest, weights_file
+    from training.weights.adapter_file import write_peft
 
     key = "weights" if cfg.weights else "run_dir"
     path = str(getattr(cfg, key))
@@ -157,7 +191,7 @@ def write_adapter(cfg: ExportConfig, folder: Path) -> None:
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
     from training.checkpoint.tensor_file import write_tensors
-    from training.pretrained import header
+    from training.weights.pretrained import header
 
     trained = loaded(cfg)
     told = trained.opened.told
@@ -174,18 +208,24 @@ WRITERS = {
 
 
 def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """Code that opens the folder and draws; only latents where no class of diffusers decodes them rightly."""
+    """Code that opens the folder and draws; only latents where no class of diffusers decodes them
+    rightly."""
     from scripts.export.folder import autoencoder_of, branches_of, can_be_included
 
-    labels = json.dumps(trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False)
+    labels = json.dumps(
+        trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False
+    )
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
     vae = told = ""
-    if not include and (not can_be_included(trained) or branches_of(getattr(trained.autoencoder, "vae", None))):
+    if not include and (
+        not can_be_included(trained) or branches_of(getattr(trained.autoencoder, "vae", None))
+    ):
         last = f'latents = {call}, output_type="latent").images'
         told = (
-            f"\n\nNo class of diffusers computes what the autoencoder ({autoencoder_of(trained)}) does, "
-            f"and one that opens its files gives wrong colours. `python -m scripts.sample` draws images with the run."
+            f"\n\nNo class of diffusers computes what the autoencoder ({autoencoder_of(trained)}) "
+            "does, and one that opens its files gives wrong colours. `python -m scripts.sample` "
+            "draws images with the run."
         )
     elif not include:
         vae = ", vae=<the autoencoder, opened by diffusers>"
@@ -216,7 +256,10 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
     size = sum(file.stat().st_size for file in files) / 2**20
     if dry_run:
         names = "\n".join(f"  {file.relative_to(folder)}" for file in files)
-        print(f"would upload to https://huggingface.co/{repository}, {size:.1f} MiB:\n{names}", flush=True)
+        print(
+            f"would upload to https://huggingface.co/{repository}, {size:.1f} MiB:\n{names}",
+            flush=True,
+        )
         return
     from huggingface_hub import HfApi
 
@@ -225,9 +268,10 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
     except Exception as error:  # of the network, the hub, or a missing login
-        raise ValueError(
-            f"push={repository} failed ({type(error).__name__}); {folder} is complete. Log in with `huggingface-cli "
-            f"login`, and upload it: `huggingface-cli upload {repository} {folder}`."
+        raise UserError(
+            f"push={repository} failed ({type(error).__name__}); {folder} is complete. Log in "
+            f"with `huggingface-cli login`, and upload it: `huggingface-cli upload {repository} "
+            f"{folder}`."
         ) from error
     print(f"https://huggingface.co/{repository}, {size:.1f} MiB", flush=True)
 

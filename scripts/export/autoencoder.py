@@ -1,4 +1,5 @@
-"""TAEF2 as a model of diffusers; `scripts.export` copies it, with all that it needs, into the exported folder."""
+"""TAEF2 as a model of diffusers; `scripts.export` copies it, with all that it needs, into the
+exported folder."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from models.autoencoders import add_global_branch
 
 
 class FastlatentAutoencoder(AutoencoderTiny):
-    """AutoencoderTiny with the global branches of TAEF2, without which diffusers' own class decodes wrong colours.
+    """AutoencoderTiny with the global branches of TAEF2, without which diffusers' own class decodes
+    wrong colours.
 
-    `sizes` are the arguments of AutoencoderTiny. `branches` names the blocks that have a branch, each with the shape
-    (hidden channels, channels) of its first convolution.
+    `sizes` are the arguments of AutoencoderTiny. `branches` names the blocks that have a branch,
+    each with the shape (hidden channels, channels) of its first convolution.
     """
 
     @register_to_config

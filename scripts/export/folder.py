@@ -1,4 +1,5 @@
-"""The folder that diffusers opens: `transformer/`, `vae/`, `pipeline.py`, `model_index.json` and a model card."""
+"""The folder that diffusers opens: `transformer/`, `vae/`, `pipeline.py`, `model_index.json` and a
+model card."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ from typing import Any
 
 from torch import nn
 
+from common.errors import UserError
 from models.autoencoders import PixelAutoencoder
+from sampling.load import TrainedModel
 from scripts.export.source import File, Name
 from training.checkpoint.tensor_file import write_tensors
 from training.config.schema import SamplingConfig
-from training.pretrained import is_part_of_model
-from training.sampling import TrainedModel
+from training.weights.pretrained import is_part_of_model
 
-MODELLING, TRANSFORMER = "modeling_fastlatent", "FastlatentTransformer"
-AUTOENCODING, AUTOENCODER = "modeling_autoencoder", "FastlatentAutoencoder"
+MODELLING = "modeling_fastlatent"
+TRANSFORMER = "FastlatentTransformer"
+AUTOENCODING = "modeling_autoencoder"
+AUTOENCODER = "FastlatentAutoencoder"
 PIPELINE = "FastlatentPipeline"
 HERE = "scripts.export."
 GENERATED = (
@@ -40,14 +44,17 @@ def layer_of(node: Mapping[str, Any], key: str) -> tuple[type, dict[str, Any]]:
 
 def exportable(node: Mapping[str, Any]) -> None:
     """ValueError for a model with code of somebody's own, which cannot be copied into one file."""
-    for key, part in {"model": node, **{key: node[key] for key in ("mixer", "mlp") if key in node}}.items():
+    for key, part in {
+        "model": node,
+        **{key: node[key] for key in ("mixer", "mlp") if key in node},
+    }.items():
         target = str(part["_target_"])
         if not (is_part_of_model(target) and target.startswith("models.")) or (
             key == "model" and target != "models.denoiser.Denoiser"
         ):
-            raise ValueError(
-                f"{key}._target_={target} is code of your own, which format=diffusers cannot copy into one file; "
-                f"use format=torch_export."
+            raise UserError(
+                f"{key}._target_={target} is code of your own, which format=diffusers cannot copy "
+                "into one file; use format=torch_export."
             )
 
 
@@ -61,7 +68,9 @@ def modelling(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     for kind in kinds.values():
         found.add(Name(kind.__module__, kind.__name__))
     found.add(Name(f"{HERE}transformer", TRANSFORMER))
-    return found.write(GENERATED.format(what="A denoiser of latents")), {key: told for key, (_, told) in layers.items()}
+    return found.write(GENERATED.format(what="A denoiser of latents")), {
+        key: told for key, (_, told) in layers.items()
+    }
 
 
 def source_of_class(module: str, name: str, what: str) -> str:
@@ -71,17 +80,25 @@ def source_of_class(module: str, name: str, what: str) -> str:
     return found.write(GENERATED.format(what=what))
 
 
-def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool) -> None:
+def write_folder(
+    folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool
+) -> None:
     """Writes all files of the folder. `include`: the autoencoder's too."""
     import diffusers
 
     exportable(node)
-    spec, version = trained.spec, diffusers.__version__
+    spec = trained.spec
+    version = diffusers.__version__
     source, layers = modelling(node)
     vae = getattr(trained.autoencoder, "vae", None)
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     told = {key: value for key, value in node.items() if key not in ("_target_", *layers)}
-    latents = {"mean": spec.mean, "std": spec.std, "class_names": spec.names, "sampling": plain(trained.sampling)}
+    latents = {
+        "mean": spec.mean,
+        "std": spec.std,
+        "class_names": spec.names,
+        "sampling": plain(trained.sampling),
+    }
     branches = branches_of(vae)
     latents |= {"autoencoder": autoencoder_of(trained), "global_branches": bool(branches)}
     config = {"_class_name": TRANSFORMER, "_diffusers_version": version} | sizes | told | layers
@@ -93,14 +110,24 @@ def write_folder(folder: Path, trained: TrainedModel, node: Mapping[str, Any], c
     (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
     index: dict[str, Any] = {"_class_name": ["pipeline", PIPELINE], "_diffusers_version": version}
-    index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]} | auto  # AutoModel looks here first
+    # AutoModel looks here first
+    index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]} | auto
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")
         index["vae"] = ["diffusers", trained.autoencoder.kind]
     if vae is not None and branches and include:
         added = "block_out_channels"  # by diffusers itself
-        sizes = {key: value for key, value in vae.config.items() if key != added and not key.startswith("_")}
-        config = {"_class_name": AUTOENCODER, "_diffusers_version": version, "sizes": sizes, "branches": branches}
+        sizes = {
+            key: value
+            for key, value in vae.config.items()
+            if key != added and not key.startswith("_")
+        }
+        config = {
+            "_class_name": AUTOENCODER,
+            "_diffusers_version": version,
+            "sizes": sizes,
+            "branches": branches,
+        }
         (folder / "vae" / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         source = source_of_class("autoencoder", AUTOENCODER, "An autoencoder")
         (folder / "vae" / f"{AUTOENCODING}.py").write_text(source)
@@ -127,10 +154,15 @@ def autoencoder_of(trained: TrainedModel) -> str:
 
 
 def branches_of(vae: nn.Module | None) -> dict[str, list[int]]:
-    """Blocks with a global branch of TAEF2 -> (hidden channels, channels) of it. diffusers' own classes have none."""
+    """Blocks with a global branch of TAEF2 -> (hidden channels, channels) of it. diffusers' own
+    classes have none."""
     found = {} if vae is None else dict(vae.named_parameters())
     end = ".pool.0.weight"
-    return {name.removesuffix(end): [*weight.shape[:2]] for name, weight in found.items() if name.endswith(end)}
+    return {
+        name.removesuffix(end): [*weight.shape[:2]]
+        for name, weight in found.items()
+        if name.endswith(end)
+    }
 
 
 def can_be_included(trained: TrainedModel) -> bool:

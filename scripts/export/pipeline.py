@@ -1,4 +1,5 @@
-"""Sampling as a pipeline of diffusers. `scripts.export` copies it, with all that it needs, into the exported folder."""
+"""Sampling as a pipeline of diffusers. `scripts.export` copies it, with all that it needs, into the
+exported folder."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from common.errors import UserError
 from models.images import to_uint8
 from models.sampler import guided_velocity, sample
 
@@ -22,7 +24,8 @@ FARTHEST = 1 << 40
 class FastlatentPipeline(DiffusionPipeline):
     """Draws images of classes. Equal seeds, labels and settings give equal images.
 
-    Without `vae` the latents are shown as they are where they are pixels; other latents need output_type="latent".
+    Without `vae` the latents are shown as they are where they are pixels; other latents need
+    output_type="latent".
     """
 
     _optional_components = ["vae"]  # noqa: RUF012 - the base class has it so
@@ -46,17 +49,24 @@ class FastlatentPipeline(DiffusionPipeline):
     ) -> ImagePipelineOutput:
         """One image for each label, the number or the name of a class.
 
-        What is None is as the model itself was sampled in training: steps, guidance (1: none), the times in which it is
-        on, the solver (euler, heun, ab2, sde), and the timestep shift. `latents` (N, C, H, W) replaces the noise of
-        `seed`. `output_type` is "pil", "np" (uint8, N × H × W × 3) or "latent" (as the autoencoder decodes them).
-        ValueError for a class or a value that there is not.
+        What is None is as the model itself was sampled in training: steps, guidance (1: none), the
+        times in which it is on, the solver (euler, heun, ab2, sde), and the timestep shift.
+        `latents` (N, C, H, W) replaces the noise of `seed`. `output_type` is "pil", "np" (uint8, N
+        × H × W × 3) or "latent" (as the autoencoder decodes them). ValueError for a class or a
+        value that there is not.
         """
-        model, facts, device = self.transformer, self.transformer.config.latents, self._execution_device
-        given = {"steps": num_inference_steps, "guidance": guidance_scale, "guidance_interval": guidance_interval}
+        model = self.transformer
+        facts = self.transformer.config.latents
+        device = self._execution_device
+        given = {
+            "steps": num_inference_steps,
+            "guidance": guidance_scale,
+            "guidance_interval": guidance_interval,
+        }
         given |= {"solver": solver, "shift": shift}
         how = facts["sampling"] | {key: value for key, value in given.items() if value is not None}
         if output_type not in ("pil", "np", "latent"):
-            raise ValueError(f"output_type={output_type} is unknown; choose pil, np or latent.")
+            raise UserError(f"output_type={output_type} is unknown; choose pil, np or latent.")
         if output_type != "latent":
             check_decoder(self.vae, facts)
         asked = [class_labels] if isinstance(class_labels, int | str) else class_labels
@@ -67,32 +77,45 @@ class FastlatentPipeline(DiffusionPipeline):
         def fresh(step: int) -> Tensor:
             return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
 
-        noise = counter_normal(seed, Purpose.SAMPLE, position, shape) if latents is None else latents.to(device)
+        noise = (
+            counter_normal(seed, Purpose.SAMPLE, position, shape)
+            if latents is None
+            else latents.to(device)
+        )
         low, high = how["guidance_interval"]
         velocity = guided_velocity(model, labels, model.num_classes, how["guidance"], (low, high))
         drawn = sample(velocity, noise, how["steps"], how["solver"], how["shift"], fresh)
-        mean, std = (torch.tensor(facts[name], device=device).view(-1, 1, 1) for name in ("mean", "std"))
+        mean, std = (
+            torch.tensor(facts[name], device=device).view(-1, 1, 1) for name in ("mean", "std")
+        )
         drawn = drawn.float() * std + mean
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
-        decoded = shown(drawn) if self.vae is None else self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
+        decoded = (
+            shown(drawn)
+            if self.vae is None
+            else self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
+        )
         images = to_uint8(decoded)
-        return ImagePipelineOutput(images=images if output_type == "np" else [Image.fromarray(one) for one in images])
+        return ImagePipelineOutput(
+            images=images if output_type == "np" else [Image.fromarray(one) for one in images]
+        )
 
 
 def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
-    """ValueError where there is no `vae` for latents that are no pixels, or one that decodes them wrongly."""
+    """ValueError where there is no `vae` for latents that are no pixels, or one that decodes them
+    wrongly."""
     needed = facts["autoencoder"]
     parameters = () if vae is None else vae.named_parameters()
     stock = vae is None or isinstance(vae, AutoencoderTiny)
     if facts["global_branches"] and stock and not any(".pool." in name for name, _ in parameters):
-        raise ValueError(
-            f"vae: these latents need {needed} with its global branches. AutoencoderTiny of diffusers drops them and "
-            f"decodes wrong colours; export with include_autoencoder=true and give no vae=, or take "
-            f"output_type='latent'."
+        raise UserError(
+            f"vae: these latents need {needed} with its global branches. AutoencoderTiny of "
+            "diffusers drops them and decodes wrong colours; export with "
+            "include_autoencoder=true and give no vae=, or take output_type='latent'."
         )
     if vae is None and needed:
-        raise ValueError(f"there is no vae to decode with; load {needed} and give it as vae=.")
+        raise UserError(f"there is no vae to decode with; load {needed} and give it as vae=.")
 
 
 def shown(latents: Tensor) -> Tensor:
@@ -101,10 +124,11 @@ def shown(latents: Tensor) -> Tensor:
 
 
 def numbers_of(labels: Sequence[int | str], names: list[str]) -> list[int]:
-    """Classes as their numbers; ValueError for one that the model does not know. Without classes every label is 0."""
+    """Classes as their numbers; ValueError for one that the model does not know. Without classes
+    every label is 0."""
     count = max(1, len(names))
     for label in labels:
         if (label not in names) if isinstance(label, str) else not 0 <= label < count:
             told = ", ".join(names[:20]) or "none, use 0"
-            raise ValueError(f"class_labels: {label!r} is no class; there are {told}.")
+            raise UserError(f"class_labels: {label!r} is no class; there are {told}.")
     return [names.index(label) if isinstance(label, str) else int(label) for label in labels]

@@ -1,8 +1,10 @@
-"""One file of source from many: the definitions that a class needs, copied from our modules as they stand there.
+"""One file of source from many: the definitions that a class needs, copied from our modules as they
+stand there.
 
-What an exported model never does is cut out: branches on fused kernels (`self.fused_…`, `WITH_TRITON`), and methods
-that only training calls. What is left is definitions and imports of other packages, so that it runs where this project
-is not installed; and because it is cut from the sources at every export, it cannot drift from them.
+What an exported model never does is cut out: branches on fused kernels (`self.fused_…`,
+`WITH_TRITON`), and methods that only training calls. What is left is definitions and imports of
+other packages, so that it runs where this project is not installed; and because it is cut from the
+sources at every export, it cannot drift from them.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ def definitions(module: str) -> dict[str, Definition]:
             found[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {part.id: node for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+            found |= {
+                part.id: node
+                for target in targets
+                for part in ast.walk(target)
+                if isinstance(part, ast.Name)
+            }
     return found
 
 
@@ -59,7 +66,9 @@ def imports(module: str) -> dict[str, tuple[str, str | None]]:
         if isinstance(node, ast.Import):
             found |= {alias.asname or alias.name: (alias.name, None) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name: (str(node.module), alias.name) for alias in node.names}
+            found |= {
+                alias.asname or alias.name: (str(node.module), alias.name) for alias in node.names
+            }
     return found
 
 
@@ -90,7 +99,8 @@ def folded(text: str) -> str:
 
 
 def edits(text: str) -> Iterator[tuple[int, int, str]]:
-    """Spans to exchange: shaped annotations, conditions that are known, switches of fused kernels, unused methods."""
+    """Spans to exchange: shaped annotations, conditions that are known, switches of fused kernels,
+    unused methods."""
     lines = text.splitlines(keepends=True)
 
     def at(row: int, column: int) -> int:
@@ -108,7 +118,11 @@ def edits(text: str) -> Iterator[tuple[int, int, str]]:
         return at(start, 0), sum(map(len, lines[: last.end_lineno]))  # pyright: ignore[reportAttributeAccessIssue]
 
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in SHAPED:
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in SHAPED
+        ):
             kind, shape = node.slice.elts  # pyright: ignore[reportAttributeAccessIssue]
             told = f'Annotated[{ast.unparse(kind)}, "{node.value.id.lower()} {shape.value}"]'
             yield *span(node), told
@@ -132,9 +146,16 @@ def body_of(node: ast.If) -> list[ast.stmt]:
 
 def is_switch(node: ast.AST) -> bool:
     """Whether a statement only sets or declares a switch of a fused kernel."""
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return bool(targets) and all(
-        getattr(target, "attr", getattr(target, "id", "")).startswith("fused_") for target in targets
+        getattr(target, "attr", getattr(target, "id", "")).startswith("fused_")
+        for target in targets
     )
 
 
@@ -143,7 +164,8 @@ def names_in(text: str) -> set[str]:
 
 
 class File:
-    """A file that grows by definitions and all that they need. `instead` has texts for definitions to stand there."""
+    """A file that grows by definitions and all that they need. `instead` has texts for definitions
+    to stand there."""
 
     def __init__(self, instead: Mapping[Name, str]) -> None:
         self.instead = instead
@@ -159,9 +181,12 @@ class File:
             return self.called[name]
         self.begun.add(name)
         taken = set(self.called.values())
-        self.called[name] = name.name if name.name not in taken else f"{name.module.rpartition('.')[2]}_{name.name}"
+        self.called[name] = (
+            name.name if name.name not in taken else f"{name.module.rpartition('.')[2]}_{name.name}"
+        )
         text = self.instead.get(name) or source_of(name)
-        here, elsewhere = definitions(name.module), imports(name.module)
+        here = definitions(name.module)
+        elsewhere = imports(name.module)
         others: dict[str, str] = {}
         for used in sorted(names_in(text)):
             target = Name(name.module, used) if used in here else None
@@ -173,18 +198,22 @@ class File:
                 self.imports.add(import_line(used, *elsewhere[used]))
             elif used == "Annotated":
                 self.imports.add("from typing import Annotated")
-        changed = {old: new for old, new in (others | {name.name: self.called[name]}).items() if old != new}
+        changed = {
+            old: new for old, new in (others | {name.name: self.called[name]}).items() if old != new
+        }
         self.texts[name] = renamed(text, changed)
         return self.called[name]
 
     def write(self, docstring: str) -> str:
         """The file, in the order in which its definitions were completed."""
-        parts, module = [], ""
+        parts = []
+        module = ""
         for name, text in self.texts.items():
             if name.module != module:
                 module = name.module
                 text = f"# From {module.replace('.', '/')}.py\n\n\n{text}"
-            if not any(part.endswith(text) for part in parts):  # a statement may define several names
+            # a statement may define several names
+            if not any(part.endswith(text) for part in parts):
                 parts.append(text)
         direct = sorted(line for line in self.imports if line.startswith("import "))
         of_module: dict[str, list[str]] = {}
@@ -192,13 +221,21 @@ class File:
             source, _, name = line.removeprefix("from ").partition(" import ")
             of_module.setdefault(source, []).append(name)
         named = [f"from {source} import {', '.join(names)}" for source, names in of_module.items()]
-        head = [f'"""{docstring}"""', "from __future__ import annotations", "\n".join([*direct, *named])]
+        head = [
+            f'"""{docstring}"""',
+            "from __future__ import annotations",
+            "\n".join([*direct, *named]),
+        ]
         return "\n\n".join(head) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
 
 
 def import_line(used: str, module: str, name: str | None) -> str:
     if name is None:
-        return f"import {module}" if module in (used, used.split(".")[0]) else f"import {module} as {used}"
+        return (
+            f"import {module}"
+            if module in (used, used.split(".")[0])
+            else f"import {module} as {used}"
+        )
     return f"from {module} import {name}" + (f" as {used}" if used != name else "")
 
 

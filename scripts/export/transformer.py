@@ -1,4 +1,5 @@
-"""The denoiser as a model of diffusers; `scripts.export` copies it, with all that it needs, into the folder."""
+"""The denoiser as a model of diffusers; `scripts.export` copies it, with all that it needs, into
+the folder."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ LAYERS: dict[str, type[nn.Module]] = {}
 
 
 class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
-    """The velocity ε - z of x = (1-t)·z + t·ε, from latents x (B, C, H, W), times t (B,) and labels y (B,).
+    """The velocity ε - z of x = (1-t)·z + t·ε, from latents x (B, C, H, W), times t (B,) and labels
+    y (B,).
 
-    t = 1 is noise; y is int64, and `num_classes` is the label of no class. `mixer` and `mlp` say the class of a layer,
-    as "name", and its arguments. `latents` is for the pipeline: statistics, names of classes, how samples were drawn.
+    t = 1 is noise; y is int64, and `num_classes` is the label of no class. `mixer` and `mlp` say
+    the class of a layer, as "name", and its arguments. `latents` is for the pipeline: statistics,
+    names of classes, how samples were drawn.
     """
 
     @register_to_config
@@ -66,8 +69,11 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         with torch.no_grad():
             self.init_buffers()  # which no file holds
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None) -> Tensor:
-        """The velocity. Weights in 16 bits compute products in that type, and all else in fp32; it is fp32 then."""
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None
+    ) -> Tensor:
+        """The velocity. Weights in 16 bits compute products in that type, and all else in fp32; it
+        is fp32 then."""
         if self.dtype == torch.float32:
             return super().forward(x, t, y, drop_uniforms)
         with torch.autocast(x.device.type, self.dtype):
@@ -76,4 +82,6 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
 
 def layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
     """What builds a layer: the class called "name", with the other values as arguments."""
-    return partial(LAYERS[node["name"]], **{key: value for key, value in node.items() if key != "name"})
+    return partial(
+        LAYERS[node["name"]], **{key: value for key, value in node.items() if key != "name"}
+    )

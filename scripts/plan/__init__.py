@@ -1,1 +1,2 @@
-"""Plans a run before it costs anything: memory, time, money, several GPUs, and the fastest settings."""
+"""Plans a run before it costs anything: memory, time, money, several GPUs, and the fastest
+settings."""

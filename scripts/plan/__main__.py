@@ -1,16 +1,21 @@
 """Plans a run before it costs anything: will it fit, how long does it take, what does it cost?
 
-    python -m scripts.plan model=ssd_mlp_xl data=synthetic batch_size=256 hardware=h100 price_per_hour=2.5
-    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic    on N GPUs: where each way stops paying
-    python -m scripts.plan tune model=ssd_mlp_s data=synthetic      measures the fastest runtime keys here
+    python -m scripts.plan model=ssd_mlp_xl data=synthetic batch_size=256 hardware=h100
+    price_per_hour=2.5
+    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic    on N GPUs: where each way stops
+    paying
+    python -m scripts.plan tune model=ssd_mlp_s data=synthetic      measures the fastest runtime
+    keys here
 
-Any word that is none of a command's keys is an override of the training configuration. `--json` prints one object.
+Any word that is none of a command's keys is an override of the training configuration. `--json`
+prints one object.
 """
 
 from __future__ import annotations
 
 import sys
 
+from common.errors import UserError
 from scripts.bench.settings import own_and_others
 from training.config.compose import one_sentence
 
@@ -36,8 +41,9 @@ def main(words: list[str]) -> None:
 
         print(report(*own_and_others(PlanConfig, words, text or "")))
     else:
-        raise ValueError(
-            f"plan {words[0]}: there is no such command; give overrides to plan a run, or choose scale or tune."
+        raise UserError(
+            f"plan {words[0]}: there is no such command; give overrides to plan a run, or choose "
+            "scale or tune."
         )
 
 

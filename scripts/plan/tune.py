@@ -1,4 +1,5 @@
-"""`python -m scripts.plan tune`: measures which techniques make a run's step fastest on this machine, and writes them.
+"""`python -m scripts.plan tune`: measures which techniques make a run's step fastest on this
+machine, and writes them.
 
     python -m scripts.plan tune model=ssd_mlp_s data=synthetic batch_size=256 seconds=300
     python train.py runtime=tuned model=ssd_mlp_s data=synthetic batch_size=256
@@ -11,13 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import UserError
 from scripts.bench.report import table
-from training.base import settled
 from training.config.words import CONF
 from training.config.yaml_text import as_yaml
+from training.distributed.ranks import SINGLE
 from training.environment import describe_environment, pick_device
-from training.process.ranks import SINGLE
 from training.tuning import tuned
+from training.weights.adapter_base import settled
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,25 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     train = composed.cfg
     file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
     if not file.parent.is_dir():
-        raise ValueError(f"out={file}: there is no folder {file.parent}; make it, or choose another file.")
+        raise UserError(
+            f"out={file}: there is no folder {file.parent}; make it, or choose another file."
+        )
     base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
     if base == file.stem:
-        raise ValueError(f"runtime={base} would be based on itself in {file}; start from another one, as runtime=fast.")
+        raise UserError(
+            f"runtime={base} would be based on itself in {file}; start from another one, as "
+            "runtime=fast."
+        )
     device = pick_device(train.runtime.device.value)
     _, found = tuned(train, device, SINGLE)
     if not any(row["step_ms"] for row in found["tried"]):
         told = "; ".join(f"{row['words']}: {row['refusal']}" for row in found["tried"])
-        raise ValueError(f"seconds={cfg.seconds}: nothing was measured ({told}); give more seconds.")
+        raise UserError(f"seconds={cfg.seconds}: nothing was measured ({told}); give more seconds.")
     rows: list[tuple[object, ...]] = [("candidate", "ms/step", "steps", "")]
-    rows += [(row["words"], row["step_ms"], row["steps"] or None, row["refusal"] or "") for row in found["tried"]]
+    rows += [
+        (row["words"], row["step_ms"], row["steps"] or None, row["refusal"] or "")
+        for row in found["tried"]
+    ]
     runtime = {key: value for key, value in found["changes"].items() if key != "accumulation_steps"}
     hardware = describe_environment(device)["hardware"]
     told = f"# The fastest of {len(found['tried'])} on {hardware}, for: {' '.join(words)}\n"

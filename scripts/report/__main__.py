@@ -1,10 +1,11 @@
-"""Makes a report of a run: one HTML page that opens anywhere without a network, and a model card in Markdown.
+"""Makes a report of a run: one HTML page that opens anywhere without a network, and a model card in
+Markdown.
 
     python -m scripts.report run_dir=runs/mine
     python -m scripts.report run_dir=runs/mine other=runs/theirs out=mine_and_theirs.html
 
-Writes <run_dir>/report.html and <run_dir>/model_card.md, or <out>.html and <out>.md. `other` puts a second run beside
-the first. Needs matplotlib: pip install 'fastlatent[report]'.
+Writes <run_dir>/report.html and <run_dir>/model_card.md, or <out>.html and <out>.md. `other` puts a
+second run beside the first. Needs matplotlib: pip install 'fastlatent[report]'.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from common.errors import UserError
 from training.config.compose import from_words, one_sentence
 from training.config.paths import refuse_missing
 
@@ -28,31 +30,43 @@ class ReportConfig:
 
 
 def report(cfg: ReportConfig) -> tuple[Path, Path]:
-    """Writes page and card, and returns their paths; ValueError for a folder that is no run folder."""
+    """Writes page and card, and returns their paths; ValueError for a folder that is no run
+    folder."""
     if cfg.run_dir is None:
-        raise ValueError("run_dir is not set; say which run: run_dir=runs/<name>.")
+        raise UserError("run_dir is not set; say which run: run_dir=runs/<name>.")
     for key, path in (("run_dir", cfg.run_dir), ("other", cfg.other)):
         refuse_missing(key, path, "name the run_dir of a run", "config.yaml")
     if find_spec("matplotlib") is None:
-        raise ValueError("the report draws with matplotlib, which is missing: pip install 'fastlatent[report]'.")
-    from data.manifest import write_atomically
+        raise UserError(
+            "the report draws with matplotlib, which is missing: pip install 'fastlatent[report]'."
+        )
+    from common.files import write_atomically
     from scripts.report.card import card
     from scripts.report.history import History
     from scripts.report.page import page
 
-    runs = [History(path, key) for key, path in (("run_dir", cfg.run_dir), ("other", cfg.other)) if path]
+    runs = [
+        History(path, key) for key, path in (("run_dir", cfg.run_dir), ("other", cfg.other)) if path
+    ]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.folder)
-    html = Path(f"{cfg.out.removesuffix('.html')}.html").expanduser() if cfg.out else runs[0].folder / "report.html"
+    html = (
+        Path(f"{cfg.out.removesuffix('.html')}.html").expanduser()
+        if cfg.out
+        else runs[0].folder / "report.html"
+    )
     markdown = html.with_suffix(".md") if cfg.out else html.with_name("model_card.md")
     texts = {html: page(runs), markdown: card(runs[0])}
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            write_atomically(file, text.encode(errors="backslashreplace").decode())  # JSON may hold half a character
+            # JSON may hold half a character
+            write_atomically(file, text.encode(errors="backslashreplace").decode())
     except OSError as error:
-        raise ValueError(f"{html} cannot be written ({error.strerror}); set out=<folder>/<name>.html.") from error
+        raise UserError(
+            f"{html} cannot be written ({error.strerror}); set out=<folder>/<name>.html."
+        ) from error
     print(f"{html}\n{markdown}", flush=True)
     return html, markdown
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.ledger import LedgerRow, shown
-from accel.text import is_figure
-from data.manifest import read_object
-from data.shards import file_sha256
+from common.errors import UserError
+from common.files import file_sha256, read_object
+from common.text import is_figure
 from training.checkpoint.find import complete, description, read_newest
 from training.checkpoint.parts import flat
 from training.config.yaml_text import read_config
 from training.goodput import told
 from training.metrics_file import read_metrics
-from training.pretrained import read_tensors
+from training.weights.pretrained import read_tensors
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")
 HEADS = ("run", "file", "weights", "features", *FIGURES)
@@ -48,22 +48,33 @@ class History:
     def __init__(self, path: str, key: str) -> None:
         self.folder = folder = Path(path).expanduser()
         if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{key}={path} is no run folder: it has no config.yaml; name the run_dir of a run.")
+            raise UserError(
+                f"{key}={path} is no run folder: it has no config.yaml; name the run_dir of a run."
+            )
         self.name = folder.resolve().name
         self.config = dict(flat(read_config(folder / "config.yaml")))
         self.environment = dict(flat(read(folder / "environment.json")))
         self.ledger = ledger_in(folder / "ledger.json")
-        self.protocol = dict(flat(read(folder / "fd_protocol.json")))  # of the distances measured during training
+        # of the distances measured during training
+        self.protocol = dict(flat(read(folder / "fd_protocol.json")))
         self.state, self.weights = read_newest(path, self.read_checkpoint)
         self.summary = read(folder / "summary.json")
         self.time = read(folder / "time.json").get("seconds")
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
-        self.grids = sorted((int(f.stem.removeprefix("step-")), f) for f in (folder / "samples").glob("step-*.png"))
+        self.grids = sorted(
+            (int(f.stem.removeprefix("step-")), f) for f in (folder / "samples").glob("step-*.png")
+        )
         files = {file.name: read(file) for file in sorted((folder / "evaluation").glob("*.json"))}
-        self.evaluations = [Evaluation(self, k, *parts) for k, v in files.items() if (parts := evaluated(v))]
+        self.evaluations = [
+            Evaluation(self, k, *parts) for k, v in files.items() if (parts := evaluated(v))
+        ]
         strange = len(files) - len(self.evaluations)
         wrong = sum(math.isnan(y) for _, y in self.series("loss"))
-        outrun = self.summary and self.lines and self.lines[-1]["step"] > (self.summary.get("steps") or 0)
+        outrun = (
+            self.summary
+            and self.lines
+            and self.lines[-1]["step"] > (self.summary.get("steps") or 0)
+        )
         self.summary = {} if outrun else self.summary
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
@@ -86,12 +97,20 @@ class History:
 
     def series(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
         """(x, y) of the lines that have both; y is NaN where it is no finite number."""
-        pairs = [(line[over], line[key]) for line in self.lines if key in line and line.get(over) is not None]
+        pairs = [
+            (line[over], line[key])
+            for line in self.lines
+            if key in line and line.get(over) is not None
+        ]
         return [(x, math.nan if y is None or math.isinf(y) else y) for x, y in pairs]
 
     def distances(self) -> list[str]:
         """Keys of the distances measured during training: fd_<features> and kd_<features>."""
-        return list(dict.fromkeys(key for line in self.lines for key in line if key.startswith(("fd_", "kd_"))))
+        return list(
+            dict.fromkeys(
+                key for line in self.lines for key in line if key.startswith(("fd_", "kd_"))
+            )
+        )
 
     def numbers(self) -> dict[str, Any]:
         """The summary's figures; of an unfinished run the last that were logged."""
@@ -102,10 +121,19 @@ class History:
 
     def facts(self) -> dict[str, Any]:
         """What ran where, with which versions."""
-        versions = {k.removeprefix("versions."): v for k, v in self.environment.items() if k.startswith("versions.")}
-        commit, argv = self.environment.get("git.commit"), self.environment.get("argv")
-        changed = " with uncommitted changes" if self.environment.get("git.uncommitted_changes") else ""
-        written = max(f.stat().st_mtime for f in (self.folder / "config.yaml", *self.folder.glob("*.json*")))
+        versions = {
+            k.removeprefix("versions."): v
+            for k, v in self.environment.items()
+            if k.startswith("versions.")
+        }
+        commit = self.environment.get("git.commit")
+        argv = self.environment.get("argv")
+        changed = (
+            " with uncommitted changes" if self.environment.get("git.uncommitted_changes") else ""
+        )
+        written = max(
+            f.stat().st_mtime for f in (self.folder / "config.yaml", *self.folder.glob("*.json*"))
+        )
         found = {
             **{key: self.environment.get(f"choices.{key}") for key in ("model", "data", "runtime")},
             "data fingerprint": self.state.get("spec.fingerprint"),
@@ -113,12 +141,15 @@ class History:
             "precision": next((row.active for row in self.ledger if row.key == "precision"), None),
             "hardware": self.environment.get("hardware"),
             "processes": self.state.get("world_size"),
-            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items())
+            or None,
             "git commit": f"{commit}{changed}" if commit else None,
             "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
             "time": told(self.time) or None,
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
-            "finished": "yes" if self.summary else "no: there is no summary.json, and figures are the last logged ones",
+            "finished": "yes"
+            if self.summary
+            else "no: there is no summary.json, and figures are the last logged ones",
         }
         return {key: value for key, value in found.items() if value is not None}
 
@@ -127,16 +158,21 @@ def ledger_in(file: Path) -> list[LedgerRow]:
     try:
         return [LedgerRow(name, **row) for name, row in read(file).items()]
     except TypeError as error:
-        raise ValueError(f"{file} holds no ledger; restore it or delete it.") from error
+        raise UserError(f"{file} holds no ledger; restore it or delete it.") from error
 
 
 def evaluated(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Figures by feature space and the flat protocol, from a file of `scripts.evaluate`; None of another file."""
-    features, protocol = content.get("features"), content.get("protocol")
+    """Figures by feature space and the flat protocol, from a file of `scripts.evaluate`; None of
+    another file."""
+    features = content.get("features")
+    protocol = content.get("protocol")
     if not isinstance(features, dict) or not isinstance(protocol, dict):
         return None
-    told, rows = dict(flat(protocol)), features.values()
-    whole = {"weights.kind", "weights.step"} <= told.keys() and all(isinstance(row, dict) for row in rows)
+    told = dict(flat(protocol))
+    rows = features.values()
+    whole = {"weights.kind", "weights.step"} <= told.keys() and all(
+        isinstance(row, dict) for row in rows
+    )
     return (features, told) if whole else None
 
 
@@ -153,25 +189,38 @@ def text(value: Any) -> str:
 
 def differing(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """(key, its value in each flat mapping…) for the keys in which they differ."""
-    rows = [(key, *(tree.get(key) for tree in trees)) for key in dict.fromkeys(key for tree in trees for key in tree)]
+    rows = [
+        (key, *(tree.get(key) for tree in trees))
+        for key in dict.fromkeys(key for tree in trees for key in tree)
+    ]
     return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
 def by_protocol(members: Sequence[Any]) -> list[tuple[list[Any], dict[str, Any], str]]:
-    """Groups of evaluations or runs: members, the protocol that they share, and why they stand apart from the first.
+    """Groups of evaluations or runs: members, the protocol that they share, and why they stand
+    apart from the first.
 
-    Weights, floors and the folder of the reference may differ. A member without a protocol stands alone.
+    Weights, floors and the folder of the reference may differ. A member without a protocol stands
+    alone.
     """
     groups: list[tuple[list[Any], dict[str, Any], str]] = []
     for member in members:
-        kept = {key: value for key, value in member.protocol.items() if key.split(".")[0] != "weights"}
-        kept = {k: v for k, v in kept.items() if k != "reference.name" and not k.startswith("floors.")}
+        kept = {
+            key: value for key, value in member.protocol.items() if key.split(".")[0] != "weights"
+        }
+        kept = {
+            k: v for k, v in kept.items() if k != "reference.name" and not k.startswith("floors.")
+        }
         if same := [group for group in groups if kept and group[1] == kept]:
             same[0][0].append(member)
             continue
         differences = differing(groups[0][1], kept) if groups else []
-        told = ", ".join(f"{key} ({text(first)} or {text(here)})" for key, first, here in differences)
-        apart = f"Another protocol, not to be compared with the first: {told or 'neither is recorded'}."
+        told = ", ".join(
+            f"{key} ({text(first)} or {text(here)})" for key, first, here in differences
+        )
+        apart = (
+            f"Another protocol, not to be compared with the first: {told or 'neither is recorded'}."
+        )
         groups.append(([member], kept, apart if groups else ""))
     return groups
 

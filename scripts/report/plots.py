@@ -13,11 +13,14 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from accel.text import is_figure
+from common.text import is_figure
 from scripts.report.history import History, text
 
 Curve = tuple[str, list[tuple[float, float]], str, str]
-SHADES = (("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8"), ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309"))
+SHADES = (
+    ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8"),
+    ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309"),
+)
 """Of the first run and of the second, light to dark."""
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
@@ -32,7 +35,8 @@ STYLE: dict[Any, Any] = {
 
 
 class Plot(NamedTuple):
-    """One plot: a curve for each run and each key of metrics.jsonl that `keys` matches, and a line at `floor`."""
+    """One plot: a curve for each run and each key of metrics.jsonl that `keys` matches, and a line
+    at `floor`."""
 
     title: str
     unit: str
@@ -69,26 +73,43 @@ def distance_plots(runs: Sequence[History]) -> list[Plot]:
 
 
 def draw(plot: Plot, runs: Sequence[History]) -> tuple[str, str]:
-    """What the plot shows, in words; and the image as a data URI, empty where there is nothing to see."""
+    """What the plot shows, in words; and the image as a data URI, empty where there is nothing to
+    see."""
     curves = curves_of(plot, runs)
     finite = [[y for _, y in points if math.isfinite(y)] for _, points, *_ in curves]
     title = f"{plot.title} over {plot.over.replace('_', ' ')}"
     if not any(map(any, finite)):
         return f"{title}: {'0 throughout' if curves else 'not recorded'}.", ""
-    ends = [f"{label} from {text(ys[0])} to {text(ys[-1])}" for (label, *_), ys in zip(curves, finite, strict=True)]
+    ends = [
+        f"{label} from {text(ys[0])} to {text(ys[-1])}"
+        for (label, *_), ys in zip(curves, finite, strict=True)
+    ]
     return f"{title}: {'; '.join(ends)}", svg(plot, curves, [y for ys in finite for y in ys])
 
 
 def curves_of(plot: Plot, runs: Sequence[History]) -> list[Curve]:
     """The curves that have a finite point."""
-    keys = list(dict.fromkeys(k for run in runs for line in run.lines for k in line if re.fullmatch(plot.keys, k)))
+    keys = list(
+        dict.fromkeys(
+            k for run in runs for line in run.lines for k in line if re.fullmatch(plot.keys, k)
+        )
+    )
     curves: list[Curve] = []
     for run, shades, style in zip(runs, SHADES, ("-", "--"), strict=False):
         for i, key in enumerate(keys):
             points = [(x, y * plot.scale) for x, y in run.series(key, plot.over)]
             if any(math.isfinite(y) for _, y in points):
-                names = [run.name] * (len(runs) > 1) + [label_of(key)] * (len(keys) > 1 or len(runs) == 1)
-                curves.append((": ".join(names), points, shades[max(round((i + 1) * 4 / len(keys)), 1) - 1], style))
+                names = [run.name] * (len(runs) > 1) + [label_of(key)] * (
+                    len(keys) > 1 or len(runs) == 1
+                )
+                curves.append(
+                    (
+                        ": ".join(names),
+                        points,
+                        shades[max(round((i + 1) * 4 / len(keys)), 1) - 1],
+                        style,
+                    )
+                )
     return curves
 
 
@@ -98,26 +119,42 @@ def label_of(key: str) -> str:
 
 
 def svg(plot: Plot, curves: Sequence[Curve], values: Sequence[float]) -> str:
-    """The plot as a data URI. With `log`, a span of more than ten is logarithmic; other axes start at 0."""
-    lowest, highest, stream = min(values), max(values), io.BytesIO()
+    """The plot as a data URI. With `log`, a span of more than ten is logarithmic; other axes start
+    at 0."""
+    lowest = min(values)
+    highest = max(values)
+    stream = io.BytesIO()
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.6))
         axes = figure.add_axes((0.13, 0.15, 0.84, 0.75))
         for label, points, shade, style in curves:
             marker = "o" if len(points) <= 30 else ""
-            axes.plot(*zip(*points, strict=True), style, label=label, color=shade, marker=marker, markersize=3)
+            axes.plot(
+                *zip(*points, strict=True),
+                style,
+                label=label,
+                color=shade,
+                marker=marker,
+                markersize=3,
+            )
         if plot.floor is not None:
             axes.axhline(plot.floor, color="#5c636b", linestyle=":", label="the reference's floor")
             lowest = min(lowest, plot.floor)  # a kernel distance can be negative
         if plot.log and lowest > 0.0 and highest > 10.0 * lowest:
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if highest < 1000.0 * lowest else (1.0,)))
+            axes.yaxis.set_major_locator(
+                LogLocator(subs=(1.0, 2.0, 5.0) if highest < 1000.0 * lowest else (1.0,))
+            )
             axes.yaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()
         elif not plot.log:
             axes.set_ylim(bottom=0.0)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set(xlim=(0.0, None), xlabel=plot.over.replace("train_seconds", "seconds of training"), ylabel=plot.unit)
+        axes.set(
+            xlim=(0.0, None),
+            xlabel=plot.over.replace("train_seconds", "seconds of training"),
+            ylabel=plot.unit,
+        )
         axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold")
         axes.legend(frameon=False, fontsize=8, ncols=1 + (len(curves) > 4))
         figure.savefig(stream, format="svg", metadata={"Date": None})

@@ -14,14 +14,28 @@ import torch
 from tests.faults.zygote import Zygote, said
 from training.checkpoint.find import complete, damage, description
 from training.checkpoint.parts import assembled, flat
-from training.process.ranks import Ranks
+from training.distributed.ranks import Ranks
 from training.state import PIECES
 
 WORDS = [
-    *("runtime=eager", "deterministic=true", "total_samples=96", "batch_size=8", "log_every=3", "eval_every=4"),
-    *("save_every=2", "keep_checkpoints=2", "model.drop_path=0.2", "guards.spike_sigmas=6", "guards.spike_window=8"),
+    *(
+        "runtime=eager",
+        "deterministic=true",
+        "total_samples=96",
+        "batch_size=8",
+        "log_every=3",
+        "eval_every=4",
+    ),
+    *(
+        "save_every=2",
+        "keep_checkpoints=2",
+        "model.drop_path=0.2",
+        "guards.spike_sigmas=6",
+        "guards.spike_window=8",
+    ),
 ]
-"""Twelve steps, six checkpoints; all state there is: moments, averages, a window of norms, a window of metrics."""
+"""Twelve steps, six checkpoints; all state there is: moments, averages, a window of norms, a window
+of metrics."""
 
 KEPT = {piece.name: piece.kept for piece in PIECES}
 
@@ -35,20 +49,34 @@ class Outcome:
     metrics: list[dict]
 
 
-TIMING = ("train_seconds", "samples_per_s", "tokens_per_s", "model_tflops", "data_wait", "save_stall_s", "save_s")
+TIMING = (
+    "train_seconds",
+    "samples_per_s",
+    "tokens_per_s",
+    "model_tflops",
+    "data_wait",
+    "save_stall_s",
+    "save_s",
+)
 
 
 def outcome(folder: Path) -> Outcome:
     last = complete(folder / "checkpoints")[-1]
     described = description(last)
-    digest = hashlib.sha256(json.dumps([described["counters"], described["loader"], described["window"]]).encode())
+    digest = hashlib.sha256(
+        json.dumps([described["counters"], described["loader"], described["window"]]).encode()
+    )
     for rank in range(described["world_size"]):
         found = assembled(last, described, KEPT, Ranks(rank, described["world_size"], rank))
         for name, leaf in sorted(flat(found), key=lambda pair: pair[0]):
             if isinstance(leaf, torch.Tensor):
-                digest.update(name.encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    name.encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Outcome(digest.hexdigest(), [{k: v for k, v in line.items() if k not in TIMING} for line in lines])
+    return Outcome(
+        digest.hexdigest(), [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+    )
 
 
 Start = Callable[..., list[int]]

@@ -1,6 +1,8 @@
-"""Mutates good inputs at random, and tries each mutant in a process with limits; test_fuzz.py has the inputs.
+"""Mutates good inputs at random, and tries each mutant in a process with limits; test_fuzz.py has
+the inputs.
 
-Every mutator returns in words what it did. A case is a pure function of its subject and seed, so it is repeated with
+Every mutator returns in words what it did. A case is a pure function of its subject and seed, so it
+is repeated with
 
     FUZZ_SEEDS=17 pytest tests/faults/test_fuzz.py -k manifest
     FUZZ_SEEDS=1000:2000 pytest tests/faults/test_fuzz.py -k manifest
@@ -29,12 +31,42 @@ import torch
 from training.config.compose import one_sentence
 
 GIB = 2**30
-CPU_SECONDS, WALL_SECONDS = 5, 600
-"""The first is what a case may take; the second ends one that hangs, and allows for a busy machine."""
+CPU_SECONDS = 5
+WALL_SECONDS = 600
+"""The first is what a case may take; the second ends one that hangs, and allows for a busy
+machine."""
 DEEP = "DEEP"
 ODD = [
-    *(None, True, False, 0, 1, -1, 2, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 2**70, -(2**63), 10**400),
-    *(0.5, -0.5, 1e-320, 1e-40, 1e38, 3.5e38, 1e308, -1e308, float("nan"), float("inf"), float("-inf")),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        2**31,
+        2**53 + 1,
+        2**63 - 1,
+        2**63,
+        2**64,
+        2**70,
+        -(2**63),
+        10**400,
+    ),
+    *(
+        0.5,
+        -0.5,
+        1e-320,
+        1e-40,
+        1e38,
+        3.5e38,
+        1e308,
+        -1e308,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+    ),
     *(
         "",
         "0",
@@ -74,27 +106,40 @@ def tried(subject: Subject, seed: int, folder: Path) -> Ending:
     """Runs a case in a forked process that may take 1 GiB of memory and 5 s of processor time."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads; they hold nothing of ours
+        # of forking beside threads; they hold nothing of ours
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         os.close(reading)
         with os.fdopen(writing, "w", errors="backslashreplace") as pipe:
-            run_limited(subject, seed, folder, lambda *told: print(json.dumps(told), file=pipe, flush=True))
+            run_limited(
+                subject, seed, folder, lambda *told: print(json.dumps(told), file=pipe, flush=True)
+            )
     os.close(writing)
     with os.fdopen(reading) as pipe:
         told = [json.loads(line) for line in pipe]
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     words = "; ".join(line[0] for line in told if len(line) == 1)
     found = [Ending(words, *line) for line in told if len(line) == 2]
-    return found[0] if found else Ending(words, "killed", signal.Signals(-status).name if status < 0 else str(status))
+    return (
+        found[0]
+        if found
+        else Ending(words, "killed", signal.Signals(-status).name if status < 0 else str(status))
+    )
 
 
 def run_limited(subject: Subject, seed: int, folder: Path, tell: Callable[..., None]) -> None:
     """The forked process; never returns."""
     try:
         torch.set_num_threads(1)
-        memory = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (int(memory.split()[1]) * 1024 + GIB, resource.RLIM_INFINITY))
+        memory = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmData")
+        )
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (int(memory.split()[1]) * 1024 + GIB, resource.RLIM_INFINITY)
+        )
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, resource.RLIM_INFINITY))
         signal.alarm(WALL_SECONDS)
         warnings.simplefilter("ignore")
@@ -107,7 +152,11 @@ def ended(subject: Subject, seed: int, folder: Path, say: Say) -> tuple[str, str
     """Runs a case, and judges what the user would see of it."""
     errors = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors), one_sentence():
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(errors),
+            one_sentence(),
+        ):
             subject(Random(seed), folder, say)
     except SystemExit:
         message = errors.getvalue().removesuffix("\n")
@@ -126,7 +175,9 @@ def is_unfit(message: str) -> bool:
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Path of every value in a JSON tree."""
     yield above
-    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+    for key in (
+        tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    ):
         yield from places(tree[key], (*above, key))
 
 
@@ -143,13 +194,20 @@ def mutate_tree(rng: Random, tree: Any) -> str:
     path = rng.choice([path for path in found if len(path) == depth]) if found else ()
     if not path:
         return "nothing left to change"
-    parent, key, other = at(tree, path[:-1]), path[-1], rng.choice(found)
-    name, value = ".".join(map(str, path)), copy.deepcopy(parent[key])
-    kind = rng.choice(("odd", "odd", "odd", "near", "delete", "copy", "twice", "swap", "nest", "reorder"))
+    parent = at(tree, path[:-1])
+    key = path[-1]
+    other = rng.choice(found)
+    name = ".".join(map(str, path))
+    value = copy.deepcopy(parent[key])
+    kind = rng.choice(
+        ("odd", "odd", "odd", "near", "delete", "copy", "twice", "swap", "nest", "reorder")
+    )
     if kind == "odd":
         parent[key] = copy.deepcopy(rng.choice(ODD))
     elif kind == "near" and isinstance(value, int | float):
-        parent[key] = rng.choice((value + 1, value - 1, -value, value * 1000, value / 2, value * 1e40, value * 1e-40))
+        parent[key] = rng.choice(
+            (value + 1, value - 1, -value, value * 1000, value / 2, value * 1e40, value * 1e-40)
+        )
     elif kind == "delete":
         del parent[key]
         return f"{name} deleted"
@@ -171,32 +229,45 @@ def mutate_tree(rng: Random, tree: Any) -> str:
 
 
 def as_json(tree: Any) -> bytes:
-    """A tree as JSON, with NaN and Infinity, and a value nested deeper than Python's own writer goes for `DEEP`."""
+    """A tree as JSON, with NaN and Infinity, and a value nested deeper than Python's own writer
+    goes for `DEEP`."""
     return json.dumps(tree).replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000).encode()
 
 
 def mutate_bytes(rng: Random, content: bytes) -> tuple[bytes, str]:
-    """Flips, overwrites, inserts, deletes, repeats or cuts bytes; mostly near the start, where headers are."""
+    """Flips, overwrites, inserts, deletes, repeats or cuts bytes; mostly near the start, where
+    headers are."""
     near = min(len(content), rng.choice((16, 600, 10**9)))
     start = rng.randrange(near + 1)
     size = rng.choice((1, 1, 2, 4, 8, 100, 512))
     new = rng.choice(
-        (rng.randbytes(size), bytes(size), b"\xff" * size, struct.pack("<q", rng.choice((-1, 2**31, 2**62))))
+        (
+            rng.randbytes(size),
+            bytes(size),
+            b"\xff" * size,
+            struct.pack("<q", rng.choice((-1, 2**31, 2**62))),
+        )
     )
-    kind = rng.choice(("bit", "overwrite", "overwrite", "insert", "delete", "repeat", "cut", "append"))
+    kind = rng.choice(
+        ("bit", "overwrite", "overwrite", "insert", "delete", "repeat", "cut", "append")
+    )
     match kind:
         case "bit":
             changed = bytearray(content or b"\0")
             changed[start % len(changed)] ^= 1 << rng.randrange(8)
             return bytes(changed), f"a bit of byte {start} flipped"
         case "overwrite":
-            return content[:start] + new + content[start + len(new) :], f"bytes from {start} on = {new[:8].hex()}…"
+            return content[:start] + new + content[
+                start + len(new) :
+            ], f"bytes from {start} on = {new[:8].hex()}…"
         case "insert":
             return content[:start] + new + content[start:], f"{len(new)} bytes inserted at {start}"
         case "delete":
             return content[:start] + content[start + size :], f"{size} bytes deleted at {start}"
         case "repeat":
-            return content[:start] + content[max(0, start - size) :], f"{size} bytes before {start} repeated"
+            return content[:start] + content[
+                max(0, start - size) :
+            ], f"{size} bytes before {start} repeated"
         case "cut":
             return content[:start], f"cut at {start} of {len(content)}"
         case _:

@@ -1,4 +1,5 @@
-"""Subjects of the fuzzer: a checkpoint that a run goes on from, and the folder of a finished run."""
+"""Subjects of the fuzzer: a checkpoint that a run goes on from, and the folder of a finished
+run."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from accel.proof import FILE as KERNELS
 from accel.proof import Question, prove
 from evaluation.in_run import PROTOCOL as PROTOCOL_FILE
 from evaluation.in_run import InRun
+from sampling.load import load_run
 from scripts.bench.compare import comparison
 from scripts.report.__main__ import ReportConfig, report
 from tests.conftest import TINY_RUN
@@ -36,16 +38,35 @@ from training.checkpoint.find import weights_file
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
-from training.pretrained import build_autoencoder, load_pretrained, told_by
 from training.report import summary_table
 from training.run import Run
-from training.sampling import load_run
 from training.step import StepOutput
+from training.weights.pretrained import build_autoencoder, load_pretrained, told_by
 
-WORDS = [*TINY_RUN, "runtime=eager", "runtime.device=cpu", "model=dit_xs", "guards.spike_sigmas=6", "fd_every=2"]
-WORDS += ["guards.spike_window=8", "save_every=1", "keep_checkpoints=2", "sample_every=2", "eval_every=2"]
+WORDS = [
+    *TINY_RUN,
+    "runtime=eager",
+    "runtime.device=cpu",
+    "model=dit_xs",
+    "guards.spike_sigmas=6",
+    "fd_every=2",
+]
+WORDS += [
+    "guards.spike_window=8",
+    "save_every=1",
+    "keep_checkpoints=2",
+    "sample_every=2",
+    "eval_every=2",
+]
 WORDS += ["fd.count=8", "fd.reference_count=8", "fd.features=[random]", "sampling.steps=1"]
-WORDS += ["data=synthetic", "data.channels=1", "data.height=8", "data.width=8", "data.count=64", "data.num_classes=3"]
+WORDS += [
+    "data=synthetic",
+    "data.channels=1",
+    "data.height=8",
+    "data.width=8",
+    "data.count=64",
+    "data.num_classes=3",
+]
 
 
 QUESTION = Question({"fused_scan": "auto", "fused_conv": True}, {}, 8, CPU)
@@ -57,7 +78,9 @@ def tried(question: Question, uses: Any, keys: list[str], timed: list[str]) -> d
 
 
 def forward(training: Training) -> tuple[torch.nn.Module, Callable[[], Any]]:
-    x, t, labels = torch.zeros(2, 1, 8, 8), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    x = torch.zeros(2, 1, 8, 8)
+    t = torch.zeros(2)
+    labels = torch.zeros(2, dtype=torch.int64)
     return training.model, lambda: training.model(x, t, labels)
 
 
@@ -89,7 +112,11 @@ def good_run() -> Good:
     """Made before a case is forked: it takes longer than a case may."""
     with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         train(compose([*WORDS, f"run_dir={folder}/run"]))
-        files = {str(f.relative_to(f"{folder}/run")): f.read_bytes() for f in Path(folder).rglob("*.*") if f.is_file()}
+        files = {
+            str(f.relative_to(f"{folder}/run")): f.read_bytes()
+            for f in Path(folder).rglob("*.*")
+            if f.is_file()
+        }
     weights = {"weights": {"file": "x", "sha256": "x", "kind": "ema", "step": 2}}
     files["evaluation/final.json"] = as_json({"features": FIGURES, "protocol": PROTOCOL | weights})
     composed = compose(WORDS)
@@ -109,7 +136,8 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def mutate(rng: Random, name: str, content: bytes) -> tuple[bytes, str]:
-    """Changes a file: its tree if it is JSON, a tensor or the header of safetensors, or its bytes."""
+    """Changes a file: its tree if it is JSON, a tensor or the header of safetensors, or its
+    bytes."""
     if name.endswith(".safetensors"):
         return rng.choice((mutate_payload, mutate_header, mutate_tensors))(rng, content)
     if not name.endswith((".json", ".jsonl")) or rng.random() < 0.15:
@@ -119,24 +147,35 @@ def mutate(rng: Random, name: str, content: bytes) -> tuple[bytes, str]:
     tree = json.loads(lines[number])
     words = [mutate_tree(rng, tree) for _ in range(rng.choice((1, 1, 2, 3)))]
     if rng.random() < 0.05:
-        tree, words = rng.choice(ODD), ["another value"]
+        tree = rng.choice(ODD)
+        words = ["another value"]
     lines[number] = as_json(tree)
     return b"\n".join(lines) + b"\n", "; ".join(words)
 
 
 def checkpoint(rng: Random, folder: Path, say: Say) -> None:
-    """A file of a checkpoint, whose hashes are made right again mostly; what loads must train and be saved."""
-    good, place = good_run(), "checkpoints/step-2/"
-    files = {name.removeprefix(place): text for name, text in good.files.items() if name.startswith(place)}
+    """A file of a checkpoint, whose hashes are made right again mostly; what loads must train and
+    be saved."""
+    good = good_run()
+    place = "checkpoints/step-2/"
+    files = {
+        name.removeprefix(place): text
+        for name, text in good.files.items()
+        if name.startswith(place)
+    }
     name = rng.choice((*files, *["state.json"] * 4, *["rank-0-of-1.safetensors"] * 2))
     files[name], words = mutate(rng, name, files[name])
     say(f"{name}: {words}")
     if name != "manifest.json" and rng.random() < 0.9:
-        told = {name: {"bytes": len(t), "sha256": hashlib.sha256(t).hexdigest()} for name, t in files.items()}
+        told = {
+            name: {"bytes": len(t), "sha256": hashlib.sha256(t).hexdigest()}
+            for name, t in files.items()
+        }
         del told["manifest.json"]
         files["manifest.json"] = as_json({"format": 2, "files": told})
     write(folder / place, files)
-    kind, state = rng.choice(("load", "load", "load", "resume", "weights")), good.training.state
+    kind = rng.choice(("load", "load", "load", "resume", "weights"))
+    state = good.training.state
     say(kind)
     if kind == "weights":
         file = weights_file(str(folder), "weights")
@@ -164,7 +203,8 @@ def checkpoint(rng: Random, folder: Path, say: Say) -> None:
 
 def run_folder(rng: Random, folder: Path, say: Say) -> None:
     """A file of a finished run, and whatever reads such files."""
-    good, run = good_run(), folder / "run"
+    good = good_run()
+    run = folder / "run"
     files = dict(good.files)
     name = rng.choice(list(READERS))
     files[name], words = mutate(rng, name, files[name])
@@ -187,7 +227,9 @@ def run_folder(rng: Random, folder: Path, say: Say) -> None:
 
 def go_on(folder: Path, good: Good, total: int) -> None:
     """What a run does with its folder before the first step and after the last one."""
-    cfg = dataclasses.replace(good.composed.cfg, run_dir=str(folder), total_samples=total, rehearsal="fastrun")
+    cfg = dataclasses.replace(
+        good.composed.cfg, run_dir=str(folder), total_samples=total, rehearsal="fastrun"
+    )
     run = Run(good.composed._replace(cfg=cfg))
     if run.finished:
         summary_table(run.show_finished())

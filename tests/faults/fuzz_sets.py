@@ -1,6 +1,8 @@
-"""Subjects of the fuzzer: the manifest, the blocks and the shards of a latent set, and where its blocks lie.
+"""Subjects of the fuzzer: the manifest, the blocks and the shards of a latent set, and where its
+blocks lie.
 
-Hashes, lengths and counts are made right again after most mutations, so that a reader gets to what was mutated.
+Hashes, lengths and counts are made right again after most mutations, so that a reader gets to what
+was mutated.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from tests.helpers import CPU, random_samples, save_latent_set
 
 @cache
 def good_files() -> dict[str, bytes]:
-    """A set of 13 samples to train on in two shards of 4 + 4 and 4 + 1, and 6 held out, of 2×2×2."""
+    """A set of 13 samples to train on in two shards of 4 + 4 and 4 + 1, and 6 held out, of
+    2×2×2."""
     shards = [("train", 8, 0), ("train", 5, 1), ("held_out", 6, 2)]
     with TemporaryDirectory() as folder:
         parts = [(split, random_samples(count, seed, (2, 2, 2))) for split, count, seed in shards]
@@ -84,7 +87,9 @@ def block(rng: Random, folder: Path, say: Say) -> None:
     content = (folder / shard["file"]).read_bytes()
     payloads = [content[offset : offset + size] for offset, size, _, _ in shard["blocks"]]
     number = rng.randrange(len(payloads))
-    payloads[number], words = rng.choice((mutate_payload, mutate_header, mutate_tensors))(rng, payloads[number])
+    payloads[number], words = rng.choice((mutate_payload, mutate_header, mutate_tensors))(
+        rng, payloads[number]
+    )
     say(f"block {number} of {shard['file']}: {words}")
     (folder / shard["file"]).write_bytes(b"".join(bytes(512) + payload for payload in payloads))
     offset = 0
@@ -139,7 +144,9 @@ def mutate_tensors(rng: Random, payload: bytes) -> tuple[bytes, str]:
         tensors[name] = changes[words](tensors[name])
     else:
         tensor = tensors.pop(name)
-        tensors |= {rng.choice(("", "x" * 300, "ids", "\n", "std ")): tensor} if words == "renamed" else {}
+        tensors |= (
+            {rng.choice(("", "x" * 300, "ids", "\n", "std ")): tensor} if words == "renamed" else {}
+        )
     return save({name: tensor.contiguous() for name, tensor in tensors.items()}), f"{name} {words}"
 
 
@@ -153,7 +160,8 @@ def shard(rng: Random, folder: Path, say: Say) -> None:
         say(mutate_file(rng, one))
     elif kind == "places":
         found = rng.choice(rng.choice(raw["shards"])["blocks"])
-        which, by = rng.randrange(3), rng.choice((1, -1, 8, 512, -512, 1024, 2**40, 2**62))
+        which = rng.randrange(3)
+        by = rng.choice((1, -1, 8, 512, -512, 1024, 2**40, 2**62))
         found[which] += by
         say(f"{('offset', 'size', 'samples')[which]} of a block moved by {by}")
     else:
@@ -172,9 +180,16 @@ def shard(rng: Random, folder: Path, say: Say) -> None:
 
 
 def use_set(rng: Random, folder: Path) -> None:
-    """Reads the set in every way; AssertionError unless each reader gives right samples or a sentence."""
+    """Reads the set in every way; AssertionError unless each reader gives right samples or a
+    sentence."""
     on_corrupt = rng.choice(("error", "skip"))
-    shared: dict[str, Any] = {"path": str(folder), "batch_size": 5, "seed": 0, "device": CPU, "on_corrupt": on_corrupt}
+    shared: dict[str, Any] = {
+        "path": str(folder),
+        "batch_size": 5,
+        "seed": 0,
+        "device": CPU,
+        "on_corrupt": on_corrupt,
+    }
     alive = []  # until the process ends, for a loader that is collected waits for its thread
     readers: list[Callable[[], Any]] = [
         lambda: ResidentLatents(**shared),
@@ -199,10 +214,14 @@ def use_set(rng: Random, folder: Path) -> None:
 
 
 def rows_of(folder: Path, split: str) -> dict[int, dict[str, torch.Tensor]]:
-    """Id -> tensors of each sample whose block has the hash that the manifest says, read without the project's code."""
-    rows, first = {}, 0
+    """Id -> tensors of each sample whose block has the hash that the manifest says, read without
+    the project's code."""
+    rows = {}
+    first = 0
     for described in json.loads((folder / "manifest.json").read_text())["shards"]:
-        for offset, size, samples, sha256 in described["blocks"] if described["split"] == split else ():
+        for offset, size, samples, sha256 in (
+            described["blocks"] if described["split"] == split else ()
+        ):
             with (
                 contextlib.suppress(OSError, SafetensorError, IndexError),
                 (folder / described["file"]).open("rb") as stream,
@@ -211,28 +230,45 @@ def rows_of(folder: Path, split: str) -> dict[int, dict[str, torch.Tensor]]:
                 content = stream.read(size)
                 if hashlib.sha256(content).hexdigest() == sha256:
                     tensors = load(content)
-                    rows |= {first + i: {name: t[i : i + 1] for name, t in tensors.items()} for i in range(samples)}
+                    rows |= {
+                        first + i: {name: t[i : i + 1] for name, t in tensors.items()}
+                        for i in range(samples)
+                    }
             first += samples
     return rows
 
 
 def check_samples(loader: ResidentLatents | StreamedLatents, folder: Path, on_corrupt: str) -> None:
-    """AssertionError unless an epoch has each sample once, with its own latents, finite, and a label of a class."""
+    """AssertionError unless an epoch has each sample once, with its own latents, finite, and a
+    label of a class."""
     read = read_manifest(str(folder))
     normalise = spec_of(read, open_source(str(folder)), "channel").normaliser(CPU)
-    splits = {"train": [next(loader) for _ in range(-(-read.count // 5))], "held_out": list(loader.held_out(4))}
+    splits = {
+        "train": [next(loader) for _ in range(-(-read.count // 5))],
+        "held_out": list(loader.held_out(4)),
+    }
     for split, batches in splits.items():
-        rows, seen = rows_of(folder, split), set()
+        rows = rows_of(folder, split)
+        seen = set()
         for batch in batches:
-            of_batch, name = [rows[id_] for id_ in batch.ids.tolist()], f"samples {batch.ids.tolist()} of {split}"
+            of_batch = [rows[id_] for id_ in batch.ids.tolist()]
+            name = f"samples {batch.ids.tolist()} of {split}"
             original = {key: torch.cat([row[key] for row in of_batch]) for key in of_batch[0]}
             train = split == "train"
-            raw = sampled(LatentTensors(**original), 0, batch.position) if train else original["latents"]
+            raw = (
+                sampled(LatentTensors(**original), 0, batch.position)
+                if train
+                else original["latents"]
+            )
             assert torch.equal(batch.latents, normalise(raw)), f"{name} are others"
             assert batch.latents.isfinite().all(), f"{name} are not finite"
             assert torch.equal(batch.labels, original["labels"]), f"{name} have other labels"
             assert batch.labels.min() >= 0, f"{name} have labels below 0"
-            assert batch.labels.max() < max(1, len(read.class_names)), f"{name} have labels above the classes"
+            assert batch.labels.max() < max(1, len(read.class_names)), (
+                f"{name} have labels above the classes"
+            )
             seen.update(batch.ids.tolist())
         if on_corrupt == "error":
-            assert len(seen) == (read.count if split == "train" else read.held_out), f"not all samples of {split}"
+            assert len(seen) == (read.count if split == "train" else read.held_out), (
+                f"not all samples of {split}"
+            )

@@ -15,11 +15,12 @@ from safetensors.torch import save
 
 from data.loader import LatentSpec
 from models.images import to_uint8
+from sampling.load import draw_latents, numbers_of
 from tests.faults.fuzz import Say, as_json, at, mutate_bytes, mutate_tree, places
 from tests.faults.fuzz_sets import mutate_header, mutate_tensors
 from tests.helpers import CPU
 from training.config.schema import SamplingConfig
-from training.pretrained import (
+from training.weights.pretrained import (
     KEY,
     PINNED,
     build_autoencoder,
@@ -29,7 +30,6 @@ from training.pretrained import (
     told_by,
     weights_for,
 )
-from training.sampling import draw_latents, numbers_of
 
 MIXERS: dict[str, dict[str, Any]] = {
     "models.mixers.attention.Attention": {},
@@ -37,12 +37,23 @@ MIXERS: dict[str, dict[str, Any]] = {
     "models.mixers.zigzag_ssd.ZigzagSSD": {"expand": 2, "state_dim": 8},
 }
 PIXELS = {"_target_": "models.autoencoders.PixelAutoencoder"}
-ON_A_HUB = {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": "someone/some-vae", "revision": "main"}
+ON_A_HUB = {
+    "_target_": "models.autoencoders.DiffusersAutoencoder",
+    "path": "someone/some-vae",
+    "revision": "main",
+}
 SIZES = (0, -3, 7, 10**6, 10**9, 2**40, 2**62, 10**30)
 
 
 def node_of(mixer: str) -> dict[str, Any]:
-    shape = {"dim": 16, "depth": 2, "head_dim": 8, "patch_size": 2, "mlp_ratio": 2.0, "drop_path": 0.0}
+    shape = {
+        "dim": 16,
+        "depth": 2,
+        "head_dim": 8,
+        "patch_size": 2,
+        "mlp_ratio": 2.0,
+        "drop_path": 0.0,
+    }
     mixing = {"_target_": mixer, "_partial_": True, **MIXERS[mixer]}
     return {"_target_": "models.denoiser.Denoiser", **shape, "mixer": mixing}
 
@@ -74,8 +85,10 @@ def description_of(payload: bytes) -> Any:
 
 
 def mutate_description(rng: Random, payload: bytes) -> tuple[bytes, str]:
-    """Changes what the header says of the model and its latents: anywhere, or a size to one that nothing has."""
-    told, words = description_of(payload), []
+    """Changes what the header says of the model and its latents: anywhere, or a size to one that
+    nothing has."""
+    told = description_of(payload)
+    words = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         numbers = [path for path in places(told) if isinstance(at(told, path), int | float)]
         if numbers and rng.random() < 0.4:
@@ -100,7 +113,8 @@ def mutate_content(rng: Random, payload: bytes) -> tuple[bytes, str]:
 
 def weights(rng: Random, folder: Path, say: Say) -> None:
     """A weights file: its bytes, its header, its tensors, or what its header says of the model."""
-    file, mixer = folder / "ema.safetensors", rng.choice(list(MIXERS))
+    file = folder / "ema.safetensors"
+    mixer = rng.choice(list(MIXERS))
     payload = good_file(mixer, rng.choice(("pixels", "pixels", "hub")))
     how = rng.choice((mutate_bytes, mutate_header, mutate_content, *[mutate_description] * 5))
     payload, words = how(rng, payload)
@@ -127,7 +141,11 @@ def weights(rng: Random, folder: Path, say: Say) -> None:
             autoencoder = build_autoencoder(spec, CPU)
         finally:
             sha256 = spec.encoder_sha256
-            assert all(PINNED.fullmatch(pin or "") or PINNED.fullmatch(sha256 or "") for pin in asked), asked
+            assert all(
+                PINNED.fullmatch(pin or "") or PINNED.fullmatch(sha256 or "") for pin in asked
+            ), asked
         labels = torch.tensor(numbers_of([0, *spec.names[-1:]], spec)[-1:])
-        latents = draw_latents(model, spec, labels, torch.zeros(1).long(), 0, SamplingConfig(steps=2, guidance=1.0))
+        latents = draw_latents(
+            model, spec, labels, torch.zeros(1).long(), 0, SamplingConfig(steps=2, guidance=1.0)
+        )
         to_uint8(autoencoder.decode(latents))

@@ -15,11 +15,13 @@ from training.config.compose import ROOT
 from training.environment import cpu_name
 
 PAGE = ROOT / "docs" / "reliability.md"
-START, END = "<!-- faults: made by `make reliability` -->\n", "<!-- end of faults -->"
+START = "<!-- faults: made by `make reliability` -->\n"
+END = "<!-- end of faults -->"
 
 
 class Table:
-    """Collects how the tests with `@pytest.mark.fault(what, outcome)` ended; xdist's workers report to it."""
+    """Collects how the tests with `@pytest.mark.fault(what, outcome)` ended; xdist's workers report
+    to it."""
 
     def __init__(self) -> None:
         self.cases: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -34,7 +36,9 @@ class Table:
         self.files[row].add(f"`{Path(report.nodeid.partition('::')[0]).name}`")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        bad = [row[0] for row, counts in self.cases.items() if counts["failed"] or not counts["passed"]]
+        bad = [
+            row[0] for row, counts in self.cases.items() if counts["failed"] or not counts["passed"]
+        ]
         if bad:
             print(f"\n{PAGE.name} is left as it was: {', '.join(bad)}: failed or skipped")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -44,13 +48,15 @@ class Table:
     def text(self) -> str:
         total = sum(counts["passed"] for counts in self.cases.values())
         rows = [
-            f"| {what} | {outcome} | {self.cases[what, outcome]['passed']} | {', '.join(sorted(files))} |"
+            f"| {what} | {outcome} | {self.cases[what, outcome]['passed']} | "
+            f"{', '.join(sorted(files))} |"
             for (what, outcome), files in self.files.items()
         ]
         versions = f"Python {platform.python_version()}, torch {torch.__version__}"
         return "\n".join(
             [
-                f"{total} faults, {time.strftime('%Y-%m-%d')}, {cpu_name()}, {versions}, `make reliability`.",
+                f"{total} faults, {time.strftime('%Y-%m-%d')}, {cpu_name()}, {versions}, `make "
+                "reliability`.",
                 "",
                 "| fault | outcome | times | proved by |",
                 "|---|---|---|---|",
@@ -60,7 +66,9 @@ class Table:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-reliability", action="store_true", help="write docs/reliability.md from this run")
+    parser.addoption(
+        "--write-reliability", action="store_true", help="write docs/reliability.md from this run"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

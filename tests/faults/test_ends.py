@@ -22,23 +22,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.files import file_sha256
 from data.digits import DigitLatents
-from data.shards import file_sha256
 from tests.faults.conftest import Start, said
 from tests.faults.zygote import HANG
 from training.checkpoint.find import complete
 from training.config.compose import one_sentence
-from training.guards import failures_explained
-from training.process.ranks import Ranks
-from training.process.stop import StopRequest
-from training.process.together import Together
+from training.distributed.heartbeat import Together
+from training.distributed.ranks import Ranks
+from training.distributed.stop_request import StopRequest
+from training.failures import failures_explained
 
 PATIENCE = 3.0
 Work = Callable[[Together, int], Callable[[], object]]
 
 
 def told_by_two(folder: Path, work: Work) -> Iterator[str]:
-    """What `Together.results` of `work` came to in each of two processes; "" for one that did not end by itself."""
+    """What `Together.results` of `work` came to in each of two processes; "" for one that did not
+    end by itself."""
 
     def child(rank: int) -> None:
         ranks = Ranks(rank, 2, rank)
@@ -55,7 +56,8 @@ def told_by_two(folder: Path, work: Work) -> Iterator[str]:
     pids = []
     for rank in range(2):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads; they hold nothing of ours
+            # of forking beside threads; they hold nothing of ours
+            warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
             try:
@@ -63,7 +65,8 @@ def told_by_two(folder: Path, work: Work) -> Iterator[str]:
             finally:
                 os._exit(1)
         pids.append(pid)
-    deadline, running = time.monotonic() + HANG, set(pids)
+    deadline = time.monotonic() + HANG
+    running = set(pids)
     while running and time.monotonic() < deadline:
         running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
         if running == {pids[1]} and (folder / "told-0").exists():
@@ -113,9 +116,15 @@ def broken(together: Together, rank: int) -> Callable[[], object]:
     return work
 
 
-@pytest.mark.fault("a process that stops inside a save", "the others end within runtime.parallel.timeout_minutes")
-@pytest.mark.fault("a disk of one process that hangs or fails in a save", "all processes give up together")
-@pytest.mark.fault("a save that takes longer than timeout_minutes and goes on writing", "it is waited for")
+@pytest.mark.fault(
+    "a process that stops inside a save", "the others end within runtime.parallel.timeout_minutes"
+)
+@pytest.mark.fault(
+    "a disk of one process that hangs or fails in a save", "all processes give up together"
+)
+@pytest.mark.fault(
+    "a save that takes longer than timeout_minutes and goes on writing", "it is waited for"
+)
 @pytest.mark.parametrize(
     ("work", "first", "second"),
     [
@@ -131,14 +140,18 @@ def test_processes_wait_for_progress_only(work: Work, first: str, second: str, t
     assert list(told_by_two(tmp_path, work)) == [first, second]
 
 
-@pytest.mark.fault("a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes")
+@pytest.mark.fault(
+    "a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes"
+)
 def test_one_process_waits_for_progress_only():
     together = Together(Ranks(), timedelta(seconds=0.2))
     with pytest.raises(TimeoutError, match=r"process 0 has written nothing for 0 s"):
         together.results(stuck(together, 1))
 
 
-@pytest.mark.fault("SIGHUP: the terminal is closed", "saved; exit code 75; what is printed afterwards hurts nobody")
+@pytest.mark.fault(
+    "SIGHUP: the terminal is closed", "saved; exit code 75; what is printed afterwards hurts nobody"
+)
 def test_a_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch):
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
@@ -160,8 +173,12 @@ def full_disk() -> TextIO:
     return open("/dev/full", "w")  # the test closes it
 
 
-READER = pytest.mark.fault("`train.py … | head`: the reader of stdout goes away", "one warning; the run goes on")
-DISK = pytest.mark.fault("a full disk behind stdout, or stdout closed", "at most one warning; the run goes on")
+READER = pytest.mark.fault(
+    "`train.py … | head`: the reader of stdout goes away", "one warning; the run goes on"
+)
+DISK = pytest.mark.fault(
+    "a full disk behind stdout, or stdout closed", "at most one warning; the run goes on"
+)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +205,15 @@ def test_what_nobody_can_read_ends_no_run(
     if stdout is not None:
         stdout.close()
     assert (tmp_path / "run" / "summary.json").exists()
-    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == ["step-6", "step-8"]
-    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: what is printed")]
+    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == [
+        "step-6",
+        "step-8",
+    ]
+    warned = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("warning: what is printed")
+    ]
     assert len(warned) == (why is not None)
     assert all(f"({why}); it is lost from here on" in line for line in warned)
 
@@ -215,27 +239,44 @@ def test_a_background_job_of_a_script_hears_an_interrupt():
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.fault("metrics.jsonl at a quota on the size of files (EFBIG)", "a warning; the run and its saves go on")
+@pytest.mark.fault(
+    "metrics.jsonl at a quota on the size of files (EFBIG)",
+    "a warning; the run and its saves go on",
+)
 def test_a_quota(run: Callable[..., dict], tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "run").mkdir()
-    lines = [json.dumps({"step": 0, **{f"value-{i}": 1.5 for i in range(20_000)}}) for _ in range(6)]
+    lines = [
+        json.dumps({"step": 0, **{f"value-{i}": 1.5 for i in range(20_000)}}) for _ in range(6)
+    ]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     limit = (tmp_path / "run" / "metrics.jsonl").stat().st_size + 1000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.warns(UserWarning, match=r"metrics.jsonl cannot be written \(File too large\); the run goes on"):
-            assert run("runtime=eager", "log_every=1", "save_every=5", "total_samples=80")["steps"] == 10
+        with pytest.warns(
+            UserWarning,
+            match=r"metrics.jsonl cannot be written \(File too large\); the run goes on",
+        ):
+            assert (
+                run("runtime=eager", "log_every=1", "save_every=5", "total_samples=80")["steps"]
+                == 10
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == ["step-5", "step-10"]
+    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == [
+        "step-5",
+        "step-10",
+    ]
 
 
 @pytest.mark.fault("a full disk that names no file", "no file or folder is blamed for it")
 def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path):
     training = SimpleNamespace(state=SimpleNamespace(step=3, samples=24))
     sentence = r"^step 3: a file cannot be written \(No space left on device\); free space"
-    with pytest.raises(ValueError, match=sentence), failures_explained(cast(Any, training), tmp_path):
+    with (
+        pytest.raises(ValueError, match=sentence),
+        failures_explained(cast(Any, training), tmp_path),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -243,15 +284,39 @@ def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path
     ("error", "sentence"),
     [
         (MemoryError(), "error: the memory of this machine is used up; use smaller batches"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "error: the memory of this machine is used up"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "error: the memory of this machine"),
-        (RuntimeError("can't start new thread"), "error: this user may start no more threads or processes; raise"),
-        (RuntimeError("DataLoader timed out after 1800 seconds"), "error: DataLoader timed out after 1800 seco"),
-        (RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed. "), "error: DataLoader worker (pid 3)"),
-        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "error: this user may start no more"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded", "x.npz"), "error: x.npz cannot be read or written (Disk quota"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            "error: the memory of this machine is used up",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            "error: the memory of this machine",
+        ),
+        (
+            RuntimeError("can't start new thread"),
+            "error: this user may start no more threads or processes; raise",
+        ),
+        (
+            RuntimeError("DataLoader timed out after 1800 seconds"),
+            "error: DataLoader timed out after 1800 seco",
+        ),
+        (
+            RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed. "),
+            "error: DataLoader worker (pid 3)",
+        ),
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            "error: this user may start no more",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded", "x.npz"),
+            "error: x.npz cannot be read or written (Disk quota",
+        ),
         (OSError(errno.ENAMETOOLONG, "File name too long", "b/" * 2100), "error: the path b/b/"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "/proc/x"), "error: TORCHINDUCTOR_CACHE_DIR=/proc/x cannot"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "/proc/x"),
+            "error: TORCHINDUCTOR_CACHE_DIR=/proc/x cannot",
+        ),
     ],
 )
 def test_no_room_anywhere_is_one_sentence(
@@ -266,8 +331,12 @@ def test_no_room_anywhere_is_one_sentence(
     assert told.count("\n") == 1
 
 
-@pytest.mark.fault("host memory used up", "one sentence: where, the measured peak; what is saved loads")
-def test_host_memory_is_used_up(run: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.fault(
+    "host memory used up", "one sentence: where, the measured peak; what is saved loads"
+)
+def test_host_memory_is_used_up(
+    run: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     following = DigitLatents.__next__
 
     def failing(self: DigitLatents):
@@ -278,18 +347,24 @@ def test_host_memory_is_used_up(run: Callable[..., dict], tmp_path: Path, monkey
 
     monkeypatch.setattr(DigitLatents, "__next__", failing)
     with pytest.raises(
-        ValueError, match=r"out of memory in .* at step 9: .*goes on from step-8; 8 samples after it are"
+        ValueError,
+        match=r"out of memory in .* at step 9: .*goes on from step-8; 8 samples after it are",
     ):
         run("total_samples=160", "runtime=eager", "save_every=4")
     assert complete(tmp_path / "run" / "checkpoints")
 
 
-@pytest.mark.fault("counters and values of another type in a checkpoint's state.json", "one sentence")
+@pytest.mark.fault(
+    "counters and values of another type in a checkpoint's state.json", "one sentence"
+)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"counters": {"model": 5}}, "does not fit this run: 'step'"),
-        ({"counters": {"step": "x", "samples": 0, "skipped_steps": 0}}, "the counter step is x, which is no count"),
+        (
+            {"counters": {"step": "x", "samples": 0, "skipped_steps": 0}},
+            "the counter step is x, which is no count",
+        ),
         ({"leaves": {"a": 1}}, "is no checkpoint of this version of ours"),
         *(
             pytest.param(change, sentence, marks=pytest.mark.slow)
@@ -303,11 +378,15 @@ def test_host_memory_is_used_up(run: Callable[..., dict], tmp_path: Path, monkey
         ),
     ],
 )
-def test_a_hostile_state(change: dict, sentence: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):
+def test_a_hostile_state(
+    change: dict, sentence: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+):
     folder = tmp_path / "run"
     shutil.copytree(whole(), folder)
     last = complete(folder / "checkpoints")[-1]
-    state, manifest = (json.loads((last / f"{name}.json").read_text()) for name in ("state", "manifest"))
+    state, manifest = (
+        json.loads((last / f"{name}.json").read_text()) for name in ("state", "manifest")
+    )
     (last / "state.json").write_text(json.dumps(state | change))
     file = last / "state.json"
     manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}

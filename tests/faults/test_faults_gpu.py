@@ -15,7 +15,13 @@ from training.checkpoint.find import complete, damage
 
 pytestmark = pytest.mark.gpu
 Run = Callable[..., dict]
-LONG = ["runtime.device=cuda", "total_samples=320", "log_every=1", "save_every=3", "keep_checkpoints=99"]
+LONG = [
+    "runtime.device=cuda",
+    "total_samples=320",
+    "log_every=1",
+    "save_every=3",
+    "keep_checkpoints=99",
+]
 GRAPH = ["runtime=max", "runtime.compile=false"]
 
 
@@ -28,7 +34,8 @@ def test_a_save_beside_captured_steps_is_of_its_step(run: Run, tmp_path: Path):
         two = tmp_path / "two" / "checkpoints" / one.name
         assert damage(one) is None
         for file in ("model.safetensors", "ema.safetensors", "rank-0-of-1.safetensors"):
-            left, right = load_file(one / file), load_file(two / file)
+            left = load_file(one / file)
+            right = load_file(two / file)
             assert all(torch.equal(left[name], right[name]) for name in left), (one.name, file)
 
 
@@ -47,7 +54,9 @@ def test_bad_steps_are_skipped_on_the_device(
 
     monkeypatch.setattr(DigitLatents, "__next__", poisoned)
     run(*LONG, *words, "save_every=1", "guards.spike_sigmas=6", "guards.spike_window=8")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     skipped = [line["step"] for line in lines if line["skipped"]]
     assert {20, 30} <= set(skipped)
     assert len(skipped) <= 4  # of 40
@@ -62,7 +71,8 @@ def test_memory_that_runs_out_is_explained(run: Run, tmp_path: Path):
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
         with pytest.raises(
-            ValueError, match=r"out of memory in the (forward|backward) pass at step 0: .* GiB were taken"
+            ValueError,
+            match=r"out of memory in the (forward|backward) pass at step 0: .* GiB were taken",
         ):
             run(*LONG, "batch_size=32768", "total_samples=65536", "model.dim=1024", "model.depth=8")
     finally:

@@ -1,4 +1,5 @@
-"""Random mutants of all that is read: each is used right, or refused in one sentence, in 1 GiB and 5 s."""
+"""Random mutants of all that is read: each is used right, or refused in one sentence, in 1 GiB and
+5 s."""
 
 from __future__ import annotations
 
@@ -34,21 +35,28 @@ def fuzz(subject: Subject, chosen: range, folder: Path) -> None:
     """Tries a subject with each seed, and shows what went wrong."""
     if subject in (checkpoint, run_folder):
         good_run()
-    found, endings = [], Counter()
+    found = []
+    endings = Counter()
     for seed in chosen:
         case = folder / str(seed)
         case.mkdir()
         ending = tried(subject, seed, case)
         endings[ending.ending] += 1
         if not ending.good:
-            found.append(f"{subject.__name__} seed {seed}: {ending.words}\n{ending.ending}: {ending.text}")
+            found.append(
+                f"{subject.__name__} seed {seed}: {ending.words}\n{ending.ending}: {ending.text}"
+            )
         shutil.rmtree(case)
     print(f"{subject.__name__}: {dict(endings)}")
     if found:
-        pytest.fail("\n\n".join([f"{len(found)} of {len(chosen)} cases", *found[:20]]), pytrace=False)
+        pytest.fail(
+            "\n\n".join([f"{len(found)} of {len(chosen)} cases", *found[:20]]), pytrace=False
+        )
 
 
-@pytest.mark.fault("a mutant of an input at random", "used right, or refused in one sentence, within 1 GiB and 5 s")
+@pytest.mark.fault(
+    "a mutant of an input at random", "used right, or refused in one sentence, within 1 GiB and 5 s"
+)
 @BY_SUBJECT
 def test_few_mutants(subject: Subject, tmp_path: Path):
     fuzz(subject, seeds(range(FEW[subject])), tmp_path)

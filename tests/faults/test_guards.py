@@ -18,11 +18,11 @@ from data.digits import DigitLatents
 from tests.conftest import TINY_RUN
 from tests.faults.zygote import HANG
 from train import train
+from training import loggers
 from training.checkpoint.find import complete
 from training.checkpoint.parts import flat
 from training.checkpoint.save import Checkpoints
 from training.config.compose import compose, one_sentence
-from training.process import loggers
 from training.spikes import SpikeGuard
 from training.state import TrainState
 from training.step import TrainStep
@@ -33,8 +33,10 @@ LONG = ["total_samples=160", "runtime=eager", "log_every=1", "save_every=5"]
 
 
 def nan_at(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> list[dict[str, torch.Tensor]]:
-    """Latents become NaN in these steps; returns where the tensors after each step will be found."""
-    original, advance = DigitLatents.__next__, TrainState.advance
+    """Latents become NaN in these steps; returns where the tensors after each step will be
+    found."""
+    original = DigitLatents.__next__
+    advance = TrainState.advance
     after: list[dict[str, torch.Tensor]] = []
 
     def poisoned(self: DigitLatents):
@@ -46,14 +48,19 @@ def nan_at(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> list[dict[
     def remembered(self: TrainState, samples: int) -> None:
         advance(self, samples)
         kept = {k: v for k, v in self.state_dict().items() if k in ("model", "ema", "optimizer")}
-        after.append({name: leaf.clone() for name, leaf in flat(kept) if isinstance(leaf, torch.Tensor)})
+        after.append(
+            {name: leaf.clone() for name, leaf in flat(kept) if isinstance(leaf, torch.Tensor)}
+        )
 
     monkeypatch.setattr(DigitLatents, "__next__", poisoned)
     monkeypatch.setattr(TrainState, "advance", remembered)
     return after
 
 
-@pytest.mark.fault("a NaN in one batch", "that step is skipped on the device: weights, averages, moments bit-identical")
+@pytest.mark.fault(
+    "a NaN in one batch",
+    "that step is skipped on the device: weights, averages, moments bit-identical",
+)
 @pytest.mark.parametrize("fused", [True, False])
 def test_one_bad_batch(fused: bool, run: Run, monkeypatch: pytest.MonkeyPatch):
     after = nan_at(monkeypatch, 7, 7)
@@ -66,8 +73,11 @@ def test_one_bad_batch(fused: bool, run: Run, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
 def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The sentence counts what is lost since step 5, though that save ends only once somebody waits for it."""
-    awaited, commit, wait = threading.Event(), Checkpoints.commit, Checkpoints.wait
+    """The sentence counts what is lost since step 5, though that save ends only once somebody waits
+    for it."""
+    awaited = threading.Event()
+    commit = Checkpoints.commit
+    wait = Checkpoints.wait
 
     def commit_when_awaited(self: Checkpoints, step: int, files: dict) -> None:
         awaited.wait(HANG)
@@ -98,16 +108,20 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
 @pytest.mark.parametrize("log_every", [0, pytest.param(6, marks=pytest.mark.slow)])
-def test_a_burst_is_noticed_whatever_is_logged(log_every: int, run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_burst_is_noticed_whatever_is_logged(
+    log_every: int, run: Run, monkeypatch: pytest.MonkeyPatch
+):
     nan_at(monkeypatch, 7, 10)
-    summary = run(*LONG, "guards.max_skipped_in_row=5", f"log_every={log_every}")  # a good step ends the row
+    # a good step ends the row
+    summary = run(*LONG, "guards.max_skipped_in_row=5", f"log_every={log_every}")
     assert summary["skipped_steps"] == 4
     with pytest.raises(ValueError, match="step 10: the last 4 steps"):
         run(*LONG, "guards.max_skipped_in_row=4", f"log_every={log_every}", folder="second")
 
 
 def test_a_skipped_step_enters_no_mean(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One NaN in a window of five leaves the mean of the other four; a window of skipped steps alone has no mean."""
+    """One NaN in a window of five leaves the mean of the other four; a window of skipped steps
+    alone has no mean."""
     run(*LONG, folder="whole")
     one_by_one = [line["loss"] for line in lines_of(tmp_path / "whole")]
     nan_at(monkeypatch, 5, 5)
@@ -125,10 +139,16 @@ def lines_of(folder: Path) -> list[dict]:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=refuse)
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-@pytest.mark.fault("a spike of the gradient norm (guards.spike_sigmas)", "that step is skipped, the next one is not")
+@pytest.mark.fault(
+    "a spike of the gradient norm (guards.spike_sigmas)",
+    "that step is skipped, the next one is not",
+)
 def test_a_spike_is_skipped(run: Run, monkeypatch: pytest.MonkeyPatch):
     after = nan_at(monkeypatch, 0, 0)
     losses = TrainStep.losses
@@ -145,7 +165,8 @@ def test_a_spike_is_skipped(run: Run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_window_takes_finite_norms_only():
-    """One NaN does not blind the guard, one spike does not either, and a lasting change of level is followed."""
+    """One NaN does not blind the guard, one spike does not either, and a lasting change of level is
+    followed."""
     guard = SpikeGuard(4.0, 16, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
     normal = [1.0 + 0.1 * torch.randn((), generator=draw) for _ in range(40)]
@@ -174,9 +195,12 @@ def test_before_its_window_is_full_nothing_is_a_spike():
     "one sentence: where, the measured peak, the keys that would help most; what is saved loads",
 )
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
-def test_out_of_memory(place: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_out_of_memory(
+    place: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    losses, optimizer_step = TrainStep.losses, TrainStep.optimizer_step
+    losses = TrainStep.losses
+    optimizer_step = TrainStep.optimizer_step
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -210,10 +234,18 @@ def test_out_of_memory(place: str, run: Run, tmp_path: Path, monkeypatch: pytest
         run(*LONG)
     said = capsys.readouterr().err
     assert stopped.value.code == 1
-    where = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer"}[place]
+    where = {
+        "forward": "the forward pass",
+        "backward": "the backward pass",
+        "optimizer": "the optimizer",
+    }[place]
     assert f"out of memory in {where} at step " in said
     assert "GiB were taken at the peak" in said
-    helps = {"forward": "accumulation_steps=2", "backward": "runtime.gradient_checkpointing=true", "optimizer": "fsdp"}
+    helps = {
+        "forward": "accumulation_steps=2",
+        "backward": "runtime.gradient_checkpointing=true",
+        "optimizer": "fsdp",
+    }
     assert helps[place] in said
     assert "goes on from" in said
     assert "Traceback" not in said
@@ -222,7 +254,10 @@ def test_out_of_memory(place: str, run: Run, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.fault("out of memory in warm-up", "the same sentence; no folder is left")
 def test_out_of_memory_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def failing(*_: object, **__: object):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: 7 bytes")
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: 7 "
+            "bytes"
+        )
 
     monkeypatch.setattr(TrainStep, "losses", failing)
     with pytest.raises(ValueError, match=r"out of memory in .* at step 0: .* of .* GiB were taken"):
@@ -235,7 +270,9 @@ class Wandb(types.ModuleType):
 
     def __init__(self, down: str) -> None:
         super().__init__("wandb")
-        self.down, self.logged, self.summary = down, [], {}
+        self.down = down
+        self.logged = []
+        self.summary = {}
         self.Settings = dict
 
     def init(self, mode: str, **_: object) -> Wandb:
@@ -273,20 +310,24 @@ def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     if down == "hangs at the end":
-        monkeypatch.setattr("training.process.loggers.FINISH_SECONDS", 0.5)
-    monkeypatch.setattr("training.process.loggers.finish_timed_out", False)
+        monkeypatch.setattr("training.loggers.FINISH_SECONDS", 0.5)
+    monkeypatch.setattr("training.loggers.finish_timed_out", False)
     words = {"start": "cannot be reached", "hangs at the end": "did not finish"}
     with pytest.warns(UserWarning, match=words.get(down, "broken pipe")):
         summary = run(*LONG, "logger=wandb")
     assert summary["steps"] == 20
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert len(fake.logged) == (10 if down == "middle" else 20)
     assert loggers.finish_timed_out == (down == "hangs at the end")
 
 
 @pytest.mark.slow
-@pytest.mark.fault("W&B itself at a port where nobody listens", "one warning, logged offline; the run is complete")
+@pytest.mark.fault(
+    "W&B itself at a port where nobody listens", "one warning, logged offline; the run is complete"
+)
 def test_wandb_at_a_dead_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -18,7 +18,14 @@ from training.checkpoint.find import complete
 
 pytestmark = pytest.mark.timeout(0)  # many runs, each with a limit of its own
 
-MODES = {1: [], 2: ["runtime.parallel.mode=fsdp", "runtime.fused_adamw=true", "runtime.parallel.timeout_minutes=10"]}
+MODES = {
+    1: [],
+    2: [
+        "runtime.parallel.mode=fsdp",
+        "runtime.fused_adamw=true",
+        "runtime.parallel.timeout_minutes=10",
+    ],
+}
 LONGER = ["total_samples=240"]
 """Thirty steps."""
 
@@ -32,9 +39,11 @@ def seconds_of(folder: Path) -> float:
 def kill_until_done(
     start: Start, parent: Path, words: list[str], ranks: int, plan: Iterable[dict], kills: int
 ) -> Iterator[Path]:
-    """Carries out the plan, one stroke a start, until so many have killed; a run that ends in spite of one makes room
-    for the next. Yields the runs that have ended."""
-    folder, landed, strokes = parent / "0", 0, iter(plan)
+    """Carries out the plan, one stroke a start, until so many have killed; a run that ends in spite
+    of one makes room for the next. Yields the runs that have ended."""
+    folder = parent / "0"
+    landed = 0
+    strokes = iter(plan)
     stroke = next(strokes)
     for _ in range(4 * kills + 4):
         codes = start(folder, *words, ranks=ranks, **stroke)
@@ -46,7 +55,8 @@ def kill_until_done(
             folder = parent / str(int(folder.name) + 1)
         if (landed := landed + (-9 in codes)) == kills:
             break
-        if -9 in codes or "at_event" not in stroke:  # a change that a short rest does not reach, a whole run does
+        # a change that a short rest does not reach, a whole run does
+        if -9 in codes or "at_event" not in stroke:
             stroke = next(strokes)
     assert landed == kills
     assert start(folder, *words, ranks=ranks) == [0] * ranks, said(folder)
@@ -64,11 +74,18 @@ def kill_until_done(
     ],
 )
 def test_kills_within_a_save(
-    ranks: int, rank: int, step: int, zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
+    ranks: int,
+    rank: int,
+    step: int,
+    zygote: Start,
+    whole: Callable[..., Path],
+    tmp_path: Path,
+    record_property,
 ):
-    """The first start of a run makes two saves and begins to remove checkpoints in so many changes; later ones remove
-    what the kill has left as well."""
-    words, last = MODES[ranks], (55 if rank == 0 else 2)
+    """The first start of a run makes two saves and begins to remove checkpoints in so many changes;
+    later ones remove what the kill has left as well."""
+    words = MODES[ranks]
+    last = 55 if rank == 0 else 2
     plan = [{"at_event": k, "kill_rank": rank} for k in range(1, last + 1, step)]
     record_property("struck", len(plan))
     expected = outcome(whole(*words, ranks=ranks))
@@ -84,18 +101,31 @@ def test_kills_within_a_save(
         pytest.param(1, 3, [], id="one process"),
         pytest.param(1, 50, [], id="one process, 50 times", marks=pytest.mark.slow),
         pytest.param(2, 50, [], id="two processes, 50 times", marks=pytest.mark.slow),
-        pytest.param(1, 20, ["async_checkpoints=false"], id="saving in the foreground", marks=pytest.mark.slow),
+        pytest.param(
+            1,
+            20,
+            ["async_checkpoints=false"],
+            id="saving in the foreground",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(1, 20, ["runtime.precision=bf16"], id="bf16", marks=pytest.mark.slow),
         pytest.param(2, 20, ["runtime.parallel.mode=ddp"], id="ddp", marks=pytest.mark.slow),
     ],
 )
 def test_kills_at_random(
-    ranks: int, kills: int, words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
+    ranks: int,
+    kills: int,
+    words: list[str],
+    zygote: Start,
+    whole: Callable[..., Path],
+    tmp_path: Path,
+    record_property,
 ):
     record_property("struck", kills)
     words = [*MODES[ranks], *words, *LONGER]
     undisturbed = whole(*words, ranks=ranks)
-    expected, longest = outcome(undisturbed), seconds_of(undisturbed)
+    expected = outcome(undisturbed)
+    longest = seconds_of(undisturbed)
     draw = random.Random(kills)
     plan = ({"after_seconds": draw.uniform(0.0, longest), "kill_rank": i % ranks} for i in count())
     for folder in kill_until_done(zygote, tmp_path, words, ranks, plan, kills):
@@ -116,11 +146,14 @@ def test_kills_at_random(
 def test_kills_with_other_loaders(
     words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
 ):
-    save_latent_set(tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))])
+    save_latent_set(
+        tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))]
+    )
     words = [*words, f"data.path={tmp_path / 'set'}", *LONGER]
     record_property("struck", 15)
     undisturbed = whole(*words)
-    expected, longest = outcome(undisturbed), seconds_of(undisturbed)
+    expected = outcome(undisturbed)
+    longest = seconds_of(undisturbed)
     draw = random.Random(0)
     plan = ({"after_seconds": draw.uniform(0.0, longest)} for _ in count())
     for folder in kill_until_done(zygote, tmp_path, words, 1, plan, 15):
@@ -128,15 +161,27 @@ def test_kills_with_other_loaders(
 
 
 @pytest.mark.fault(
-    "SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1", "at most one step lost; exit code 75; goes on to the same bits"
+    "SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1",
+    "at most one step lost; exit code 75; goes on to the same bits",
 )
 @pytest.mark.parametrize(
     "signal",
-    ["SIGHUP", *(pytest.param(s, marks=pytest.mark.slow) for s in ("SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1"))],
+    [
+        "SIGHUP",
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in ("SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1")
+        ),
+    ],
 )
-def test_a_signal_saves_first(signal: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):
-    folder, words = tmp_path / "run", ["save_every=1000"]
-    assert zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal) == [75], said(folder)
+def test_a_signal_saves_first(
+    signal: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+):
+    folder = tmp_path / "run"
+    words = ["save_every=1000"]
+    assert zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal) == [75], (
+        said(folder)
+    )
     (saved,) = complete(folder / "checkpoints")
     step = int(saved.name.removeprefix("step-"))
     assert f"asked to stop at step {step}; saved" in said(folder)
@@ -147,8 +192,12 @@ def test_a_signal_saves_first(signal: str, zygote: Start, whole: Callable[..., P
 
 @pytest.mark.fault("SIGTERM to one of two processes", "both save the same step and leave with 75")
 def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
-    folder, words = tmp_path / "run", [*MODES[2], "save_every=1000", "total_samples=80000"]
-    assert zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM") == [75, 75], said(folder)
+    folder = tmp_path / "run"
+    words = [*MODES[2], "save_every=1000", "total_samples=80000"]
+    assert zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM") == [
+        75,
+        75,
+    ], said(folder)
     (saved,) = complete(folder / "checkpoints")
     assert f"asked to stop at step {saved.name.removeprefix('step-')}" in said(folder)
 
@@ -159,4 +208,5 @@ def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote: Start, tmp_
     signal.setitimer(signal.ITIMER_REAL, 3)  # the alarm of pytest-timeout, sooner
     with pytest.raises(pytest.fail.Exception, match="Timeout"):
         zygote(tmp_path / "run", *MODES[2], ranks=2, environment={"FAULT": "hang:1:4"})
-    assert zygote(tmp_path / "run") == [0], said(tmp_path / "run")  # nobody holds the folder any more
+    # nobody holds the folder any more
+    assert zygote(tmp_path / "run") == [0], said(tmp_path / "run")

@@ -13,28 +13,40 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common import progress
+from common.progress import Progress, counted
 from scripts.report.history import History
 from tests.faults.conftest import Start, outcome, said
 from training.checkpoint.find import complete
 from training.metrics_file import append_metrics, read_metrics
-from training.process import progress
-from training.process.progress import Progress, counted
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a line without its end": lambda text: text[:-9],
-    "a line of another run between two": lambda text: text.replace(b'{"step": 6', b'{"step": 3, "lo{"step": 6', 1),
+    "a line of another run between two": lambda text: text.replace(
+        b'{"step": 6', b'{"step": 3, "lo{"step": 6', 1
+    ),
     "bytes that are no UTF-8": lambda text: text.replace(b"loss", b"lo\xff\xfe", 1),
-    "values of another type": lambda text: b'[1]\n{"step": "x"}\n{"loss": 1}\n' + text + b'{"step": 1, "loss": [0]}\n',
+    "values of another type": lambda text: (
+        b'[1]\n{"step": "x"}\n{"loss": 1}\n' + text + b'{"step": 1, "loss": [0]}\n'
+    ),
     "nesting without end": lambda text: b"[" * 100_000 + b"\n" + text,
     "nothing": lambda text: b"",
 }
 
 
-@pytest.mark.fault("a damaged metrics.jsonl", "a warning; the checkpoint is resumed from, to the same bits")
-@pytest.mark.parametrize(
-    "kind", [k if "UTF-8" in k or "its end" in k else pytest.param(k, marks=pytest.mark.slow) for k in DAMAGES]
+@pytest.mark.fault(
+    "a damaged metrics.jsonl", "a warning; the checkpoint is resumed from, to the same bits"
 )
-def test_a_damaged_log_stops_no_run(kind: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        k if "UTF-8" in k or "its end" in k else pytest.param(k, marks=pytest.mark.slow)
+        for k in DAMAGES
+    ],
+)
+def test_a_damaged_log_stops_no_run(
+    kind: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+):
     folder = tmp_path / "run"
     assert zygote(folder, "total_samples=64") == [0]
     log = folder / "metrics.jsonl"
@@ -43,7 +55,9 @@ def test_a_damaged_log_stops_no_run(kind: str, zygote: Start, whole: Callable[..
     assert zygote(folder) == [0], said(folder)
     assert outcome(folder).state == outcome(whole()).state
     assert read_metrics(log).damaged == 0
-    assert (folder / "metrics.jsonl.damaged").exists() == (kind not in ("a line without its end", "nothing"))
+    assert (folder / "metrics.jsonl.damaged").exists() == (
+        kind not in ("a line without its end", "nothing")
+    )
 
 
 def test_a_log_that_is_a_folder_stops_no_run(run: Callable[..., dict], tmp_path: Path):
@@ -52,7 +66,9 @@ def test_a_log_that_is_a_folder_stops_no_run(run: Callable[..., dict], tmp_path:
         assert run()["steps"] == 2
 
 
-@pytest.mark.fault("a loss that is not finite", "every line of metrics.jsonl is strict JSON, and counts it")
+@pytest.mark.fault(
+    "a loss that is not finite", "every line of metrics.jsonl is strict JSON, and counts it"
+)
 def test_every_line_is_strict_json(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     append_metrics(file, {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
@@ -63,7 +79,10 @@ def test_every_line_is_strict_json(tmp_path: Path):
     ]
 
 
-@pytest.mark.fault("the command of a finished run again", "it says so and touches nothing; more samples continue it")
+@pytest.mark.fault(
+    "the command of a finished run again",
+    "it says so and touches nothing; more samples continue it",
+)
 def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
     folder = tmp_path / "run"
     assert zygote(folder) == [0]
@@ -79,7 +98,9 @@ def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
     assert "optim.lr was" in told
     assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", told)
     assert zygote(folder, "model.depth=3") == [1]
-    assert "holds a finished run of another model: depth was 2, is 3; use a new run_dir." in said(folder)
+    assert "holds a finished run of another model: depth was 2, is 3; use a new run_dir." in said(
+        folder
+    )
     assert zygote(folder, "resume=never") == [1]
     assert touched(folder) == before
     assert zygote(folder, "total_samples=112") == [0]
@@ -88,11 +109,18 @@ def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
 
 
 def touched(folder: Path) -> dict[Path, tuple[bytes, int]]:
-    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()}
+    return {
+        file: (file.read_bytes(), file.stat().st_mtime_ns)
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
-def test_wandb_receives_the_sample_grid(run: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The picture is read back from the offline files; the record that names it has the key of its own."""
+def test_wandb_receives_the_sample_grid(
+    run: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The picture is read back from the offline files; the record that names it has the key of its
+    own."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     run("logger=wandb", "logger.mode=offline", "sample_every=2", "sampling.steps=2")
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
@@ -104,7 +132,9 @@ def test_wandb_receives_the_sample_grid(run: Callable[..., dict], tmp_path: Path
     assert re.search(rb'sample_grid.{1,300}"image-file".{1,400}' + digest, recorded, re.DOTALL)
 
 
-@pytest.mark.parametrize(("share", "words"), [(0.5, "10 s left"), (0.1, "1 min left"), (0.001, "2 h 46 min left")])
+@pytest.mark.parametrize(
+    ("share", "words"), [(0.5, "10 s left"), (0.1, "1 min left"), (0.001, "2 h 46 min left")]
+)
 def test_the_time_left_is_said_in_plain_lines(
     share: float, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
@@ -116,7 +146,9 @@ def test_the_time_left_is_said_in_plain_lines(
     assert words in capsys.readouterr().out
 
 
-def test_evaluation_shows_how_far_it_is(run: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys):
+def test_evaluation_shows_how_far_it_is(
+    run: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.setattr(progress, "EVERY", 0.0)
     run("eval_every=2", "sample_every=2", "save_every=2", "sampling.steps=2")
     told = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Inputs that want to run code, leave their folder, or learn a secret; each is tried and refused."""
+"""Inputs that want to run code, leave their folder, or learn a secret; each is tried and
+refused."""
 
 from __future__ import annotations
 
@@ -39,8 +40,14 @@ from training.config.compose import CONF, ROOT, compose, known_keys, one_sentenc
 from training.config.schema import NCCL
 from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
 from training.config.words import not_read
-from training.pretrained import KEY, build_autoencoder, build_model, load_pretrained, weights_for
 from training.run import default_folder
+from training.weights.pretrained import (
+    KEY,
+    build_autoencoder,
+    build_model,
+    load_pretrained,
+    weights_for,
+)
 
 
 class Evil:
@@ -76,7 +83,10 @@ TARGETS = [
 ]
 
 
-@pytest.mark.fault("a configuration that names code outside the allow-list", "refused in a sentence; nothing is run")
+@pytest.mark.fault(
+    "a configuration that names code outside the allow-list",
+    "refused in a sentence; nothing is run",
+)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("key", ["model", "model.mixer", "data", "objective", "optim", "logger"])
 def test_a_malicious_configuration(key: str, target: str, tmp_path: Path):
@@ -91,8 +101,12 @@ def test_a_target_that_is_no_name(target: Any):
         build({"_target_": target}, "model")
 
 
-@pytest.mark.fault("weights whose header names code as their model", "refused in a sentence; nothing is run")
-@pytest.mark.parametrize("target", ["os.system", "torch.load", "data.shards.ShardWriter", "models.denoiser.torch.load"])
+@pytest.mark.fault(
+    "weights whose header names code as their model", "refused in a sentence; nothing is run"
+)
+@pytest.mark.parametrize(
+    "target", ["os.system", "torch.load", "data.shards.ShardWriter", "models.denoiser.torch.load"]
+)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path], tmp_path: Path):
     file = complete(whole() / "checkpoints")[-1] / "ema.safetensors"
@@ -107,13 +121,18 @@ def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path
         sample_run(SampleConfig(weights=str(evil), out=str(tmp_path / "out")))
 
 
-@pytest.mark.fault("weights or latents whose encoder names code", "refused in a sentence; nothing is run")
+@pytest.mark.fault(
+    "weights or latents whose encoder names code", "refused in a sentence; nothing is run"
+)
 @pytest.mark.parametrize(
     "encoder",
     [
         {"_target_": "os.system", "path": "x"},
         {"_target_": "data.resident.ResidentLatents", "path": "http://127.0.0.1:9"},
-        {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": {"_target_": "training.process.lock.Held"}},
+        {
+            "_target_": "models.autoencoders.DiffusersAutoencoder",
+            "path": {"_target_": "common.lock.Held"},
+        },
         {"_target_": "models.denoiser.Denoiser"},
         {},
     ],
@@ -124,8 +143,13 @@ def test_a_malicious_encoder(encoder: dict):
         build_autoencoder(spec, torch.device("cpu"))
 
 
-@pytest.mark.fault("weights or latents whose encoder is a repository of a hub, unpinned", "refused; no hub is asked")
-def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.fault(
+    "weights or latents whose encoder is a repository of a hub, unpinned",
+    "refused; no hub is asked",
+)
+def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     asked: list[Any] = []
 
     def ask(path: str, revision: str | None, **_: object) -> str:
@@ -133,44 +157,92 @@ def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(monkeypatch: pyt
         raise OSError("there is no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
-    pins = ((None, None), ("main", None), (None, "x"), ("a" * 39, "0" * 63), ("a" * 40, None), (None, "0" * 64))
+    pins = (
+        (None, None),
+        ("main", None),
+        (None, "x"),
+        ("a" * 39, "0" * 63),
+        ("a" * 40, None),
+        (None, "0" * 64),
+    )
     for revision, sha256 in pins:
-        node = {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": "evil/vae", "revision": revision}
+        node = {
+            "_target_": "models.autoencoders.DiffusersAutoencoder",
+            "path": "evil/vae",
+            "revision": revision,
+        }
         spec = LatentSpec(1, 8, 8, 1, 1, ["a"], [0.0], [1.0], node, sha256)
         pinned = revision == "a" * 40 or sha256 == "0" * 64
-        said = "could not be downloaded" if pinned else r"encoder evil/vae, .* no hub is asked .* use encoder=<folder>"
+        said = (
+            "could not be downloaded"
+            if pinned
+            else r"encoder evil/vae, .* no hub is asked .* use encoder=<folder>"
+        )
         with pytest.raises(ValueError, match=said):
             build_autoencoder(spec, torch.device("cpu"))
-        with pytest.raises(ValueError, match=r"config\.json does not exist"):  # the command itself may name any
+        # the command itself may name any
+        with pytest.raises(ValueError, match=r"config\.json does not exist"):
             build_autoencoder(spec, torch.device("cpu"), str(tmp_path))
     assert asked == [("evil/vae", "a" * 40), ("evil/vae", None)]
 
 
 HOSTILE: dict[str, tuple[Callable[[dict], Any], str]] = {
     "no end of layers": (lambda told: told["model"].update(depth=10**9), "larger by far"),
-    "no end of width": (lambda told: told["model"].update(dim=10**6, head_dim=10**6), "larger by far"),
-    "latents without end": (lambda told: told["spec"].update(height=2**20, width=2**20), "larger by far"),
-    "classes without end": (lambda told: told["spec"].update(num_classes=10**12, class_names=[]), "larger by far"),
-    "other sizes": (lambda told: told["model"].update(dim=24), r"pos_embed has shape \(1, 4, 16\) in the file and"),
-    "a size below zero": (lambda told: told["model"].update(mlp_ratio=-1e30), "mlp_ratio=-1e.30 must be at least 0"),
+    "no end of width": (
+        lambda told: told["model"].update(dim=10**6, head_dim=10**6),
+        "larger by far",
+    ),
+    "latents without end": (
+        lambda told: told["spec"].update(height=2**20, width=2**20),
+        "larger by far",
+    ),
+    "classes without end": (
+        lambda told: told["spec"].update(num_classes=10**12, class_names=[]),
+        "larger by far",
+    ),
+    "other sizes": (
+        lambda told: told["model"].update(dim=24),
+        r"pos_embed has shape \(1, 4, 16\) in the file and",
+    ),
+    "a size below zero": (
+        lambda told: told["model"].update(mlp_ratio=-1e30),
+        "mlp_ratio=-1e.30 must be at least 0",
+    ),
     "a mean too many": (
         lambda told: told["spec"].update(mean=[0.0] * 7),
         "mean has 7 values, and there are 1 channels",
     ),
-    "a std of zero": (lambda told: told["spec"].update(std=[0.0]), "spec.std.0 should be greater than 0.0"),
-    "a name too few": (lambda told: told["spec"].update(class_names=["a"]), "names of 1 classes, and there are 3"),
-    "brackets without end": (lambda told: told.update(step=DEEP), "is not valid JSON .recursion limit"),
-    "no end of words": (lambda told: told.update(more="x" * 2**24), "more than 16777216 are not read"),
-    "a word for a number": (lambda told: told["spec"].update(channels="1"), "spec.channels should be a valid integer"),
+    "a std of zero": (
+        lambda told: told["spec"].update(std=[0.0]),
+        "spec.std.0 should be greater than 0.0",
+    ),
+    "a name too few": (
+        lambda told: told["spec"].update(class_names=["a"]),
+        "names of 1 classes, and there are 3",
+    ),
+    "brackets without end": (
+        lambda told: told.update(step=DEEP),
+        "is not valid JSON .recursion limit",
+    ),
+    "no end of words": (
+        lambda told: told.update(more="x" * 2**24),
+        "more than 16777216 are not read",
+    ),
+    "a word for a number": (
+        lambda told: told["spec"].update(channels="1"),
+        "spec.channels should be a valid integer",
+    ),
     "a mixer on a hub": (
         lambda told: told["model"].update(mixer=ON_A_HUB | {"revision": "a" * 40}),
-        "names models.autoencoders.DiffusersAutoencoder as part of its model, .* do not trust this file",
+        "names models.autoencoders.DiffusersAutoencoder as part of its model, .* do not trust "
+        "this file",
     ),
 }
 
 
 @pytest.mark.fault(
-    "a weights file whose header describes what it does not hold", "refused in a sentence, in 1 GiB, 5 s"
+    "a weights file whose header describes what it does not hold",
+    "refused in a sentence, in 1 GiB, 5 s",
 )
 @pytest.mark.parametrize("change", HOSTILE)
 def test_hostile_weights(change: str, tmp_path: Path):
@@ -195,12 +267,16 @@ def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(
         model = build_model(told["model"], LatentSpec(**told["spec"]), torch.device("cpu"))
         told["spec"].update(num_classes=10**12, class_names=[])
         (folder / "x.safetensors").write_bytes(described_otherwise(payload, as_json(told)))
-        weights_for(model, LatentSpec(**told["spec"] | {"num_classes": 3}), folder / "x.safetensors")
+        weights_for(
+            model, LatentSpec(**told["spec"] | {"num_classes": 3}), folder / "x.safetensors"
+        )
 
     assert tried(subject, 0, tmp_path).ending == "success"  # by the rows that are there
 
 
-@pytest.mark.fault("a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled")
+@pytest.mark.fault(
+    "a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled"
+)
 def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
     made = tmp_path / "made"
     for name in ("evil.safetensors", "evil.pt"):
@@ -220,18 +296,25 @@ def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
     assert not made.exists()
 
 
-@pytest.mark.fault("a manifest of a checkpoint that names files outside it", "not looked at; it does not verify")
+@pytest.mark.fault(
+    "a manifest of a checkpoint that names files outside it", "not looked at; it does not verify"
+)
 def test_a_manifest_stays_in_its_folder(tmp_path: Path):
     (tmp_path / "secret").write_text("x")
     checkpoint = tmp_path / "step-2"
     checkpoint.mkdir()
-    (checkpoint / "manifest.json").write_text(json.dumps({"files": {"../secret": {"bytes": 1, "sha256": "?"}}}))
-    with pytest.raises(ValueError, match=r"no usable checkpoint: its manifest lacks or adds \.\./secret"):
+    (checkpoint / "manifest.json").write_text(
+        json.dumps({"files": {"../secret": {"bytes": 1, "sha256": "?"}}})
+    )
+    with pytest.raises(
+        ValueError, match=r"no usable checkpoint: its manifest lacks or adds \.\./secret"
+    ):
         load(checkpoint, None, {})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.fault(
-    "a tar with paths out of its folder, links and pickles", "read as names or not at all; nothing is made"
+    "a tar with paths out of its folder, links and pickles",
+    "read as names or not at all; nothing is made",
 )
 def test_a_malicious_tar(tmp_path: Path):
     picture = io.BytesIO()
@@ -251,11 +334,14 @@ def test_a_malicious_tar(tmp_path: Path):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
         link = tarfile.TarInfo("link.png")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        link.type = tarfile.SYMTYPE
+        link.linkname = "/etc/passwd"
         tar.addfile(link)
     made.unlink(missing_ok=True)
     before = sorted(tmp_path.rglob("*"))
-    assert [entry.size for entry in list_images(tmp_path / "in").entries] == [len(picture.getvalue())] * 2
+    assert [entry.size for entry in list_images(tmp_path / "in").entries] == [
+        len(picture.getvalue())
+    ] * 2
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -266,17 +352,24 @@ def test_a_default_folder_stays_among_the_runs(name: str):
     assert re.fullmatch(r"[A-Za-z0-9_.-]+", folder.name)
 
 
-@pytest.mark.fault("secrets in keys, in the environment and in addresses", "in no file of the run, no log, no message")
+@pytest.mark.fault(
+    "secrets in keys, in the environment and in addresses",
+    "in no file of the run, no log, no message",
+)
 def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setenv("MY_TOKEN", "hunter2-env")
     folder = tmp_path / "run"
     words = ["logger=wandb", "logger.mode=offline", f"run_dir={folder}"]
     words += ["+runtime.parallel.nccl.NCCL_DEBUG=${oc.env:MY_TOKEN}", "save_every=1"]
     words += ["+runtime.parallel.nccl.NCCL_SOCKET_IFNAME='password=hunter2-key'"]
-    words += ["+runtime.parallel.nccl.NCCL_IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'"]
+    words += [
+        "+runtime.parallel.nccl.NCCL_IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'"
+    ]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     train(compose([*TINY_RUN, *words]))
-    written = [file for file in folder.rglob("*") if file.is_file() and "wandb/offline" not in str(file)]
+    written = [
+        file for file in folder.rglob("*") if file.is_file() and "wandb/offline" not in str(file)
+    ]
     assert len(written) > 8
     for file in written:
         assert b"hunter2" not in file.read_bytes(), file
@@ -293,16 +386,32 @@ def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_messages_are_scrubbed(capsys):
     with pytest.raises(SystemExit), one_sentence():
-        compose(["data=resident", "data.path=s3://key:hunter2@b/x", "resume=3", "batch_size=-1"]).cfg.check()
+        compose(
+            ["data=resident", "data.path=s3://key:hunter2@b/x", "resume=3", "batch_size=-1"]
+        ).cfg.check()
     with pytest.raises(SystemExit), one_sentence():
-        train(compose([*TINY_RUN, "data=resident", "data.path=http://u:hunter2@127.0.0.1:9/x?sig=hunter2&part=1"]))
+        train(
+            compose(
+                [
+                    *TINY_RUN,
+                    "data=resident",
+                    "data.path=http://u:hunter2@127.0.0.1:9/x?sig=hunter2&part=1",
+                ]
+            )
+        )
     assert "hunter2" not in capsys.readouterr().err
     assert scrubbed("https://u:p@h/x?sig=s&part=1") == "https://<redacted>@h/x?<redacted>"
     signed = "http://h/set?X-Amz-Signature=hunter2&X-Amz-Credential=hunter2"
-    for written in (redacted({"data": {"path": signed}}), redact_words([f"data.path={signed}"]), scrubbed(signed)):
+    for written in (
+        redacted({"data": {"path": signed}}),
+        redact_words([f"data.path={signed}"]),
+        scrubbed(signed),
+    ):
         assert "hunter2" not in str(written)
         assert "http://h/set?<redacted>" in str(written)
-    assert scrubbed("a plain: text, a@b.c ?x=1, no key: 3") == "a plain: text, a@b.c ?x=1, no key: 3"
+    assert (
+        scrubbed("a plain: text, a@b.c ?x=1, no key: 3") == "a plain: text, a@b.c ?x=1, no key: 3"
+    )
     assert redact_words(["a={TOKEN:x,b:1}", "token=x", "b=[{my_key: x}]"]) == [
         "a={TOKEN:<redacted>,b:1}",
         "token=<redacted>",
@@ -319,14 +428,39 @@ TOLD = {
     ],
     "user:pass@word@host": ["user:HUN@TER2@h", "path=user:HUNTER2@h:/x"],
     "https://host/path?query": ["http://h/x?part=HUNTER2&b=HUNTER2", "'https://h?HUNTER2'"],
-    "Authorization: scheme value": ["Authorization: Digest HUNTER2", "{'authorization': 'AWS4 HUNTER2'}"],
-    "Cookie: name=value; name=value": ["Cookie: session=HUNTER2; b=HUNTER2", "-H 'set-cookie: a=HUNTER2'"],
+    "Authorization: scheme value": [
+        "Authorization: Digest HUNTER2",
+        "{'authorization': 'AWS4 HUNTER2'}",
+    ],
+    "Cookie: name=value; name=value": [
+        "Cookie: session=HUNTER2; b=HUNTER2",
+        "-H 'set-cookie: a=HUNTER2'",
+    ],
     "Bearer value": ["sent Bearer HUNTER2", "-H 'x: bearer HUNTER2'"],
     "Basic value": ["sent Basic SFVOVEVSMg==", "basic dXNlOkhVTlRFUjI"],
     "name=value": [
-        *("api_key=HUNTER2", "apiKey=HUNTER2", "API-KEY=HUNTER2", "logger.api_key='HUN TER2'", "HF_TOKEN=HUNTER2"),
-        *("auth=HUNTER2", "pwd=HUNTER2", "jwt=HUNTER2", "accessToken=HUNTER2", "passphrase=HUNTER2", "x_pass=HUNTER2"),
-        *("privateKey=HUNTER2", "tokens=HUNTER2", "client_secret=HUNTER2", "credentials=HUNTER2", "sig=HUNTER2"),
+        *(
+            "api_key=HUNTER2",
+            "apiKey=HUNTER2",
+            "API-KEY=HUNTER2",
+            "logger.api_key='HUN TER2'",
+            "HF_TOKEN=HUNTER2",
+        ),
+        *(
+            "auth=HUNTER2",
+            "pwd=HUNTER2",
+            "jwt=HUNTER2",
+            "accessToken=HUNTER2",
+            "passphrase=HUNTER2",
+            "x_pass=HUNTER2",
+        ),
+        *(
+            "privateKey=HUNTER2",
+            "tokens=HUNTER2",
+            "client_secret=HUNTER2",
+            "credentials=HUNTER2",
+            "sig=HUNTER2",
+        ),
         *(
             "a='password=HUNTER2'",
             "AWS_SECRET_ACCESS_KEY=HUNTER2",
@@ -336,7 +470,14 @@ TOLD = {
         ),
         *(
             f"{name}=HUNTER2"
-            for name in ["PGPASSWORD", "secretkey", "clientsecret", "dbpassword", "hftoken", "sshpass"]
+            for name in [
+                "PGPASSWORD",
+                "secretkey",
+                "clientsecret",
+                "dbpassword",
+                "hftoken",
+                "sshpass",
+            ]
         ),
         *("auth=[me, HUNTER2]", "auth={a: {b: [me, HUNTER2]}, c: HUNTER2}", "password  =  HUNTER2"),
         *("password=ab&HUNTER2", "password=[HUNTER2", "a=1&token=HUNTER2"),
@@ -348,13 +489,34 @@ TOLD = {
         "{'privateKey': 'HUN,TER2'}",
         '{"a": 1, "apiKey":"HUNTER2"}',
         "[my_key: HUNTER2]",
-        *("{auth: [me, HUNTER2]}", "{api_key: {a: HUNTER2}, b: 1}", "{password: ab,HUNTER2}", "{password: ab[HUNTER2}"),
+        *(
+            "{auth: [me, HUNTER2]}",
+            "{api_key: {a: HUNTER2}, b: 1}",
+            "{password: ab,HUNTER2}",
+            "{password: ab[HUNTER2}",
+        ),
     ],
-    "name: value, a line": ["password: HUNTER2", "a:\n  - token: 'HUN TER2'\n", '"api_key": HUNTER2\n'],
+    "name: value, a line": [
+        "password: HUNTER2",
+        "a:\n  - token: 'HUN TER2'\n",
+        '"api_key": HUNTER2\n',
+    ],
     "a provider's own form": [
         f"got {start}HUNTER2abcdefghijkl"
         for start in (
-            *("hf_", "ghp_", "sk-", "wandb_v1_", "sk_live_", "rk_live_", "ya29.", "npm_", "pypi-", "dckr_pat_", "r8_"),
+            *(
+                "hf_",
+                "ghp_",
+                "sk-",
+                "wandb_v1_",
+                "sk_live_",
+                "rk_live_",
+                "ya29.",
+                "npm_",
+                "pypi-",
+                "dckr_pat_",
+                "r8_",
+            ),
             *("nvapi-", "gsk_", "tskey-", "hvs.", "SG.", "AGE-SECRET-KEY-", "api_org_"),
         )
     ],
@@ -383,7 +545,9 @@ def test_names_with_a_secret_lose_values_and_no_others():
     names += "GITHUB_PAT creds sas sentry_dsn webhook SLACK_WEBHOOK_URL auth_header"
     assert set(redacted(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
     assert scrubbed(f"dapi{'0123456789abcdef' * 2}") == "<redacted>"
-    assert redacted({"ghp_HUNTER2abcdefghijkl": ("sk-HUNTER2abcdefghijkl", 1)}) == {"<redacted>": ("<redacted>", 1)}
+    assert redacted({"ghp_HUNTER2abcdefghijkl": ("sk-HUNTER2abcdefghijkl", 1)}) == {
+        "<redacted>": ("<redacted>", 1)
+    }
     others = {
         "tokens": 3,
         "tokens_per_s": 3,
@@ -393,26 +557,50 @@ def test_names_with_a_secret_lose_values_and_no_others():
         "use_auth_token": True,
     }
     assert redacted(others) == others
-    keys = known_keys("train") + known_keys("precompute_latents") + [f.name for f in dataclasses.fields(ImportConfig)]
+    keys = (
+        known_keys("train")
+        + known_keys("precompute_latents")
+        + [f.name for f in dataclasses.fields(ImportConfig)]
+    )
     assert [key for key in keys if secrets.is_secret(key, "x")] == []
 
 
 def test_no_sentence_of_ours_is_redacted():
-    """Every text in the code, with a name where a value goes; advice such as latents_key=<name> stays."""
+    """Every text in the code, with a name where a value goes; advice such as latents_key=<name>
+    stays."""
     checked = 0
-    for file in [*ROOT.glob("*.py"), *(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))]:
-        for call in [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]:
+    for file in [
+        *ROOT.glob("*.py"),
+        *(file for name in PACKAGES for file in (ROOT / name).rglob("*.py")),
+    ]:
+        for call in [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)
+        ]:
             for node in ast.walk(call):
                 if isinstance(node, ast.JoinedStr):
-                    parts = [part.value if isinstance(part, ast.Constant) else "photos" for part in node.values]
+                    parts = [
+                        part.value if isinstance(part, ast.Constant) else "photos"
+                        for part in node.values
+                    ]
                     text = "".join(map(str, parts))
                     assert scrubbed(text) == text
                     checked += 1
     assert checked > 200
     for advice in (
-        *("x is not of the form key=value; set latents_key=<name>.", "labels_key=label, data.author=me"),
-        *("basic float32 precision", "the bearer token expired", "python:3.11@sha256:0a1b", "{token: …, b: 1}"),
-        *(not_read("logger.api_key='x"), "write logger.key=[…] for a list, logger.key=\"'…'\" for text"),
+        *(
+            "x is not of the form key=value; set latents_key=<name>.",
+            "labels_key=label, data.author=me",
+        ),
+        *(
+            "basic float32 precision",
+            "the bearer token expired",
+            "python:3.11@sha256:0a1b",
+            "{token: …, b: 1}",
+        ),
+        *(
+            not_read("logger.api_key='x"),
+            "write logger.key=[…] for a list, logger.key=\"'…'\" for text",
+        ),
     ):
         assert scrubbed(advice) == advice
         with pytest.raises(ValueError, match="is not of the form key=value") as caught:
@@ -420,15 +608,29 @@ def test_no_sentence_of_ours_is_redacted():
         assert scrubbed(str(caught.value)) == str(caught.value)
 
 
-@pytest.mark.fault("a variable of NCCL that loads a library or writes a file", "refused in a sentence; nothing is set")
+@pytest.mark.fault(
+    "a variable of NCCL that loads a library or writes a file",
+    "refused in a sentence; nothing is set",
+)
 @pytest.mark.parametrize(
-    "name", ["NET_PLUGIN", "TUNER_PLUGIN", "PROFILER_PLUGIN", "DEBUG_FILE", "CONF_FILE", "TOPO_FILE"]
+    "name",
+    ["NET_PLUGIN", "TUNER_PLUGIN", "PROFILER_PLUGIN", "DEBUG_FILE", "CONF_FILE", "TOPO_FILE"],
 )
 def test_nccl_loads_no_code_and_writes_no_file(name: str):
-    with pytest.raises(ValueError, match=rf"runtime\.parallel\.nccl\.NCCL_{name} is none of .* NCCL_{name}=<value>"):
+    with pytest.raises(
+        ValueError, match=rf"runtime\.parallel\.nccl\.NCCL_{name} is none of .* NCCL_{name}=<value>"
+    ):
         compose([f"+runtime.parallel.nccl.NCCL_{name}=/tmp/x"])
-    assert not any(NCCL.fullmatch(f"NCCL_{name}") for name in ("", "X", "DEBUG_FILE", "IB_PLUGIN", "NET_PLUGIN"))
-    compose([f"+runtime.parallel.nccl.{name}=1" for name in ("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_ALGO")])
+    assert not any(
+        NCCL.fullmatch(f"NCCL_{name}")
+        for name in ("", "X", "DEBUG_FILE", "IB_PLUGIN", "NET_PLUGIN")
+    )
+    compose(
+        [
+            f"+runtime.parallel.nccl.{name}=1"
+            for name in ("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_ALGO")
+        ]
+    )
 
 
 def test_hub_models_are_pinned():
@@ -448,14 +650,22 @@ def test_dependencies_are_past_known_advisories():
         return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
     rows = re.findall(
-        r"^\| (\S*(?:CVE|GHSA)\S*).*\| `([\w-]+)` \| ([\d.]+) \|$", (ROOT / "SECURITY.md").read_text(), re.M
+        r"^\| (\S*(?:CVE|GHSA)\S*).*\| `([\w-]+)` \| ([\d.]+) \|$",
+        (ROOT / "SECURITY.md").read_text(),
+        re.M,
     )
     assert len(rows) >= 5
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M))
-    lowest = dict(re.findall(r'^    "([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M))
+    lowest = dict(
+        re.findall(r'^    "([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M)
+    )
     for advisory, package, fixed in rows:
-        assert numbers(pinned[package]) >= numbers(fixed), f"{package} {pinned[package]}: {advisory}"
-        assert numbers(lowest[package]) >= numbers(fixed), f"{package} >= {lowest[package]}: {advisory}"
+        assert numbers(pinned[package]) >= numbers(fixed), (
+            f"{package} {pinned[package]}: {advisory}"
+        )
+        assert numbers(lowest[package]) >= numbers(fixed), (
+            f"{package} >= {lowest[package]}: {advisory}"
+        )
 
 
 def test_sampling_needs_nothing_but_the_weights(whole: Callable[..., Path], tmp_path: Path):
@@ -464,9 +674,10 @@ def test_sampling_needs_nothing_but_the_weights(whole: Callable[..., Path], tmp_
     file.write_bytes((complete(whole() / "checkpoints")[-1] / "ema.safetensors").read_bytes())
     program = (
         "import sys; from scripts.sample import *; "
-        f"sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, out={str(tmp_path / 'samples')!r})); "
-        "unwanted = 'training.step', 'training.state', 'training.checkpoint.save', 'train'; "
-        "print([name for name in unwanted if name in sys.modules])"
+        f"sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, "
+        f"out={str(tmp_path / 'samples')!r})); unwanted = 'training.step', 'training.state', "
+        "'training.checkpoint.save', 'train'; print([name for name in unwanted if name in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr

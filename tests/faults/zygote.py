@@ -1,7 +1,8 @@
-"""Starts training processes in milliseconds: imports everything once, then forks for every run that is asked for.
+"""Starts training processes in milliseconds: imports everything once, then forks for every run that
+is asked for.
 
-Reads one request a line, its number and an `Attempt` in JSON, and answers each with that number and how every process
-ended, as `subprocess` counts (minus the signal that killed it).
+Reads one request a line, its number and an `Attempt` in JSON, and answers each with that number and
+how every process ended, as `subprocess` counts (minus the signal that killed it).
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ PARENT = os.getppid()
 HANG = 600.0
 """Seconds after which what should take a few hangs."""
 IMPORTED_ONCE = [
-    *("tests.parallel_worker", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "functorch.compile"),
+    *(
+        "tests.parallel_worker",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.profiler",
+        "functorch.compile",
+    ),
     *("sklearn.datasets", "networkx", "evaluation.in_run", "models.mixers.bidirectional_ssd"),
 ]
 
@@ -55,8 +62,8 @@ class Attempt(NamedTuple):
 class Zygote:
     """`zygote(folder, *words, **how)`: a run in processes of its own; how each of them ended.
 
-    A request that is given up, by its own limit or by the test's, takes all its processes along; the next one gets a
-    new zygote.
+    A request that is given up, by its own limit or by the test's, takes all its processes along;
+    the next one gets a new zygote.
     """
 
     def __init__(self) -> None:
@@ -77,8 +84,11 @@ class Zygote:
         return codes
 
     def begun(self) -> subprocess.Popen[str]:
-        program, pipe = [sys.executable, "-m", "tests.faults.zygote"], subprocess.PIPE
-        return subprocess.Popen(program, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        program = [sys.executable, "-m", "tests.faults.zygote"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            program, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
 
     def line(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
@@ -99,14 +109,20 @@ def said(folder: Path) -> str:
 
 
 def die_at(event: int, folder: str) -> None:
-    """SIGKILL for this process at the event-th change of a file below `folder`/checkpoints, in whichever thread."""
+    """SIGKILL for this process at the event-th change of a file below `folder`/checkpoints, in
+    whichever thread."""
     left = [event]
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         if name not in EVENTS:
             return
         path = str(arguments[0])
-        if name in ("os.remove", "os.rmdir") and isinstance(arguments[1], int) and arguments[1] >= 0:  # rmtree's way
+        # rmtree's way
+        if (
+            name in ("os.remove", "os.rmdir")
+            and isinstance(arguments[1], int)
+            and arguments[1] >= 0
+        ):
             path = f"{os.readlink(f'/proc/self/fd/{arguments[1]}')}/{path}"
         if f"{folder}/checkpoints" not in path:
             return
@@ -127,8 +143,15 @@ def child(attempt: Attempt, rank: int, port: int) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     if attempt.ranks > 1:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": attempt.ranks, "MASTER_PORT": port}
-        os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": attempt.ranks,
+            "MASTER_PORT": port,
+        }
+        os.environ.update(
+            {name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1"
+        )
     os.environ.update(attempt.environment)
     if attempt.at_event is not None and rank == attempt.kill_rank:
         die_at(attempt.at_event, attempt.folder)
@@ -145,18 +168,25 @@ def child(attempt: Attempt, rank: int, port: int) -> None:
 
 
 def run(attempt: Attempt) -> list[int]:
-    """Forks the processes, strikes, and waits for their end; one killed by a signal takes the others along."""
+    """Forks the processes, strikes, and waits for their end; one killed by a signal takes the
+    others along."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    printed = Path(f"{attempt.folder}.log").stat().st_size if Path(f"{attempt.folder}.log").exists() else 0
+    printed = (
+        Path(f"{attempt.folder}.log").stat().st_size
+        if Path(f"{attempt.folder}.log").exists()
+        else 0
+    )
     pids = []
     for rank in range(attempt.ranks):
         if not (pid := os.fork()):
             child(attempt, rank, port)
         pids.append(pid)
-    began, codes = None, {}
-    metrics, log = Path(attempt.folder) / "metrics.jsonl", Path(f"{attempt.folder}.log")
+    began = None
+    codes = {}
+    metrics = Path(attempt.folder) / "metrics.jsonl"
+    log = Path(f"{attempt.folder}.log")
     pending = attempt.after_seconds is not None or attempt.after_lines is not None
     while len(codes) < len(pids):
         for pid in set(pids) - codes.keys():
@@ -166,7 +196,9 @@ def run(attempt: Attempt) -> list[int]:
                 for other in set(pids) - codes.keys() if codes[pid] not in (0, 75) else ():
                     os.kill(other, signal.SIGKILL)  # as torchrun does
         if began is None and attempt.after_seconds is not None and log.exists():
-            begun = re.search(rb"^(starting from|resumed from)", log.read_bytes()[printed:], re.MULTILINE)
+            begun = re.search(
+                rb"^(starting from|resumed from)", log.read_bytes()[printed:], re.MULTILINE
+            )
             began = time.monotonic() if begun else None
         late = began is not None and time.monotonic() - began > (attempt.after_seconds or 0.0)
         if pending and not late and attempt.after_lines is not None and metrics.exists():

@@ -1,7 +1,8 @@
-"""These tests run the Triton kernels on a CPU, in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/interpreted`.
+"""These tests run the Triton kernels on a CPU, in Triton's interpreter: `TRITON_INTERPRET=1 pytest
+tests/interpreted`.
 
-The variable must be set before a kernel is defined, so they have a process of their own. fp32 and fp16 only: the
-interpreter's bf16 is wrong.
+The variable must be set before a kernel is defined, so they have a process of their own. fp32 and
+fp16 only: the interpreter's bf16 is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def assert_near(actual, expected, dtype=torch.float32, factor=1.0):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Called, it fills fresh memory with NaN from then on, so that an element that no program writes is seen."""
+    """Called, it fills fresh memory with NaN from then on, so that an element that no program
+    writes is seen."""
 
     def fill(tensor):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
@@ -36,6 +38,8 @@ def poison(monkeypatch):
             make = getattr(torch, name)
             monkeypatch.setattr(torch, name, lambda *a, make=make, **k: fill(make(*a, **k)))
         new = torch.Tensor.new_empty
-        monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **k: fill(new(self, *a, **k)))
+        monkeypatch.setattr(
+            torch.Tensor, "new_empty", lambda self, *a, **k: fill(new(self, *a, **k))
+        )
 
     return start

@@ -1,4 +1,5 @@
-"""An adapter under the fused kernels: they compute between the adapted layers, and pass gradients to all of them."""
+"""An adapter under the fused kernels: they compute between the adapted layers, and pass gradients
+to all of them."""
 
 from __future__ import annotations
 

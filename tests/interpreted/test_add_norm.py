@@ -22,10 +22,21 @@ def test_kernels_equal_the_definition(dim, length, variant, poison):
     centred = variant == "centred"
     cond = torch.randn(batch, 5, dim).to(dtype)  # slices of it are strided, as in a model
     maps = [torch.randperm(length).int() if variant == "row maps" else None for _ in range(2)]
-    arguments = (branch, cond[:, 1], residual, cond[:, 2], cond[:, 4], *maps, 1e-6, variant != "narrow", centred)
+    arguments = (
+        branch,
+        cond[:, 1],
+        residual,
+        cond[:, 2],
+        cond[:, 4],
+        *maps,
+        1e-6,
+        variant != "narrow",
+        centred,
+    )
     expected = forward_reference(*arguments)
     _, z, rstd = expected
-    dh, dz = torch.randn(batch, length, dim).to(dtype), torch.randn(batch, length, dim).to(z.dtype)
+    dh = torch.randn(batch, length, dim).to(dtype)
+    dz = torch.randn(batch, length, dim).to(z.dtype)
     dz = dz if length != 63 else None
     backward = (dh, dz, z, branch, cond[:, 1], cond[:, 2], *maps, rstd, residual.dtype, centred)
     expected_backward = backward_reference(*backward)
@@ -37,13 +48,17 @@ def test_kernels_equal_the_definition(dim, length, variant, poison):
 
 
 def test_the_stream_is_never_written_in_place():
-    branch, residual = torch.randn(1, 4, 96), torch.randn(1, 4, 96)
-    before, vector = residual.clone(), torch.randn(1, 96)
+    branch = torch.randn(1, 4, 96)
+    residual = torch.randn(1, 4, 96)
+    before = residual.clone()
+    vector = torch.randn(1, 96)
     launch_forward(branch, vector, residual, vector, vector, None, None, 1e-6, True, False)
     assert torch.equal(residual, before)
 
 
-@pytest.mark.parametrize(("batch", "length", "block"), [(256, 256, 2), (1, 1024, 2), (8, 100, 4), (2, 1, 16)])
+@pytest.mark.parametrize(
+    ("batch", "length", "block"), [(256, 256, 2), (1, 1024, 2), (8, 100, 4), (2, 1, 16)]
+)
 def test_stretches_cover_every_row_once(batch, length, block):
     splits, rows = splits_of(batch, length, block, processors=132)
     assert rows % block == 0

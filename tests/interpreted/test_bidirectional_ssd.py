@@ -17,7 +17,8 @@ from tests.interpreted.conftest import assert_near
 
 
 def inputs(length, dtype=torch.float32, batch=2, heads=3, head_dim=32, state_dim=16, decay=1.0):
-    """x, dt, dt_bias, A_log, B, C, D, z and its weight; what depends on the token as slices of one projection."""
+    """x, dt, dt_bias, A_log, B, C, D, z and its weight; what depends on the token as slices of one
+    projection."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape):
@@ -32,8 +33,8 @@ def inputs(length, dtype=torch.float32, batch=2, heads=3, head_dim=32, state_dim
 
 
 def check(values, poison, dtype=torch.float32, factor=1.0, skip=()):
-    """The whole chain of launches. Gradients of dt, its bias and A are differences of sums that cancel, so they are
-    allowed more."""
+    """The whole chain of launches. Gradients of dt, its bias and A are differences of sums that
+    cancel, so they are allowed more."""
     x, dt, dt_bias, A_log, B_in, C_out, D = values[:7]
     exact = [t.detach().double().requires_grad_() for t in values[:7]]
     expected = definition.bidirectional_ssd(*exact)
@@ -41,7 +42,12 @@ def check(values, poison, dtype=torch.float32, factor=1.0, skip=()):
     gradients = torch.autograd.grad(expected, exact, dy.double())
     poison()
     steps, sums = decays.launch_forward(dt, dt_bias, A_log, x.shape[1])
-    assert_near(kernels.launch_forward(x, steps, sums, B_in, C_out, D), expected.to(dtype), dtype, 2.0 * factor)
+    assert_near(
+        kernels.launch_forward(x, steps, sums, B_in, C_out, D),
+        expected.to(dtype),
+        dtype,
+        2.0 * factor,
+    )
     joined, dsteps, dsums, dD = launch_backward(dy, x, steps, sums, B_in, C_out, D)
     dx, dB, dC = slices_of(joined, *x.shape[2:])
     ddt = torch.full_like(dt, float("nan"))
@@ -76,9 +82,15 @@ def test_other_tiles(block, poison, monkeypatch):
 
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 50.0, 1e4])
 def test_extreme_decays(decay, poison):
-    """Nothing overflows. The gradient of A cancels to nothing where everything decays at once, or nothing does."""
+    """Nothing overflows. The gradient of A cancels to nothing where everything decays at once, or
+    nothing does."""
     cancels = decay == 0.0 or decay > 10.0
-    check(inputs(100, decay=decay), poison, factor=10.0, skip=("A_log", "dt", "dt_bias") if cancels else ())
+    check(
+        inputs(100, decay=decay),
+        poison,
+        factor=10.0,
+        skip=("A_log", "dt", "dt_bias") if cancels else (),
+    )
 
 
 def test_large_decays_do_not_round_off_the_small_ones_after_them(poison):
@@ -122,16 +134,26 @@ def test_between_chunks(length, heads, head_dim, state_dim, dtype, poison):
     torch.manual_seed(0)
     inner = heads * head_dim
     joined = torch.randn(3, length, inner + 2 * state_dim).to(dtype)
-    x, groups = joined[..., :inner].unflatten(-1, (heads, -1)), joined[..., inner:].unflatten(-1, (2, -1))
-    weights, inside = torch.rand(3, 2, heads, length), torch.randn(3, length, heads, head_dim).to(dtype)
+    x = joined[..., :inner].unflatten(-1, (heads, -1))
+    groups = joined[..., inner:].unflatten(-1, (2, -1))
+    weights = torch.rand(3, 2, heads, length)
+    inside = torch.randn(3, length, heads, head_dim).to(dtype)
     given = torch.randn(3, 2, heads, state_dim, head_dim)
-    exact = {name: t.double() for name, t in (("x", x), ("g", groups), ("w", weights), ("i", inside), ("s", given))}
+    exact = {
+        name: t.double()
+        for name, t in (("x", x), ("g", groups), ("w", weights), ("i", inside), ("s", given))
+    }
     poison()
     states = between.launch_states(x, groups, weights)
     assert_near(states, states_reference(exact["x"], exact["g"], exact["w"]).float(), dtype)
     for more in ((inside, None), (None, x)):
         out, dots = between.launch_read(given, groups, weights, *more)
-        arguments = (exact["s"], exact["g"], exact["w"], *(None if t is None else t.double() for t in more))
+        arguments = (
+            exact["s"],
+            exact["g"],
+            exact["w"],
+            *(None if t is None else t.double() for t in more),
+        )
         expected, expected_dots = read_reference(*arguments)
         assert_near(out, expected.to(dtype), dtype)
         assert_near(dots, expected_dots.float(), dtype)
@@ -144,7 +166,9 @@ def test_between_chunks(length, heads, head_dim, state_dim, dtype, poison):
 def test_the_prelude_and_its_gradients(length, piece, heads, poison):
     """Also where softplus is far from both of its limits, and where it is at them."""
     generator = torch.Generator().manual_seed(length)
-    dt = 30.0 * torch.randn(2, length, 2 * heads + 3, generator=generator)[..., : 2 * heads].unflatten(-1, (2, heads))
+    dt = 30.0 * torch.randn(2, length, 2 * heads + 3, generator=generator)[
+        ..., : 2 * heads
+    ].unflatten(-1, (2, heads))
     dt_bias, A_log = torch.randn(2, 2, heads, generator=generator)
     exact = [t.double().requires_grad_() for t in (dt, dt_bias, A_log)]
     expected = ssd_decays(*exact, piece)
@@ -161,7 +185,8 @@ def test_the_prelude_and_its_gradients(length, piece, heads, poison):
 
 def test_small_steps_keep_their_digits(poison):
     """softplus(-15) is 3e-7: log(1 + exp) would lose it."""
-    dt, zero = torch.full((1, 4, 2, 1), -15.0), torch.zeros(2, 1)
+    dt = torch.full((1, 4, 2, 1), -15.0)
+    zero = torch.zeros(2, 1)
     poison()
     steps, _ = decays.launch_forward(dt, zero, zero, 4)
     torch.testing.assert_close(steps, torch.full_like(steps, 3.0590227e-7), rtol=1e-5, atol=0.0)

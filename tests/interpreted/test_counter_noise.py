@@ -1,4 +1,5 @@
-"""Draws by kernel against their definition: equal integers, equal uniforms, normals within rounding."""
+"""Draws by kernel against their definition: equal integers, equal uniforms, normals within
+rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ POSITION = torch.tensor([0, 1, 5, 2**31 + 3, 2**33 + 5, 2**40])
 @pytest.mark.parametrize("words", [1, 7, 600])
 def test_draws_are_those_of_the_definition(seed, words, poison):
     for purpose in (Purpose.NOISE, Purpose.SYNTHETIC):
-        expected = {kind: make(seed, purpose, POSITION, words) for kind, make in DEFINITIONS.items()}
+        expected = {
+            kind: make(seed, purpose, POSITION, words) for kind, make in DEFINITIONS.items()
+        }
         poison()
         assert torch.equal(launch("bits", seed, purpose, POSITION, words), expected["bits"])
         assert torch.equal(launch("uniform", seed, purpose, POSITION, words), expected["uniform"])

@@ -16,8 +16,12 @@ from tests.interpreted.conftest import assert_near
 def test_kernels_equal_the_definition(length, heads, head_dim, dtype, poison):
     torch.manual_seed(length)
     inner = heads * head_dim
-    z, dz = (t.to(dtype)[..., :inner].unflatten(-1, (heads, head_dim)) for t in torch.randn(2, 2, length, inner + 24))
-    y, weight = torch.randn(2, length, heads, head_dim).to(dtype), torch.randn(heads, head_dim)
+    z, dz = (
+        t.to(dtype)[..., :inner].unflatten(-1, (heads, head_dim))
+        for t in torch.randn(2, 2, length, inner + 24)
+    )
+    y = torch.randn(2, length, heads, head_dim).to(dtype)
+    weight = torch.randn(heads, head_dim)
     dh = torch.randn(2, length, heads, head_dim).to(dtype)
     exact = [t.double() for t in (y, z, weight)]
     expected = gated_norm(*exact, 1e-6)

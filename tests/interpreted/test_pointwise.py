@@ -1,4 +1,5 @@
-"""The kernels of SwiGLU, and of norm and rotary embedding of queries and keys, against their definitions in fp64."""
+"""The kernels of SwiGLU, and of norm and rotary embedding of queries and keys, against their
+definitions in fp64."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.interpreted.conftest import assert_near
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_swiglu(shape, dtype, poison):
     torch.manual_seed(0)
-    joined, dh = torch.randn(*shape).to(dtype), torch.randn(*shape[:2], shape[2] // 2).to(dtype)
+    joined = torch.randn(*shape).to(dtype)
+    dh = torch.randn(*shape[:2], shape[2] // 2).to(dtype)
     expected = swiglu.forward_reference(joined.double())
     gradient = swiglu.backward_reference(dh.double(), joined.double())
     poison()
@@ -22,7 +24,9 @@ def test_swiglu(shape, dtype, poison):
     assert_near(swiglu_triton.launch_backward(dh, joined), gradient.to(dtype), dtype)
 
 
-@pytest.mark.parametrize(("grid", "heads", "head_dim"), [((1, 1), 1, 8), ((5, 9), 3, 64), ((5, 4), 2, 128)])
+@pytest.mark.parametrize(
+    ("grid", "heads", "head_dim"), [((1, 1), 1, 8), ((5, 9), 3, 64), ((5, 4), 2, 128)]
+)
 @pytest.mark.parametrize(("normed", "rotated"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_qk_rope(grid, heads, head_dim, normed, rotated, dtype, poison):

@@ -1,4 +1,5 @@
-"""The trial of accel/trial.py with the real kernels, on real blocks: all of them pass, with room to spare."""
+"""The trial of accel/trial.py with the real kernels, on real blocks: all of them pass, with room to
+spare."""
 
 from __future__ import annotations
 
@@ -6,13 +7,17 @@ import pytest
 import torch
 
 from accel.parity import Comparing
-from accel.precision import Precision
 from accel.proof import recorded
 from accel.technique import switches
+from accel.techniques.precision import Precision
 from accel.trial import forward_and_backward, random_inputs, switch
 from tests.harness import CPU, tiny_training
 
-OPERATORS = {"fused_add_norm": {"add_norm"}, "fused_conv": {"local_mix"}, "fused_scan": {"ssd_decays", "ssd_gated"}}
+OPERATORS = {
+    "fused_add_norm": {"add_norm"},
+    "fused_conv": {"local_mix"},
+    "fused_scan": {"ssd_decays", "ssd_gated"},
+}
 OPERATORS |= {"fused_swiglu": {"swiglu"}, "fused_rope": {"qk_rope"}}
 BACKWARD = {"ssd_gated": {"ssd_backward", "gated_norm_backward"}}
 
@@ -22,14 +27,16 @@ BACKWARD = {"ssd_gated": {"ssd_backward", "gated_norm_backward"}}
 def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
     model = tiny_training(family, "model.depth=2").model
     autocast = Precision(precision, CPU).autocast
-    t, labels = torch.full((2,), 0.5), torch.zeros(2, dtype=torch.int64)
+    t = torch.full((2,), 0.5)
+    labels = torch.zeros(2, dtype=torch.int64)
     with torch.no_grad(), autocast():
         use = recorded(model, lambda: model(torch.zeros(2, 1, 8, 8), t, labels))[-1]
     assert use.inputs[0][2] == {"fp16": "float16", "fp32": "float32"}[precision]
     assert use.inputs[2][2] == "float32"
     of_family = [key for key in OPERATORS if switches(use.block, key)]
     for keys in (*([key] for key in of_family), of_family):
-        comparing, inputs = Comparing(), random_inputs(use.inputs, 3, CPU, seed=1)
+        comparing = Comparing()
+        inputs = random_inputs(use.inputs, 3, CPU, seed=1)
         for key in of_family:
             switch(use.block, key, key in keys)
         with comparing:

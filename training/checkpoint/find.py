@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.manifest import read_object
+from common.errors import UserError
+from common.files import read_object
 
 WHOLE = ("model.safetensors", "ema.safetensors")
 PART = "rank-{rank}-of-{world_size}.safetensors"
@@ -27,7 +28,9 @@ Result = TypeVar("Result")
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first. A half-written one has another name."""
-    return sorted((p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()), key=step_of)
+    return sorted(
+        (p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()), key=step_of
+    )
 
 
 def step_of(folder: Path) -> int:
@@ -35,17 +38,21 @@ def step_of(folder: Path) -> int:
 
 
 def damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | None:
-    """The damage of a checkpoint, in words; None if every file has the size and hash that its manifest says.
+    """The damage of a checkpoint, in words; None if every file has the size and hash that its
+    manifest says.
 
-    The files are read from the disk, not from the page cache, and again after a pause where that fails. `advance` is
-    called as it gets on.
+    The files are read from the disk, not from the page cache, and again after a pause where that
+    fails. `advance` is called as it gets on.
     """
     try:
         files = retried(lambda: read_object(folder / "manifest.json"))["files"]
         if strange := files.keys() ^ belonging(files):
             return f"its manifest lacks or adds {', '.join(sorted(strange)[:3])}"
         for name, expected in files.items():
-            if retried(partial(read_back, folder / name, advance)) != (expected["bytes"], expected["sha256"]):
+            if retried(partial(read_back, folder / name, advance)) != (
+                expected["bytes"],
+                expected["sha256"],
+            ):
                 return f"{name} does not match its sha256"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
@@ -57,14 +64,20 @@ def damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | No
 
 
 def belonging(files: Collection[str]) -> set[str]:
-    """The files of a checkpoint, as many parts among them as the first name of a part in `files` says."""
+    """The files of a checkpoint, as many parts among them as the first name of a part in `files`
+    says."""
     found = (re.fullmatch(r"rank-0-of-([1-9]\d{0,4})\.safetensors", name) for name in files)
     world_size = next((int(match[1]) for match in found if match), 1)
-    return {*WHOLE, "state.json", *(PART.format(rank=rank, world_size=world_size) for rank in range(world_size))}
+    return {
+        *WHOLE,
+        "state.json",
+        *(PART.format(rank=rank, world_size=world_size) for rank in range(world_size)),
+    }
 
 
 def retried(read: Callable[[], Result]) -> Result:
-    """What `read` returns; it is called again, after pauses, while the disk answers with an input/output error."""
+    """What `read` returns; it is called again, after pauses, while the disk answers with an
+    input/output error."""
     for pause in PAUSES:
         try:
             return read()
@@ -88,7 +101,8 @@ def read_back(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
 
 
 def goes_on(folder: Path, samples: int) -> str:
-    """For messages after a failure: from where the same command goes on, and what of `samples` is lost."""
+    """For messages after a failure: from where the same command goes on, and what of `samples` is
+    lost."""
     if not (found := complete(folder)):
         return f"nothing was saved yet, so {samples} samples are lost"
     try:
@@ -102,7 +116,9 @@ def goes_on(folder: Path, samples: int) -> str:
 def verified(folder: Path) -> Path:
     """The checkpoint itself; ValueError if it is damaged."""
     if problem := damage(folder):
-        raise ValueError(f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run.")
+        raise UserError(
+            f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run."
+        )
     return folder
 
 
@@ -112,26 +128,38 @@ def description(folder: Path) -> dict[str, Any]:
 
 
 def checkpoints_of(path: str) -> list[Path]:
-    """The checkpoints that a user means by a path, oldest first: the one that it is, or those of a run."""
+    """The checkpoints that a user means by a path, oldest first: the one that it is, or those of a
+    run."""
     given = Path(path).expanduser()
-    return complete(given / "checkpoints") or complete(given) or ([given] if (given / "state.json").is_file() else [])
+    return (
+        complete(given / "checkpoints")
+        or complete(given)
+        or ([given] if (given / "state.json").is_file() else [])
+    )
 
 
 def newest(path: str) -> Path:
-    """The checkpoint that `resume=path` means: itself, or the newest one of a run; ValueError if there is none."""
+    """The checkpoint that `resume=path` means: itself, or the newest one of a run; ValueError if
+    there is none."""
     if not (found := checkpoints_of(path)):
-        raise ValueError(f"resume={path} is or has no usable checkpoint; name a run folder, or a checkpoint in it.")
+        raise UserError(
+            f"resume={path} is or has no usable checkpoint; name a run folder, or a checkpoint in "
+            "it."
+        )
     return found[-1].resolve()
 
 
 def branch_of(resume: str, own: Path) -> Path | None:
-    """The checkpoint that `resume` names, None for `auto` and `never`; ValueError for an older one of `own` folder."""
+    """The checkpoint that `resume` names, None for `auto` and `never`; ValueError for an older one
+    of `own` folder."""
     if resume in ("auto", "never"):
         return None
-    branch, found = newest(resume), complete(own)
+    branch = newest(resume)
+    found = complete(own)
     if found and branch.parent == own.resolve() and branch != found[-1].resolve():
-        raise ValueError(
-            f"resume={resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new run_dir to branch off."
+        raise UserError(
+            f"resume={resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new "
+            "run_dir to branch off."
         )
     return branch
 
@@ -139,8 +167,8 @@ def branch_of(resume: str, own: Path) -> Path | None:
 def read_newest(path: str, read: Callable[[], Result]) -> Result:
     """What `read` returns, which reads the newest checkpoint of the run at `path`.
 
-    It is called again if it fails and the run has other checkpoints by then: a run that trains at the same time removes
-    old ones.
+    It is called again if it fails and the run has other checkpoints by then: a run that trains at
+    the same time removes old ones.
     """
     for _ in range(TRIES - 1):
         before = checkpoints_of(path)
@@ -153,13 +181,20 @@ def read_newest(path: str, read: Callable[[], Result]) -> Result:
 
 
 def weights_file(path: str, key: str) -> Path:
-    """The safetensors file that `key=path` means: the file itself, or the averages of a checkpoint or a run's latest.
+    """The safetensors file that `key=path` means: the file itself, or the averages of a checkpoint
+    or a run's latest.
 
     ValueError if there is none, or if it lies in a checkpoint that is damaged.
     """
     given = Path(path).expanduser()
     if given.suffix == ".safetensors" and given.is_file():
-        return verified(given.parent) / given.name if (given.parent / "manifest.json").is_file() else given
+        return (
+            verified(given.parent) / given.name
+            if (given.parent / "manifest.json").is_file()
+            else given
+        )
     if not (found := checkpoints_of(path)):
-        raise ValueError(f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one.")
+        raise UserError(
+            f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one."
+        )
     return verified(found[-1]) / "ema.safetensors"

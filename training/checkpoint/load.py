@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from accel.technique import first_line
-from data.manifest import rename
+from common.errors import UserError
+from common.files import rename
+from common.text import first_line
 from training.checkpoint.find import complete, damage, description, verified
 from training.checkpoint.parts import assembled, flat
 from training.checkpoint.save import Savable
 from training.config.schema import RuntimeConfig
-from training.process.ranks import SINGLE, Ranks
+from training.distributed.ranks import SINGLE, Ranks
 
 MALFORMED = (
     *(SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError),
@@ -30,7 +31,8 @@ MALFORMED = (
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a run cannot change, of its configuration; of the data, whose content is not looked at here, the seed."""
+    """What a run cannot change, of its configuration; of the data, whose content is not looked at
+    here, the seed."""
     return {
         "model": config.get("model") or {},
         "data": {"seed": config.get("seed")},
@@ -42,21 +44,26 @@ def identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 MUST_MATCH = tuple(identity({}))
 HASH = 64
-"""Hexadecimal digits with which the fingerprint of a latent set begins; its order and statistics follow."""
+"""Hexadecimal digits with which the fingerprint of a latent set begins; its order and statistics
+follow."""
 
 
-def load_latest(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> tuple[Path, str] | None:
-    """Loads the newest checkpoint that verifies; returns it and the settings changed since, None without any.
+def load_latest(
+    folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE
+) -> tuple[Path, str] | None:
+    """Loads the newest checkpoint that verifies; returns it and the settings changed since, None
+    without any.
 
-    One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is tried. ValueError
-    if there were some and none verifies: starting over is for the user to decide.
+    One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is
+    tried. ValueError if there were some and none verifies: starting over is for the user to decide.
     """
     found = ranks.agreed(lambda: newest_verified(folder))
     return None if found is None else (found, load_verified(found, state, run, ranks))
 
 
 def newest_verified(folder: Path) -> Path | None:
-    """The newest checkpoint that verifies. Clears half-done saves and removals away: the caller holds the lock."""
+    """The newest checkpoint that verifies. Clears half-done saves and removals away: the caller
+    holds the lock."""
     for half in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
         shutil.rmtree(half, ignore_errors=True)
     found = complete(folder)
@@ -68,15 +75,20 @@ def newest_verified(folder: Path) -> Path | None:
             shutil.rmtree(quarantine, ignore_errors=True)
             rename(one, quarantine)
         except OSError as error:
-            raise ValueError(f"{one}: {problem}, and it cannot be set aside ({error.strerror}).") from error
-        warnings.warn(f"{one}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3)
+            raise UserError(
+                f"{one}: {problem}, and it cannot be set aside ({error.strerror})."
+            ) from error
+        warnings.warn(
+            f"{one}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3
+        )
     if found or any(folder.glob("step-*.corrupt")):
-        raise ValueError(f"{folder} holds no checkpoint that verifies; start over in a new run_dir.")
+        raise UserError(f"{folder} holds no checkpoint that verifies; start over in a new run_dir.")
     return None
 
 
 def load(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads a checkpoint, returns the settings changed since; ValueError if it is damaged or belongs to another run."""
+    """Loads a checkpoint, returns the settings changed since; ValueError if it is damaged or
+    belongs to another run."""
     return load_verified(verified(folder), state, run, ranks)
 
 
@@ -84,7 +96,11 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
     try:
         described = {"adapter": {}} | description(folder)  # earlier versions had none
         now = json.loads(json.dumps({name: run[name] for name in MUST_MATCH}))
-        others = {name: difference(described[name], now[name]) for name in MUST_MATCH if described[name] != now[name]}
+        others = {
+            name: difference(described[name], now[name])
+            for name in MUST_MATCH
+            if described[name] != now[name]
+        }
         if "data" in others and same_set(described, run):
             del others["data"]
         content = {} if others else assembled(folder, described, state.kept, ranks)
@@ -96,38 +112,52 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
     except torch.OutOfMemoryError:
         raise
     except MALFORMED as error:
-        raise ValueError(
-            f"{folder} is no checkpoint of this version of ours ({first_line(error)}); use another step."
+        raise UserError(
+            f"{folder} is no checkpoint of this version of ours ({first_line(error)}); use "
+            "another step."
         ) from error
     if others:
         name, told = next(iter(others.items()))
         then, here = (str(data.get("fingerprint")) for data in (described["data"], now["data"]))
-        if name == "data" and then != here and then[:HASH] == here[:HASH] and re.fullmatch("[0-9a-f]+", then[:HASH]):
+        if (
+            name == "data"
+            and then != here
+            and then[:HASH] == here[:HASH]
+            and re.fullmatch("[0-9a-f]+", then[:HASH])
+        ):
             told += (
-                f". The latents are the same: their order, normalisation or storage was {then[HASH + 1 :]} and is "
-                f"{here[HASH + 1 :]}, as data=, data.window, data.normalisation and data.storage choose it"
+                ". The latents are the same: their order, normalisation or storage was "
+                f"{then[HASH + 1 :]} and is {here[HASH + 1 :]}, as data=, data.window, "
+                "data.normalisation and data.storage choose it"
             )
-        instead = "" if described["adapter"] else f", or init_from={folder} to start from its weights"
-        raise ValueError(f"{folder} was made with another {name}: {told}. Use a new run_dir{instead}.")
+        instead = (
+            "" if described["adapter"] else f", or init_from={folder} to start from its weights"
+        )
+        raise UserError(
+            f"{folder} was made with another {name}: {told}. Use a new run_dir{instead}."
+        )
     try:
         state.load_state_dict(content)
     except torch.OutOfMemoryError:
         raise
     except MALFORMED as error:
         told = str(error) if isinstance(error, ValueError) else first_line(error)
-        raise ValueError(f"{folder} does not fit this run: {told}") from error
+        raise UserError(f"{folder} does not fit this run: {told}") from error
     return changed
 
 
 def same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
-    """Whether a checkpoint of an earlier version has the run's data: its fingerprint left out mean and std."""
-    then, now = described["spec"], run["spec"]
+    """Whether a checkpoint of an earlier version has the run's data: its fingerprint left out mean
+    and std."""
+    then = described["spec"]
+    now = run["spec"]
     earlier = {"fingerprint": now["earlier_fingerprint"], "seed": run["data"]["seed"]}
     return described["data"] == earlier and (then["mean"], then["std"]) == (now["mean"], now["std"])
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """The keys in which two descriptions differ, with both values."""
-    was, now = dict(flat(old)), dict(flat(new))
+    was = dict(flat(old))
+    now = dict(flat(new))
     keys = sorted(k for k in was.keys() | now.keys() if was.get(k) != now.get(k))
     return ", ".join(f"{k} was {was.get(k)}, is {now.get(k)}" for k in keys)

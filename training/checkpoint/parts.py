@@ -1,8 +1,9 @@
-"""Splits a training state among the processes that write it, and puts it together again from their files.
+"""Splits a training state among the processes that write it, and puts it together again from their
+files.
 
-Each piece of the state says how it is kept, see `Kept`; `training/state.py` lists the pieces. Tensors go into one file
-a process, sharded ones as this process's rows. Read together, the rows give whole tensors, which fit any number of
-processes.
+Each piece of the state says how it is kept, see `Kept`; `training/state.py` lists the pieces.
+Tensors go into one file a process, sharded ones as this process's rows. Read together, the rows
+give whole tensors, which fit any number of processes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accel.parallel import local, rows_of, whole
-from accel.technique import first_line
+from accel.sharding import local, rows_of, whole
+from common.errors import UserError
+from common.text import first_line
 from training.checkpoint.find import PART
-from training.process.ranks import SINGLE, Ranks
+from training.distributed.ranks import SINGLE, Ranks
 
 
 class Kept(Enum):
@@ -48,14 +50,17 @@ class Staged(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for tensors in (*self.whole.values(), self.own) for t in tensors.values())
+        return sum(
+            t.nbytes for tensors in (*self.whole.values(), self.own) for t in tensors.values()
+        )
 
 
 class HostCopies:
-    """Host memory that tensors are copied to, kept from one save to the next; page-locked beside a GPU.
+    """Host memory that tensors are copied to, kept from one save to the next; page-locked beside a
+    GPU.
 
-    The copies are queued on the current stream, after the step that made the values and before the next one, so
-    only a caller of `ready` waits for them.
+    The copies are queued on the current stream, after the step that made the values and before the
+    next one, so only a caller of `ready` waits for them.
     """
 
     def __init__(self) -> None:
@@ -66,11 +71,14 @@ class HostCopies:
     def take(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.memory or self.memory[name].shape != tensor.shape:
             try:
-                self.memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self.memory[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
             except RuntimeError as error:
-                raise ValueError(
-                    f"there is no host memory for a copy of the state, {tensor.nbytes / 2**20:.0f} MiB for {name} "
-                    f"({first_line(error)}); use async_checkpoints=false."
+                raise UserError(
+                    "there is no host memory for a copy of the state, "
+                    f"{tensor.nbytes / 2**20:.0f} MiB for {name} ({first_line(error)}); use "
+                    "async_checkpoints=false."
                 ) from error
         return self.memory[name].copy_(tensor, non_blocking=True)
 
@@ -82,14 +90,18 @@ class HostCopies:
             self.copied.record()
 
     def ready(self) -> None:
-        """Waits until all copies are complete. Any thread may call it; a new thread starts on the first device."""
+        """Waits until all copies are complete. Any thread may call it; a new thread starts on the
+        first device."""
         if self.copied is not None:
             torch.cuda.set_device(self.device)
             self.copied.synchronize()
 
 
-def stage(state: Mapping[str, Any], kept: Mapping[str, Kept], first: bool, copies: HostCopies | None) -> Staged:
-    """Takes this process's share of a state, pieces by name, to host memory; all processes call it together.
+def stage(
+    state: Mapping[str, Any], kept: Mapping[str, Kept], first: bool, copies: HostCopies | None
+) -> Staged:
+    """Takes this process's share of a state, pieces by name, to host memory; all processes call it
+    together.
 
     Without `copies` tensors of the host are taken as they are: write them before the next step.
     """
@@ -107,7 +119,9 @@ def stage(state: Mapping[str, Any], kept: Mapping[str, Kept], first: bool, copie
             staged.whole.update({piece: found} if first else {})
             continue
         if how in (Kept.values, Kept.sums):
-            staged.values[piece] = {k: v for k, v in state[piece].items() if not isinstance(v, Tensor)}
+            staged.values[piece] = {
+                k: v for k, v in state[piece].items() if not isinstance(v, Tensor)
+            }
         for name, leaf in flat(state[piece], piece):
             if isinstance(leaf, DTensor):
                 if (start := rows_of(leaf)) is not None:
@@ -132,20 +146,29 @@ def assembled(
     found: dict[str, list[tuple[int, Tensor]]] = {}
     """Tensor -> (first row, rows) in each file that has it."""
     for rank in range(values["world_size"]):
-        with safe_open(folder / PART.format(rank=rank, world_size=values["world_size"]), "pt") as opened:
+        with safe_open(
+            folder / PART.format(rank=rank, world_size=values["world_size"]), "pt"
+        ) as opened:
             rows = json.loads(opened.metadata()["rows"])
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 found.setdefault(name, []).append((rows.get(name, 0), opened.get_tensor(name)))
     with_numbers = (Kept.values, Kept.sums)
-    state: dict[str, Any] = {piece: dict(values[piece]) if how in with_numbers else {} for piece, how in kept.items()}
+    state: dict[str, Any] = {
+        piece: dict(values[piece]) if how in with_numbers else {} for piece, how in kept.items()
+    }
     for piece, how in kept.items():
         if how is Kept.whole:
             state[piece] = load_file(folder / f"{piece}.safetensors")
     for name, leaf in [*values["leaves"].items(), *found.items()]:
         piece, key, *rest = name.split(".")
         if kept[piece] in (Kept.each, Kept.sums):
-            key, rest = ".".join([key, *rest]), []
-        node = state[piece].setdefault(int(key) if key.isdecimal() else key, {}) if rest else state[piece]
+            key = ".".join([key, *rest])
+            rest = []
+        node = (
+            state[piece].setdefault(int(key) if key.isdecimal() else key, {})
+            if rest
+            else state[piece]
+        )
         node[rest[0] if rest else key] = joined(leaf, kept[piece], ranks) if name in found else leaf
     return state
 
@@ -157,7 +180,11 @@ def joined(found: list[tuple[int, Tensor]], how: Kept, ranks: Ranks) -> Tensor:
         return tensors[ranks.rank % len(tensors)]
     if how is Kept.sums:
         return torch.stack(tensors).mean(0)
-    return tensors[0] if len(tensors) == 1 else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
+    return (
+        tensors[0]
+        if len(tensors) == 1
+        else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
+    )
 
 
 def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,9 @@
 """Writing a safetensors file as a stream that is hashed on its way to the disk.
 
-The hash is of what was meant to be written, not of what a disk gave back, and no second copy is made in memory.
-Format: https://github.com/huggingface/safetensors (8 bytes of header length, a JSON header, the tensors' bytes).
+The hash is of what was meant to be written, not of what a disk gave back, and no second copy is
+made in memory.
+Format: https://github.com/huggingface/safetensors (8 bytes of header length, a JSON header, the
+tensors' bytes).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ DTYPES = {
 CHUNK = 1 << 24
 """Bytes that are hashed and written at a time."""
 FLUSH = 1 << 28
-"""Bytes that may be on their way to the disk: a large file at once would leave nobody told of its progress."""
+"""Bytes that may be on their way to the disk: a large file at once would leave nobody told of its
+progress."""
 
 
 def write_tensors(
@@ -41,12 +44,14 @@ def write_tensors(
     metadata: Mapping[str, str],
     wrote: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Any]:
-    """Writes tensors of the host to `file`, flushed to the disk; returns its size and hash: `bytes` and `sha256`.
+    """Writes tensors of the host to `file`, flushed to the disk; returns its size and hash: `bytes`
+    and `sha256`.
 
-    `wrote` is called with the bytes of each part; all but the last `FLUSH` of them are on the disk then.
-    TypeError for a dtype that the format lacks; OSError as the disk gives it.
+    `wrote` is called with the bytes of each part; all but the last `FLUSH` of them are on the disk
+    then. TypeError for a dtype that the format lacks; OSError as the disk gives it.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with file.open("wb") as stream:
         for part in parts_of(tensors, metadata):
             digest.update(part)
@@ -60,7 +65,9 @@ def write_tensors(
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def parts_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def parts_of(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
     """The bytes of the file, in order; wide dtypes first, so that every tensor lies aligned."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
@@ -68,8 +75,13 @@ def parts_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iter
     for name, tensor in ordered:
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} is of {tensor.dtype}, which safetensors does not hold.")
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+        end = end + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
+from common.errors import UserError
 from training.config.extensions import is_admitted
 
 PACKAGES = ("accel", "data", "models", "training")
@@ -18,66 +19,95 @@ OUTSIDERS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW
 """What a `_target_` may name outside our packages, in full."""
 
 
-MOVED = {"training.loggers": "training.process.loggers"}
-"""Modules that had another name in a released version -> where they are now; configurations may still name them."""
+MOVED = {"training.loggers": "training.loggers"}
+"""Modules that had another name in a released version -> where they are now; configurations may
+still name them."""
 
 
 def resolve_target(target: str, key: str) -> type:
-    """The class that `target` names; ValueError unless that very module defines it, and the module is one of ours or of
-    an admitted extension, or it is an outsider.
+    """The class that `target` names; ValueError unless that very module defines it, and the module
+    is one of ours or of an admitted extension, or it is an outsider.
 
-    The object itself is judged, not its path: `models.denoiser.torch.load` starts like one of ours and is not.
+    The object itself is judged, not its path: `models.denoiser.torch.load` starts like one of ours
+    and is not.
     """
     refusal = (
-        f"{key}._target_={target} is not allowed: it must be a class defined in one of {', '.join(PACKAGES)}, in a "
-        f"package that extensions=[…] on this command line names, or one of {', '.join(OUTSIDERS)}."
+        f"{key}._target_={target} is not allowed: it must be a class defined in one of "
+        f"{', '.join(PACKAGES)}, in a package that extensions=[…] on this command line names, or "
+        f"one of {', '.join(OUTSIDERS)}."
     )
     if not isinstance(target, str):
-        raise ValueError(refusal)
+        raise UserError(refusal)
     module_name, _, name = target.rpartition(".")
     module_name = MOVED.get(module_name, module_name)
-    if target not in OUTSIDERS and module_name.split(".")[0] not in PACKAGES and not is_admitted(target):
-        raise ValueError(refusal)
+    if (
+        target not in OUTSIDERS
+        and module_name.split(".")[0] not in PACKAGES
+        and not is_admitted(target)
+    ):
+        raise UserError(refusal)
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
-            raise ValueError(refusal) from None
-        raise ValueError(f"{key}._target_={target} needs the package {error.name}; install it.") from error
+            raise UserError(refusal) from None
+        raise UserError(
+            f"{key}._target_={target} needs the package {error.name}; install it."
+        ) from error
     ours = inspect.isclass(found) and found.__module__ == module_name and found.__qualname__ == name
     if not (ours or target in OUTSIDERS):
-        raise ValueError(refusal)
+        raise UserError(refusal)
     return typing.cast(type, found)
 
 
-def build(node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object, **runtime: Any) -> Any:
-    """Builds what `node` describes, a `kind`: `_target_` called with the node's other keys and with `runtime`.
+def build(
+    node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object, **runtime: Any
+) -> Any:
+    """Builds what `node` describes, a `kind`: `_target_` called with the node's other keys and with
+    `runtime`.
 
-    Before the call the keys are checked against the target's signature: unknown, missing and mistyped ones are a
-    ValueError that names `key`, the value and the fix. Nested nodes are built first; `_partial_: true` in one of them
-    gives a partial. Runtime arguments that the signature lacks are an error of ours, not of the user.
+    Before the call the keys are checked against the target's signature: unknown, missing and
+    mistyped ones are a ValueError that names `key`, the value and the fix. Nested nodes are built
+    first; `_partial_: true` in one of them gives a partial. Runtime arguments that the signature
+    lacks are an error of ours, not of the user.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ValueError(f"{key} has no _target_; choose one of the group's files, for example {key}=<name>.")
+        raise UserError(
+            f"{key} has no _target_; choose one of the group's files, for example {key}=<name>."
+        )
     target = resolve_target(node["_target_"], key)
     if not issubclass(target, kind):
-        raise ValueError(f"{key}._target_={node['_target_']} is no {kind.__name__}, which {key} must be.")
+        raise UserError(
+            f"{key}._target_={node['_target_']} is no {kind.__name__}, which {key} must be."
+        )
     built = built_arguments(target, node, key, supplied=set(runtime), skip=len(args))
     try:
         return target(*args, **built, **runtime)
     except ValueError as error:
         if node["_target_"] in OUTSIDERS:
-            raise ValueError(f"{key}: {error}; {target.__name__} refuses that value.") from error
+            raise UserError(f"{key}: {error}; {target.__name__} refuses that value.") from error
         raise
 
 
 def built_arguments(
-    target: type, node: Mapping[str, Any], key: str, *, partially: bool = False, supplied: set[str], skip: int
+    target: type,
+    node: Mapping[str, Any],
+    key: str,
+    *,
+    partially: bool = False,
+    supplied: set[str],
+    skip: int,
 ) -> dict[str, Any]:
     """The node's other keys, checked, and those among them built that are nodes themselves."""
-    given = {k: v for k, v in node.items() if k != "_target_" and not (partially and k == "_partial_")}
+    given = {
+        k: v for k, v in node.items() if k != "_target_" and not (partially and k == "_partial_")
+    }
     checked = check_arguments(target, given, key, partially=partially, supplied=supplied, skip=skip)
-    nested = {name: value for name, value in checked.items() if isinstance(value, Mapping) and "_target_" in value}
+    nested = {
+        name: value
+        for name, value in checked.items()
+        if isinstance(value, Mapping) and "_target_" in value
+    }
     return checked | {name: build_nested(value, f"{key}.{name}") for name, value in nested.items()}
 
 
@@ -85,7 +115,9 @@ def build_nested(node: Mapping[str, Any], key: str) -> Any:
     if not node.get("_partial_"):
         return build({k: v for k, v in node.items() if k != "_partial_"}, key)
     target = resolve_target(node["_target_"], key)
-    return partial(target, **built_arguments(target, node, key, partially=True, supplied=set(), skip=0))
+    return partial(
+        target, **built_arguments(target, node, key, partially=True, supplied=set(), skip=0)
+    )
 
 
 def check_arguments(
@@ -97,35 +129,53 @@ def check_arguments(
         if name in supplied or name not in parameters:
             names = [n for n in parameters if n not in supplied]
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {key}.{close[0]}?" if close else f"it takes {', '.join(names) or 'no arguments'}."
-            raise ValueError(f"{key}.{name}={value}: {target.__name__} has no argument {name}; {hint}")
+            hint = (
+                f"did you mean {key}.{close[0]}?"
+                if close
+                else f"it takes {', '.join(names) or 'no arguments'}."
+            )
+            raise UserError(
+                f"{key}.{name}={value}: {target.__name__} has no argument {name}; {hint}"
+            )
     required = [n for n, p in parameters.items() if p.default is p.empty]
     missing = [n for n in required if n not in given and n not in supplied]
     if missing and not partially:
-        raise ValueError(
-            f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set {key}.{missing[0]}=<value>."
+        raise UserError(
+            f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set "
+            f"{key}.{missing[0]}=<value>."
         )
     hints = typing.get_type_hints(target.__init__)
-    return {name: check_type(value, hints.get(name, Any), f"{key}.{name}") for name, value in given.items()}
+    return {
+        name: check_type(value, hints.get(name, Any), f"{key}.{name}")
+        for name, value in given.items()
+    }
 
 
 def check_type(value: Any, annotation: Any, key: str) -> Any:
-    """`value` as the annotated type (whole numbers become floats, lists tuples where asked); ValueError otherwise."""
+    """`value` as the annotated type (whole numbers become floats, lists tuples where asked);
+    ValueError otherwise."""
     try:
         return converted(value, annotation)
     except TypeError:
         choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
-        expected = f"one of {', '.join(map(str, choices))}" if choices else f"of type {type_name(annotation)}"
-        raise ValueError(f"{key}={value} is not {expected}; give a value that is.") from None
+        expected = (
+            f"one of {', '.join(map(str, choices))}"
+            if choices
+            else f"of type {type_name(annotation)}"
+        )
+        raise UserError(f"{key}={value} is not {expected}; give a value that is.") from None
 
 
 def converted(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation`; TypeError if it does not fit. Types that YAML cannot hold accept nested nodes only."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    """`value` as `annotation`; TypeError if it does not fit. Types that YAML cannot hold accept
+    nested nodes only."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if annotation is Any or (isinstance(value, Mapping) and "_target_" in value):
         return value
     if origin in (typing.Union, types.UnionType):
-        for member in sorted(arguments, key=lambda member: member is float):  # an int for `float | int` stays an int
+        # an int for `float | int` stays an int
+        for member in sorted(arguments, key=lambda member: member is float):
             try:
                 return converted(value, member)
             except TypeError:
@@ -134,7 +184,11 @@ def converted(value: Any, annotation: Any) -> Any:
         if value in arguments:
             return value
     elif origin in (tuple, list) and isinstance(value, list | tuple):
-        members = [arguments[0]] * len(value) if origin is list or arguments[1:] == (...,) else list(arguments)
+        members = (
+            [arguments[0]] * len(value)
+            if origin is list or arguments[1:] == (...,)
+            else list(arguments)
+        )
         if len(members) == len(value):
             return origin(converted(v, a) for v, a in zip(value, members, strict=True))
     elif annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -152,4 +206,8 @@ def converted(value: Any, annotation: Any) -> Any:
 
 
 def type_name(annotation: Any) -> str:
-    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
+    return (
+        annotation.__name__
+        if inspect.isclass(annotation)
+        else str(annotation).replace("typing.", "")
+    )

@@ -1,7 +1,7 @@
 """Composing the configuration, and one clear sentence for every way to get it wrong.
 
-The spine is typed by `schema.py`. Components (model, data, objective, optim, logger, encoder) are plain yaml with a
-`_target_`, checked by `build.py` against the target's own signature.
+The spine is typed by `schema.py`. Components (model, data, objective, optim, logger, encoder) are
+plain yaml with a `_target_`, checked by `build.py` against the target's own signature.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from accel.text import printable
+from common.errors import UserError
+from common.machine_errors import of_machine
+from common.terminal import advisory_printing
+from common.text import printable
 from training.config import extensions
-from training.config.machine import of_machine
 from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
-from training.config.terminal import advisory_printing
 from training.config.words import (
     CONF,
     FOREIGN_DRAWING,
@@ -57,7 +58,8 @@ from training.config.yaml_text import as_yaml
 
 
 def unlocked(kind: type) -> DictConfig:
-    """The schema of a frozen dataclass, open for merging; `OmegaConf.to_object` gives the frozen object."""
+    """The schema of a frozen dataclass, open for merging; `OmegaConf.to_object` gives the frozen
+    object."""
 
     def unlock(node: DictConfig, schema: type) -> None:
         OmegaConf.set_readonly(node, False)
@@ -96,7 +98,8 @@ class Composed(NamedTuple):
 
 
 def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
-    """Composes and checks a configuration as the command line would; for scripts, notebooks and tests.
+    """Composes and checks a configuration as the command line would; for scripts, notebooks and
+    tests.
 
     ValueError, in one sentence with key, value and fix, for every mistake in `overrides`.
     """
@@ -111,19 +114,24 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     except Exception as error:
         if not of_library(error):
             raise
-        raise ValueError(explain(error, words, SCHEMAS[config_name])) from error
+        raise UserError(explain(error, words, SCHEMAS[config_name])) from error
 
 
 def of_library(error: BaseException) -> bool:
     """Whether Hydra or OmegaConf refused a word, or broke on one."""
     origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    broke = any(origin.is_relative_to(Path(str(library.__file__)).parent) for library in (hydra, omegaconf))
+    broke = any(
+        origin.is_relative_to(Path(str(library.__file__)).parent) for library in (hydra, omegaconf)
+    )
     return broke or isinstance(error, HydraException | OmegaConfBaseException)
 
 
 def composed_by_hydra(source: DictConfig) -> Composed:
-    """The same for a function that `hydra.main` called; ValueError, too, for a path that it cannot start with."""
-    composed = settle(source, HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task))
+    """The same for a function that `hydra.main` called; ValueError, too, for a path that it cannot
+    start with."""
+    composed = settle(
+        source, HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
+    )
     refuse_paths(composed.cfg)
     return composed
 
@@ -133,15 +141,21 @@ def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str])
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = extensions.named_by(overrides)
     if unasked := [name for name in source.get("extensions") or [] if name not in named]:
-        raise ValueError(
-            f"extensions={unasked} comes from a file, and only the command itself may say whose code it runs; put "
-            f"extensions=[{','.join(unasked)}] on the command line, or set {extensions.ENVIRONMENT}."
+        raise UserError(
+            f"extensions={unasked} comes from a file, and only the command itself may say whose "
+            f"code it runs; put extensions=[{','.join(unasked)}] on the command line, or set "
+            f"{extensions.ENVIRONMENT}."
         )
     source["extensions"] = named
     cfg = typed(kind, source, overrides)
     cfg.check()
     chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}
-    return Composed(cfg, chosen, redact_words(overrides), redacted(OmegaConf.to_container(source, resolve=False)))
+    return Composed(
+        cfg,
+        chosen,
+        redact_words(overrides),
+        redacted(OmegaConf.to_container(source, resolve=False)),
+    )
 
 
 def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
@@ -149,8 +163,9 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
     known = {f.name: f for f in fields(schema)}
     for name in node:
         if name not in known:
-            raise ValueError(
-                f"{prefix}{name}={node[name]}: there is no such key; {nearest(str(name), list(known), prefix)}"
+            raise UserError(
+                f"{prefix}{name}={node[name]}: there is no such key; "
+                f"{nearest(str(name), list(known), prefix)}"
             )
         nested = known[str(name)].default_factory
         if isinstance(nested, type) and is_dataclass(nested):
@@ -158,15 +173,24 @@ def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
 
 
 def refuse_strange_numbers(node: Any) -> None:
-    """ValueError for NaN and infinity, which pass the comparisons of a check, and for whole numbers beyond 64 bits."""
+    """ValueError for NaN and infinity, which pass the comparisons of a check, and for whole numbers
+    beyond 64 bits."""
     todo = [("", OmegaConf.to_container(node, resolve=True))]
     while todo:
         key, value = todo.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{key}={value} is no finite number; give one.")
+            raise UserError(f"{key}={value} is no finite number; give one.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number.")
-        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            raise UserError(
+                f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number."
+            )
+        children = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
         todo += [(f"{key}.{name}".lstrip("."), child) for name, child in children]
 
 
@@ -174,16 +198,27 @@ def refuse_strange_numbers(node: Any) -> None:
 def one_sentence() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.
 
-    What we tell users is a ValueError from a `raise` of our own; any other exception is ours to mend and keeps its
-    traceback, but for those of a machine that has no room left. FASTLATENT_TRACEBACK=1 keeps all of them. Inside are
-    functions that `hydra.main` calls, too, so Hydra's own exceptions are explained here as well. What is printed
-    inside may get lost, and ends nothing.
+    What we tell users is a ValueError from a `raise` of our own; any other exception is ours to
+    mend and keeps its traceback, but for those of a machine that has no room left.
+    FASTLATENT_TRACEBACK=1 keeps all of them. Inside are functions that `hydra.main` calls, too, so
+    Hydra's own exceptions are explained here as well. What is printed inside may get lost, and ends
+    nothing.
     """
     with advisory_printing():
         try:
             yield
-        except (HydraException, OmegaConfBaseException, ValueError, OSError, MemoryError, RuntimeError) as error:
-            if os.environ.get("FASTLATENT_TRACEBACK") == "1" or (message := sentence_of(error)) is None:
+        except (
+            HydraException,
+            OmegaConfBaseException,
+            ValueError,
+            OSError,
+            MemoryError,
+            RuntimeError,
+        ) as error:
+            if (
+                os.environ.get("FASTLATENT_TRACEBACK") == "1"
+                or (message := sentence_of(error)) is None
+            ):
                 raise
             print(f"error: {printable(scrubbed(message))}", file=sys.stderr)
             sys.exit(1)
@@ -197,7 +232,10 @@ def sentence_of(error: Exception) -> str | None:
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
         return explain(error, sys.argv[1:], schema)
     origin = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(origin.filename).is_relative_to(ROOT) and "site-packages" not in Path(origin.filename).parts
+    ours = (
+        Path(origin.filename).is_relative_to(ROOT)
+        and "site-packages" not in Path(origin.filename).parts
+    )
     deliberate = isinstance(error, ValueError) and ours and (origin.line or "").startswith("raise ")
     return str(error) if deliberate else None
 
@@ -205,19 +243,26 @@ def sentence_of(error: Exception) -> str | None:
 def explain(error: Exception, words: list[str], schema: type) -> str:
     """Hydra's or OmegaConf's message on the words for a `schema`, as key, value and fix."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    text, detail = str(error).strip(), str(cause).strip().splitlines()[0]
+    text = str(error).strip()
+    detail = str(cause).strip().splitlines()[0]
     key = re.sub(r"\[.*", "", getattr(cause, "full_key", None) or "")
     word = as_given(key, words)
     if override := getattr(cause, "override", None):
         return not_read(str(override))
     if found := re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text):
-        remedy = f"write {found[2]}=[…] for a list, {found[2]}=\"'…'\" for text, a point in a number"
+        remedy = (
+            f"write {found[2]}=[…] for a list, {found[2]}=\"'…'\" for text, a point in a number"
+        )
         remedy = "choose one" if choices_of(found[2]) else remedy
         return f"{found[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
     if found := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         group, name = found.groups()
-        more = "; latents of your own are data=resident data.path=<folder>" if group == "data" else ""
-        options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line]
+        more = (
+            "; latents of your own are data=resident data.path=<folder>" if group == "data" else ""
+        )
+        options = [
+            line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line
+        ]
         options = options or choices_of(group)
         return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}{more}."
     if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
@@ -245,7 +290,9 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
 def nearest_of(key: str, schema: type) -> str:
     """The fix for a key that the configuration lacks."""
     group, _, inner = key.partition(".")
-    if having := [f"{group}={choice}" for _, choice in keys_of_choices(inner, group) if choices_of(group)]:
+    if having := [
+        f"{group}={choice}" for _, choice in keys_of_choices(inner, group) if choices_of(group)
+    ]:
         return f"{having[0]} has it; add {' or '.join(having[:2])}."
     if choices_of(key):
         return f"it is a group of {'train.py' if schema is PrecomputeConfig else 'precompute_latents.py'}."
@@ -272,36 +319,51 @@ Words = TypeVar("Words")
 
 
 def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
-    """A frozen dataclass from `key=value` words, for commands that compose nothing. `--help` prints and exits.
+    """A frozen dataclass from `key=value` words, for commands that compose nothing. `--help` prints
+    and exits.
 
     Every such command takes `extensions=[…]` too, for models and encoders of the user's own.
     """
     if any(word in ("-h", "--help") for word in words):
-        print(help_text.strip() + "\n\nKeys:\n" + as_yaml(OmegaConf.structured(schema)) + "extensions: []")
+        print(
+            help_text.strip()
+            + "\n\nKeys:\n"
+            + as_yaml(OmegaConf.structured(schema))
+            + "extensions: []"
+        )
         sys.exit(0)
     own = {field.name for field in fields(cast(Any, schema))}
-    foreign = {theirs: ours for theirs, ours in FOREIGN_DRAWING.items() if ours.partition("=")[0] in own - {theirs}}
+    foreign = {
+        theirs: ours
+        for theirs, ours in FOREIGN_DRAWING.items()
+        if ours.partition("=")[0] in own - {theirs}
+    }
     refuse_form(words, foreign)
     if "encoder" in own:  # the folder itself, which precompute_latents.py is told in two words
-        words = [re.sub("^encoder[.]path=", "encoder=", word) for word in words if word != "encoder=local"]
+        words = [
+            re.sub("^encoder[.]path=", "encoder=", word)
+            for word in words
+            if word != "encoder=local"
+        ]
     extensions.admit(words)
     given = OmegaConf.create({})
     for word in words:
         key, _, value = word.partition("=")
         if key in foreign:
-            raise ValueError(f"{word} is not spelled so here; use {spelled(foreign[key], value)}.")
+            raise UserError(f"{word} is not spelled so here; use {spelled(foreign[key], value)}.")
         if key != extensions.KEY:
             try:
                 given.merge_with_dotlist([word])
             except Exception as error:  # of YAML and OmegaConf; they name no word
-                raise ValueError(not_read(word)) from error
+                raise UserError(not_read(word)) from error
     return typed(schema, given, words)
 
 
 def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     """A frozen dataclass with the values of a mapping; the rest are its defaults.
 
-    ValueError, in one sentence, for a key that the schema lacks or a value of another type; `words` are what was typed.
+    ValueError, in one sentence, for a key that the schema lacks or a value of another type; `words`
+    are what was typed.
     """
     node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
     refuse_unknown(node, schema)
@@ -309,7 +371,7 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
         refuse_strange_numbers(node)
         found = cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
     except OmegaConfBaseException as error:
-        raise ValueError(explain(error, words, schema)) from error
+        raise UserError(explain(error, words, schema)) from error
     refuse_nested(found, schema, words)
     return found
 
@@ -317,10 +379,11 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
 def refuse_nested(node: Any, schema: type, words: list[str], prefix: str = "") -> None:
     """ValueError for a list or mapping inside one of plain values, which OmegaConf lets pass."""
     for field in fields(node):
-        value, key = getattr(node, field.name), f"{prefix}{field.name}"
+        value = getattr(node, field.name)
+        key = f"{prefix}{field.name}"
         if is_dataclass(value):
             refuse_nested(value, schema, words, f"{key}.")
         elif str(field.type).startswith(("list[", "dict[str, str]")):
             entries = value.values() if isinstance(value, dict) else value or ()
             if any(isinstance(entry, list | dict) for entry in entries):
-                raise ValueError(f"{as_given(key, words)} must be {must_be(schema, key)}.")
+                raise UserError(f"{as_given(key, words)} must be {must_be(schema, key)}.")

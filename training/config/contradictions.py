@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.errors import UserError
+
 WHOLE = ("torch.optim.Adafactor",)
 """Optimizers that need whole matrices."""
 DECIDE_ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
 
 
-def check_pairs(runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None) -> None:
+def check_pairs(
+    runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
+) -> None:
     """ValueError for keys that do not go together."""
     check_tune(runtime, deterministic)
     check_compile(runtime, accumulation_steps, deterministic)
@@ -25,24 +29,27 @@ def check_pairs(runtime: Any, accumulation_steps: int, deterministic: bool, opti
 def check_tune(runtime: Any, deterministic: bool) -> None:
     """ValueError for a choice by time that cannot be made."""
     if runtime.tune_seconds <= 0:
-        raise ValueError(f"runtime.tune_seconds={runtime.tune_seconds} must be above 0.")
+        raise UserError(f"runtime.tune_seconds={runtime.tune_seconds} must be above 0.")
     if not runtime.tune:
         return
     if deterministic:
-        raise ValueError(
-            "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down with `python -m "
-            "scripts.plan tune` and use runtime=tuned with deterministic=true."
+        raise UserError(
+            "runtime.tune=true chooses techniques by their time, so runs differ; write the "
+            "choice down with `python -m scripts.plan tune` and use runtime=tuned with "
+            "deterministic=true."
         )
     mode = runtime.parallel.mode.value
     if mode in ("fsdp", "hsdp"):
-        raise ValueError(
-            f"runtime.tune=true does not go with runtime.parallel.mode={mode}: it measures in one process, which holds "
-            f"the whole model; use runtime.parallel.mode=ddp, or runtime=production."
+        raise UserError(
+            f"runtime.tune=true does not go with runtime.parallel.mode={mode}: it measures in one "
+            "process, which holds the whole model; use runtime.parallel.mode=ddp, or "
+            "runtime=production."
         )
     if runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:
-        raise ValueError(
-            f"runtime.tune_seconds={runtime.tune_seconds} must be below the {runtime.parallel.timeout_minutes} minutes "
-            f"of runtime.parallel.timeout_minutes, for which other processes wait."
+        raise UserError(
+            f"runtime.tune_seconds={runtime.tune_seconds} must be below the "
+            f"{runtime.parallel.timeout_minutes} minutes of runtime.parallel.timeout_minutes, for "
+            "which other processes wait."
         )
 
 
@@ -54,16 +61,16 @@ def check_compile(runtime: Any, accumulation_steps: int, deterministic: bool) ->
     if mode == "reduce-overhead" and (
         runtime.cuda_graph or accumulation_steps > 1 or runtime.compile_scope.value == "blocks"
     ):
-        raise ValueError(
-            "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks compiled "
-            "one by one, and cannot be captured; use runtime.compile_scope=model accumulation_steps=1 "
-            "runtime.cuda_graph=false, or runtime.cuda_graph=true runtime.compile_mode=default, which works with "
-            "all of them."
+        raise UserError(
+            "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and "
+            "with blocks compiled one by one, and cannot be captured; use "
+            "runtime.compile_scope=model accumulation_steps=1 runtime.cuda_graph=false, or "
+            "runtime.cuda_graph=true runtime.compile_mode=default, which works with all of them."
         )
     if mode == "max-autotune-no-cudagraphs" and deterministic:
-        raise ValueError(
-            "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs differ; "
-            "use runtime.compile_mode=default with deterministic=true."
+        raise UserError(
+            "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so "
+            "runs differ; use runtime.compile_mode=default with deterministic=true."
         )
 
 
@@ -73,29 +80,31 @@ def check_sharding(runtime: Any, optimizer: str | None) -> None:
     if mode not in ("fsdp", "hsdp"):
         return
     if runtime.compile and runtime.compile_scope.value == "model":
-        raise ValueError(
-            f"runtime.compile_scope=model does not go with runtime.parallel.mode={mode}, which gathers parameters "
-            f"block by block; use runtime.compile_scope=blocks."
+        raise UserError(
+            f"runtime.compile_scope=model does not go with runtime.parallel.mode={mode}, which "
+            "gathers parameters block by block; use runtime.compile_scope=blocks."
         )
     if optimizer in WHOLE or (optimizer or "").startswith("training.optimizers."):
-        raise ValueError(
-            f"optim._target_={optimizer} does not go with runtime.parallel.mode={mode}, which cuts the optimizer's "
-            f"state as it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp."
+        raise UserError(
+            f"optim._target_={optimizer} does not go with runtime.parallel.mode={mode}, which "
+            "cuts the optimizer's state as it cuts parameters; use optim=adamw, or "
+            "runtime.parallel.mode=ddp."
         )
     if runtime.weights.value == "bf16":
-        raise ValueError(
-            f"runtime.weights=bf16 does not go with runtime.parallel.mode={mode}, which shards parameters of one dtype "
-            f"only; use runtime.parallel.mode=ddp, or runtime.weights=fp32."
+        raise UserError(
+            f"runtime.weights=bf16 does not go with runtime.parallel.mode={mode}, which shards "
+            "parameters of one dtype only; use runtime.parallel.mode=ddp, or "
+            "runtime.weights=fp32."
         )
     if runtime.offload_optimizer:
-        raise ValueError(
-            f"runtime.offload_optimizer=true does not go with runtime.parallel.mode={mode}, which has an offload of "
-            f"its own; use runtime.parallel.cpu_offload=true."
+        raise UserError(
+            f"runtime.offload_optimizer=true does not go with runtime.parallel.mode={mode}, which "
+            "has an offload of its own; use runtime.parallel.cpu_offload=true."
         )
     if runtime.offload_activations:
-        raise ValueError(
-            f"runtime.offload_activations=true was never tried with runtime.parallel.mode={mode}; use "
-            f"runtime.parallel.mode=ddp."
+        raise UserError(
+            f"runtime.offload_activations=true was never tried with runtime.parallel.mode={mode}; "
+            "use runtime.parallel.mode=ddp."
         )
 
 
@@ -103,9 +112,9 @@ def check_offload(runtime: Any) -> None:
     """ValueError for activations that would stay on the device."""
     selective = runtime.gradient_checkpointing and runtime.checkpoint_policy.value == "selective"
     if runtime.offload_activations and selective:
-        raise ValueError(
-            "runtime.offload_activations=true cannot move the results that runtime.checkpoint_policy=selective keeps; "
-            "use runtime.checkpoint_policy=blocks."
+        raise UserError(
+            "runtime.offload_activations=true cannot move the results that "
+            "runtime.checkpoint_policy=selective keeps; use runtime.checkpoint_policy=blocks."
         )
 
 
@@ -113,7 +122,7 @@ def check_momentum(optim: Mapping[str, Any]) -> None:
     """ValueError for a momentum that grows without end."""
     momentum = optim.get("momentum", 0.0)
     if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
-        raise ValueError(f"optim.momentum={momentum} must be at least 0 and below 1.")
+        raise UserError(f"optim.momentum={momentum} must be at least 0 and below 1.")
 
 
 def check_graph(runtime: Any, optimizer: str | None) -> None:
@@ -121,18 +130,18 @@ def check_graph(runtime: Any, optimizer: str | None) -> None:
     if not runtime.cuda_graph:
         return
     if runtime.parallel.mode.value not in ("none", "auto"):
-        raise ValueError(
-            f"runtime.cuda_graph=true was never tried with runtime.parallel.mode={runtime.parallel.mode.value}; use "
-            f"runtime=production."
+        raise UserError(
+            "runtime.cuda_graph=true was never tried with "
+            f"runtime.parallel.mode={runtime.parallel.mode.value}; use runtime=production."
         )
     for key in ("offload_optimizer", "offload_activations"):
         if getattr(runtime, key):
-            raise ValueError(
-                f"runtime.{key}=true copies to the host in every step, which was never tried in a captured one; use "
-                f"runtime.cuda_graph=false."
+            raise UserError(
+                f"runtime.{key}=true copies to the host in every step, which was never tried in a "
+                "captured one; use runtime.cuda_graph=false."
             )
     if optimizer not in DECIDE_ON_DEVICE:
-        raise ValueError(
-            f"runtime.cuda_graph=true needs an optimizer that decides on the device, and {optimizer} decides on the "
-            f"host; use optim=adamw, or runtime.cuda_graph=false."
+        raise UserError(
+            "runtime.cuda_graph=true needs an optimizer that decides on the device, and "
+            f"{optimizer} decides on the host; use optim=adamw, or runtime.cuda_graph=false."
         )

@@ -1,7 +1,9 @@
-"""Code of a user's own, outside the checkout: packages that the command itself names, and that nothing else may name.
+"""Code of a user's own, outside the checkout: packages that the command itself names, and that
+nothing else may name.
 
-A class of such a package may stand in a `_target_`, and its folder `conf`, where it has one, joins Hydra's search path.
-A configuration file, a checkpoint or a weights file that names a package runs nothing: it may come from anywhere.
+A class of such a package may stand in a `_target_`, and its folder `conf`, where it has one, joins
+Hydra's search path. A configuration file, a checkpoint or a weights file that names a package runs
+nothing: it may come from anywhere.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from common.errors import UserError
 
 KEY = "extensions"
 ENVIRONMENT = "FASTLATENT_EXTENSIONS"
@@ -30,7 +34,8 @@ def named_by(words: Iterable[str]) -> list[str]:
 
 
 def admit(words: Iterable[str]) -> list[str]:
-    """Admits the packages that `words` name, and returns overrides that add their `conf` folders to the search path.
+    """Admits the packages that `words` name, and returns overrides that add their `conf` folders to
+    the search path.
 
     ValueError if one cannot be imported. Nothing of a package is imported yet.
     """
@@ -38,9 +43,9 @@ def admit(words: Iterable[str]) -> list[str]:
     for name in named_by(words):
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(
-                f"{KEY}=[{name}]: there is no package {name} that Python can import; install it, or put the folder "
-                f"that holds it on PYTHONPATH."
+            raise UserError(
+                f"{KEY}=[{name}]: there is no package {name} that Python can import; install it, "
+                "or put the folder that holds it on PYTHONPATH."
             )
         admitted.add(name)
         folders += [Path(place) / "conf" for place in spec.submodule_search_locations]
@@ -49,5 +54,6 @@ def admit(words: Iterable[str]) -> list[str]:
 
 
 def is_admitted(target: object) -> bool:
-    """Whether `target`, the path of a class, lies in a package that a command of this process has named."""
+    """Whether `target`, the path of a class, lies in a package that a command of this process has
+    named."""
     return str(target).partition(".")[0] in admitted

@@ -1,7 +1,9 @@
-"""The typed spine of the configuration: every key that is not a component's, with its default and its meaning.
+"""The typed spine of the configuration: every key that is not a component's, with its default and
+its meaning.
 
-A field added here is a key on the command line, and its value stands nowhere else: the files in `conf/` only hold what
-differs from it. `check` refuses values that no run can have. No torch in here, so that `--help` stays quick.
+A field added here is a key on the command line, and its value stands nowhere else: the files in
+`conf/` only hold what differs from it. `check` refuses values that no run can have. No torch in
+here, so that `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -11,41 +13,60 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from common.errors import UserError
 from models.solver import Solver
 from training.config.contradictions import check_momentum, check_pairs
 
 
 class Device(str, Enum):
-    auto, cuda, cpu = "auto", "cuda", "cpu"
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
 
 
 class PrecisionName(str, Enum):
-    fp32, bf16, fp16, fp8 = "fp32", "bf16", "fp16", "fp8"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
 
 
 class Fp8Recipe(str, Enum):
-    tensorwise, rowwise, rowwise_with_gw_hp = "tensorwise", "rowwise", "rowwise_with_gw_hp"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
 
 
 class WeightsName(str, Enum):
-    fp32, bf16 = "fp32", "bf16"
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 class Rounding(str, Enum):
-    stochastic, kahan = "stochastic", "kahan"
+    stochastic = "stochastic"
+    kahan = "kahan"
 
 
 class AttentionName(str, Enum):
-    auto, flash, cudnn, efficient, math, flex = "auto", "flash", "cudnn", "efficient", "math", "flex"
-    flash3, flash4 = "flash3", "flash4"
+    auto = "auto"
+    flash = "flash"
+    cudnn = "cudnn"
+    efficient = "efficient"
+    math = "math"
+    flex = "flex"
+    flash3 = "flash3"
+    flash4 = "flash4"
 
 
 class CheckpointPolicyName(str, Enum):
-    blocks, every_2, selective = "blocks", "every_2", "selective"
+    blocks = "blocks"
+    every_2 = "every_2"
+    selective = "selective"
 
 
 class CompileScope(str, Enum):
-    blocks, model = "blocks", "model"
+    blocks = "blocks"
+    model = "model"
 
 
 CompileMode = Enum(  # a call, because two of torch's names are no identifiers
@@ -59,51 +80,51 @@ CompileMode = Enum(  # a call, because two of torch's names are no identifiers
 
 
 class OnUnavailable(str, Enum):
-    degrade, error = "degrade", "error"
+    degrade = "degrade"
+    error = "error"
 
 
 class ScheduleKind(str, Enum):
-    constant, cosine = "constant", "cosine"
+    constant = "constant"
+    cosine = "cosine"
 
 
 class ParallelMode(str, Enum):
-    auto, none, ddp, fsdp, hsdp = "auto", "none", "ddp", "fsdp", "hsdp"
+    auto = "auto"
+    none = "none"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
 
 
 class ReduceDtype(str, Enum):
-    fp32, bf16 = "fp32", "bf16"
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 NCCL = re.compile(
-    "NCCL_(ALGO|ALLOC_P2P_NET_LL_BUFFERS|BUFFSIZE|CGA_CLUSTER_SIZE|CHECKS_DISABLE|CHECK_POINTERS|COLLNET_ENABLE"
-    "|COLLNET_NODE_THRESHOLD|COMM_BLOCKING|CROSS_NIC|CTA_POLICY|CUMEM_ENABLE|CUMEM_HOST_ENABLE|DMABUF_ENABLE"
-    "|DEBUG(_SUBSYS|_TIMESTAMP_FORMAT|_TIMESTAMP_LEVELS)?|GRAPH_MIXING_SUPPORT|GRAPH_REGISTER|IGNORE_CPU_AFFINITY"
-    "|IB_(ADAPTIVE_ROUTING|ADDR_FAMILY|ADDR_RANGE|AR_THRESHOLD|CUDA_SUPPORT|DATA_DIRECT|DISABLE|ECE_ENABLE|FIFO_TC"
-    "|GID_INDEX|HCA|MERGE_NICS|PCI_RELAXED_ORDERING|QPS_PER_CONNECTION|RETRY_CNT|RETURN_ASYNC_EVENTS"
-    "|ROCE_VERSION_NUM|SL|SPLIT_DATA_ON_QPS|TC|TIMEOUT)|LAUNCH_MODE|LL_THRESHOLD|LOCAL_REGISTER|M(AX|IN)_CTAS"
-    "|M(AX|IN)_NCHANNELS|MEM_SYNC_DOMAIN|MNNVL_ENABLE|NET(_GDR_C2C|_GDR_LEVEL|_GDR_READ|_SHARED_BUFFERS|_SHARED_COMMS)?"
-    "|NSOCKS_PERTHREAD|NTHREADS|NVB_DISABLE|NVLS_ENABLE|OOB_NET_ENABLE|OOB_NET_IFNAME|P2P_(DIRECT_DISABLE|DISABLE"
-    "|LEVEL|LL_THRESHOLD|NET_CHUNKSIZE|PXN_LEVEL)|PROTO|PXN_DISABLE|RUNTIME_CONNECT|SET_THREAD_NAME|SHM_DISABLE"
-    "|SINGLE_RING_THRESHOLD|SOCKET_(FAMILY|IFNAME|NTHREADS|RETRY_CNT|RETRY_SLEEP_MSEC)|TREE_THRESHOLD"
-    "|UID_STAGGER_RATE|UID_STAGGER_THRESHOLD)"
+    "NCCL_(ALGO|ALLOC_P2P_NET_LL_BUFFERS|BUFFSIZE|CGA_CLUSTER_SIZE|CHECKS_DISABLE|CHECK_POINTERS|COLLNET_ENABLE|COLLNET_NODE_THRESHOLD|COMM_BLOCKING|CROSS_NIC|CTA_POLICY|CUMEM_ENABLE|CUMEM_HOST_ENABLE|DMABUF_ENABLE|DEBUG(_SUBSYS|_TIMESTAMP_FORMAT|_TIMESTAMP_LEVELS)?|GRAPH_MIXING_SUPPORT|GRAPH_REGISTER|IGNORE_CPU_AFFINITY|IB_(ADAPTIVE_ROUTING|ADDR_FAMILY|ADDR_RANGE|AR_THRESHOLD|CUDA_SUPPORT|DATA_DIRECT|DISABLE|ECE_ENABLE|FIFO_TC|GID_INDEX|HCA|MERGE_NICS|PCI_RELAXED_ORDERING|QPS_PER_CONNECTION|RETRY_CNT|RETURN_ASYNC_EVENTS|ROCE_VERSION_NUM|SL|SPLIT_DATA_ON_QPS|TC|TIMEOUT)|LAUNCH_MODE|LL_THRESHOLD|LOCAL_REGISTER|M(AX|IN)_CTAS|M(AX|IN)_NCHANNELS|MEM_SYNC_DOMAIN|MNNVL_ENABLE|NET(_GDR_C2C|_GDR_LEVEL|_GDR_READ|_SHARED_BUFFERS|_SHARED_COMMS)?|NSOCKS_PERTHREAD|NTHREADS|NVB_DISABLE|NVLS_ENABLE|OOB_NET_ENABLE|OOB_NET_IFNAME|P2P_(DIRECT_DISABLE|DISABLE|LEVEL|LL_THRESHOLD|NET_CHUNKSIZE|PXN_LEVEL)|PROTO|PXN_DISABLE|RUNTIME_CONNECT|SET_THREAD_NAME|SHM_DISABLE|SINGLE_RING_THRESHOLD|SOCKET_(FAMILY|IFNAME|NTHREADS|RETRY_CNT|RETRY_SLEEP_MSEC)|TREE_THRESHOLD|UID_STAGGER_RATE|UID_STAGGER_THRESHOLD)"
 )
-"""NCCL's documented variables that tune or tell. Not those that name a library, a file to write, or a
-file of further variables: *_PLUGIN, *_FILE, CONF_FILE."""
+"""NCCL's documented variables that tune or tell. Not those that name a library, a file to write, or
+a file of further variables: *_PLUGIN, *_FILE, CONF_FILE."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How several processes share the work (accel/parallel.py)."""
+    """How several processes share the work (accel/techniques/parallel.py)."""
 
-    mode: ParallelMode = ParallelMode.auto  # several processes: ddp; or fsdp; hsdp shards over shard_degree of them
+    # several processes: ddp; or fsdp; hsdp shards over shard_degree of them
+    mode: ParallelMode = ParallelMode.auto
     shard_degree: int | None = None  # hsdp; null: the GPUs of one machine
-    reshard_after_forward: bool = True  # fsdp, hsdp: false keeps gathered parameters until the backward pass
+    # fsdp, hsdp: false keeps gathered parameters until the backward pass
+    reshard_after_forward: bool = True
     reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: gradients travel in half the bytes
     bucket_cap_mb: int = 25  # ddp
     gradient_as_bucket_view: bool = True  # ddp
     cpu_offload: bool = False  # fsdp, hsdp: parameters and optimizer in host memory
     timeout_minutes: float = 30.0  # a process without progress for so long ends the run
-    nccl: dict[str, str] = field(default_factory=dict)  # variables of NCCL, such as {NCCL_DEBUG: INFO}
+    # variables of NCCL, such as {NCCL_DEBUG: INFO}
+    nccl: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
         """ValueError for a value that no run can have."""
@@ -112,19 +133,23 @@ class ParallelConfig:
             at_least(1, self, "shard_degree", prefix="runtime.parallel.")
         at_most(1_000_000, self, "timeout_minutes", prefix="runtime.parallel.")
         if self.timeout_minutes <= 0:
-            raise ValueError(f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0.")
+            raise UserError(
+                f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0."
+            )
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             given = f"runtime.parallel.shard_degree={self.shard_degree}"
-            raise ValueError(f"{given} is for mode=hsdp; leave it out with mode={self.mode.value}.")
+            raise UserError(f"{given} is for mode=hsdp; leave it out with mode={self.mode.value}.")
         if self.cpu_offload and self.mode not in (ParallelMode.fsdp, ParallelMode.hsdp):
-            raise ValueError(
-                f"runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with mode={self.mode.value}."
+            raise UserError(
+                "runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with "
+                f"mode={self.mode.value}."
             )
         for name in self.nccl:
             if not NCCL.fullmatch(name):
-                raise ValueError(
-                    f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set here, for some load "
-                    f"code or write files; set it in the environment of the command: {name}=<value>."
+                raise UserError(
+                    f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set "
+                    "here, for some load code or write files; set it in the environment of the "
+                    f"command: {name}=<value>."
                 )
 
 
@@ -134,43 +159,56 @@ KERNELS = ("fused_add_norm", "fused_scan", "fused_conv", "fused_swiglu", "fused_
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a run is executed; each key is one technique. The defaults are `runtime=eager`, the honest baseline."""
+    """How a run is executed; each key is one technique. The defaults are `runtime=eager`, the
+    honest baseline."""
 
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
-    precision: PrecisionName = PrecisionName.fp32  # bf16, fp16 (its loss scale is found on the device), fp8 (torchao)
-    fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise  # rowwise: a scale a row; with_gw_hp: weights' gradients in bf16
-    weights: WeightsName = WeightsName.fp32  # bf16: the matrices of linear layers are stored so; averages stay fp32
-    rounding: Rounding = Rounding.stochastic  # of updated bf16 weights; kahan keeps the rest in 2 more bytes a weight
+    # bf16, fp16 (its loss scale is found on the device), fp8 (torchao)
+    precision: PrecisionName = PrecisionName.fp32
+    # rowwise: a scale a row; with_gw_hp: weights' gradients in bf16
+    fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
+    # bf16: the matrices of linear layers are stored so; averages stay fp32
+    weights: WeightsName = WeightsName.fp32
+    # of updated bf16 weights; kahan keeps the rest in 2 more bytes a weight
+    rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
-    fused_add_norm: bool | str = False  # the Triton kernel or its definition; auto: what a trial on this device favours
+    # the Triton kernel or its definition; auto: what a trial on this device favours
+    fused_add_norm: bool | str = False
     fused_scan: bool | str = False  # so are the next ones; true: whenever parity is shown
     fused_conv: bool | str = False
     fused_swiglu: bool | str = False
     fused_rope: bool | str = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
-    checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks  # selective keeps products, attention, scan
+    # selective keeps products, attention, scan
+    checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks
     compile: bool = False
     compile_scope: CompileScope = CompileScope.blocks  # model: one graph, longer to compile
-    compile_mode: CompileMode = CompileMode["default"]  # reduce-overhead: with scope model, without accumulation
+    # reduce-overhead: with scope model, without accumulation
+    compile_mode: CompileMode = CompileMode["default"]
     fused_adamw: bool = False
-    offload_optimizer: bool = False  # its state in host memory, moved to the device part by part in each step
+    # its state in host memory, moved to the device part by part in each step
+    offload_optimizer: bool = False
     offload_activations: bool = False  # what is kept for the backward pass waits in host memory
     empty_cache_at_eval: bool = False
     cuda_graph: bool = False  # the whole step, replayed
-    tune: bool = False  # measures before training which techniques make the step fastest here; runtime=auto
+    # measures before training which techniques make the step fastest here; runtime=auto
+    tune: bool = False
     tune_seconds: float = 120.0  # at most
-    on_unavailable: OnUnavailable = OnUnavailable.degrade  # error: stop where a technique cannot be had
+    # error: stop where a technique cannot be had
+    on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
-    def check(self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None) -> None:
+    def check(
+        self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None
+    ) -> None:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
         for key in KERNELS:
             if (value := getattr(self, key)) not in (False, True, "auto"):
-                raise ValueError(f"runtime.{key}={value} must be false, true or auto.")
+                raise UserError(f"runtime.{key}={value} must be false, true or auto.")
         check_pairs(self, accumulation_steps, deterministic, optimizer)
 
 
@@ -193,10 +231,12 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class GuardsConfig:
-    """What protects a run from bad steps (training/guards.py)."""
+    """What protects a run from bad steps (training/failures.py)."""
 
-    max_skipped_in_row: int = 20  # steps without a finite gradient after which a run stops, with a dump
-    spike_sigmas: float = 0.0  # > 0: also skip a step whose gradient norm is so many deviations above the mean …
+    # steps without a finite gradient after which a run stops, with a dump
+    max_skipped_in_row: int = 20
+    # > 0: also skip a step whose gradient norm is so many deviations above the mean …
+    spike_sigmas: float = 0.0
     spike_window: int = 128  # … of the last so many finite ones
 
     def check(self) -> None:
@@ -214,7 +254,8 @@ class SamplingConfig:
     solver: Solver = Solver.heun
     steps: int = 20
     guidance: float = 1.5  # 1: none
-    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])  # times t in which guidance is on
+    # times t in which guidance is on
+    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     shift: float = 1.0
     per_class: int = 20  # columns of a grid made in training
 
@@ -223,17 +264,23 @@ class SamplingConfig:
         at_least(1, self, "steps", "per_class", prefix=prefix)
         interval = self.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
-            raise ValueError(f"{prefix}guidance_interval={interval} must be two increasing times, such as [0.1,0.9].")
+            raise UserError(
+                f"{prefix}guidance_interval={interval} must be two increasing times, such as "
+                "[0.1,0.9]."
+            )
         if self.shift <= 0.0:
-            raise ValueError(f"{prefix}shift={self.shift} must be above 0; 1 shifts nothing.")
+            raise UserError(f"{prefix}shift={self.shift} must be above 0; 1 shifts nothing.")
 
 
 @dataclass(frozen=True)
 class FdConfig:
-    """What `fd_every` measures: the distance of samples to the training images (evaluation/in_run.py)."""
+    """What `fd_every` measures: the distance of samples to the training images
+    (evaluation/in_run.py)."""
 
-    count: int = 1000  # samples; fd needs more than twice the values of a feature space, kd does not
-    features: list[str] = field(default_factory=lambda: ["encoder", "random"])  # inception, dinov2, or your own class
+    # samples; fd needs more than twice the values of a feature space, kd does not
+    count: int = 1000
+    # inception, dinov2, or your own class
+    features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     reference: str | None = None  # a folder of images; null: the decoded training latents
     reference_count: int = 10_000  # at most so many of them
     inception: str | None = None  # file of torch-fidelity's Inception weights
@@ -242,9 +289,15 @@ class FdConfig:
     def check(self, keep_best: str) -> None:
         """ValueError for a value that no run can have."""
         at_least(8, self, "count", "reference_count", prefix="fd.")
-        known = ["eval_loss", *(f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features)]
+        known = [
+            "eval_loss",
+            *(f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features),
+        ]
         if keep_best not in known:
-            raise ValueError(f"keep_best={keep_best} is nothing that this run measures; choose {', '.join(known)}.")
+            raise UserError(
+                f"keep_best={keep_best} is nothing that this run measures; choose "
+                f"{', '.join(known)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -252,12 +305,17 @@ class TrainConfig:
     """A training run. The defaults train on handwritten digits in about a minute."""
 
     seed: int = 0
-    run_dir: str | None = None  # null: runs/<date>-<time>-<model>-<runtime>; set it: the same command again resumes
+    # null: runs/<date>-<time>-<model>-<runtime>; set it: the same command again resumes
+    run_dir: str | None = None
     resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or a run, or a checkpoint
-    init_from: str | None = None  # weights to start from: a .safetensors file, a checkpoint or a run folder
-    rehearsal: str | None = None  # an experiment whose latest run of this model and runtime is shown before the start
-    extensions: list[str] = field(default_factory=list)  # packages of your own; on the command line only
-    total_samples: int = 102_400  # the horizon; schedules and EMA count samples, so batch_size does not move results
+    # weights to start from: a .safetensors file, a checkpoint or a run folder
+    init_from: str | None = None
+    # an experiment whose latest run of this model and runtime is shown before the start
+    rehearsal: str | None = None
+    # packages of your own; on the command line only
+    extensions: list[str] = field(default_factory=list)
+    # the horizon; schedules and EMA count samples, so batch_size does not move results
+    total_samples: int = 102_400
     batch_size: int = 64  # global
     accumulation_steps: int = 1  # micro-batches that a batch is cut into
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -270,7 +328,8 @@ class TrainConfig:
     keep_checkpoints: int = 2  # the newest; the one with the lowest `keep_best` stays too
     keep_best: str = "eval_loss"  # or fd_<features>, kd_<features>, with fd_every
     keep_every: int = 0  # steps; a checkpoint at a multiple of it is kept for good. 0: none
-    async_checkpoints: bool = True  # written in the background; training waits only while the state is copied
+    # written in the background; training waits only while the state is copied
+    async_checkpoints: bool = True
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -291,9 +350,9 @@ class TrainConfig:
         at_least(0, self, *(f"{what}_every" for what in ("log", "eval", "sample", "fd", "save")))
         self.guards.check()
         if self.init_from is None and (self.adapter or (self.model or {}).get("of")):
-            raise ValueError(
-                f"{'adapter' if self.adapter else 'model=pretrained'} needs a trained model; set init_from=<weights "
-                f"file, checkpoint or run>."
+            raise UserError(
+                f"{'adapter' if self.adapter else 'model=pretrained'} needs a trained model; set "
+                "init_from=<weights file, checkpoint or run>."
             )
         at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
         at_most(1, self.schedule, "final", prefix="schedule.")
@@ -301,25 +360,27 @@ class TrainConfig:
         self.sampling.check()
         self.fd.check(self.keep_best)
         if self.keep_best != "eval_loss" and (not self.fd_every or self.save_every % self.fd_every):
-            raise ValueError(
-                f"keep_best={self.keep_best} needs that figure at every checkpoint; set fd_every to a divisor of "
-                f"save_every={self.save_every} (it is {self.fd_every})."
+            raise UserError(
+                f"keep_best={self.keep_best} needs that figure at every checkpoint; set fd_every "
+                f"to a divisor of save_every={self.save_every} (it is {self.fd_every})."
             )
         if self.batch_size % self.accumulation_steps:
-            raise ValueError(
+            raise UserError(
                 f"batch_size={self.batch_size} (global) is not a multiple of "
                 f"accumulation_steps={self.accumulation_steps}; change one of them."
             )
-        self.runtime.check(self.accumulation_steps, self.deterministic, (self.optim or {}).get("_target_"))
+        self.runtime.check(
+            self.accumulation_steps, self.deterministic, (self.optim or {}).get("_target_")
+        )
 
 
 def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:
     for key in keys:
         if getattr(node, key) < minimum:
-            raise ValueError(f"{prefix}{key}={getattr(node, key)} must be at least {minimum}.")
+            raise UserError(f"{prefix}{key}={getattr(node, key)} must be at least {minimum}.")
 
 
 def at_most(maximum: int, node: object, *keys: str, prefix: str = "") -> None:
     for key in keys:
         if getattr(node, key) > maximum:
-            raise ValueError(f"{prefix}{key}={getattr(node, key)} must be at most {maximum}.")
+            raise UserError(f"{prefix}{key}={getattr(node, key)} must be at most {maximum}.")

@@ -1,6 +1,7 @@
 """Removes secrets from everything that is written down: configurations, command lines, messages.
 
-Values go, and names stay. What our messages advise, such as `latents_key=<name>`, holds no value and stays too.
+Values go, and names stay. What our messages advise, such as `latents_key=<name>`, holds no value
+and stays too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ SECRET = re.compile(
     r"(_.*)?"
     r"|(.*tokens?|.*pwd|.*pass|(.*_)?(key|auth|auth_header|pw|sig|signature|pat|sas|dsn))(_?\d+)?"
 )
-"""Names of secrets, their parts joined by _: the first wherever they stand, the next as parts, the last at the end."""
+"""Names of secrets, their parts joined by _: the first wherever they stand, the next as parts, the
+last at the end."""
 OURS = ("latents_key", "labels_key")
 """Settings that name something in a file."""
-NO_SECRET = re.compile(r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE)
+NO_SECRET = re.compile(
+    r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
+)
 """What stands where a value would, and holds none."""
 QUOTED = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
 """What ends with a sign: text in quotes, a list, a mapping; these may hold others."""
@@ -28,7 +32,8 @@ VALUE = rf"({QUOTED}|[\[{{].+|\S+)"
 
 
 class Shape(NamedTuple):
-    """One way in which text holds a secret: what stays before the value, its name where that decides, and the value."""
+    """One way in which text holds a secret: what stays before the value, its name where that
+    decides, and the value."""
 
     before: str
     value: str = VALUE
@@ -36,20 +41,33 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "https://user:pass@word@host/": Shape(r"(://)", r"([^\s/:@]+:(?!\d+/)\S*|[^\s/]*)(?=@)", named=False),
-    "user:pass@word@host": Shape(r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@(?!sha256:)[\w.-])", named=False),
+    "https://user:pass@word@host/": Shape(
+        r"(://)", r"([^\s/:@]+:(?!\d+/)\S*|[^\s/]*)(?=@)", named=False
+    ),
+    "user:pass@word@host": Shape(
+        r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@(?!sha256:)[\w.-])", named=False
+    ),
     "https://host/path?query": Shape(r"(://[^\s?\"']*\?)", r"([^\s\"']+)", named=False),
-    "Authorization: scheme value": Shape(r"(\b[Aa]uthorization['\"]?\s*[:=]\s*)", r"([^\r\n,}\]]+)", named=False),
-    "Cookie: name=value; name=value": Shape(r"(\b[Cc]ookie['\"]?\s*:\s*)", r"([^\r\n}\]]+)", named=False),
+    "Authorization: scheme value": Shape(
+        r"(\b[Aa]uthorization['\"]?\s*[:=]\s*)", r"([^\r\n,}\]]+)", named=False
+    ),
+    "Cookie: name=value; name=value": Shape(
+        r"(\b[Cc]ookie['\"]?\s*:\s*)", r"([^\r\n}\]]+)", named=False
+    ),
     "Bearer value": Shape(r"(\b[Bb]earer\s+)(?!tokens?\s)", r"([^\s,;'\"<]+)", named=False),
-    "Basic value": Shape(r"(\b[Bb]asic\s+)", r"((?=\S*(?:=|[a-z\d][A-Z]))[\w+/-]{6,}=*)", named=False),
+    "Basic value": Shape(
+        r"(\b[Bb]asic\s+)", r"((?=\S*(?:=|[a-z\d][A-Z]))[\w+/-]{6,}=*)", named=False
+    ),
     "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s*=\s*)"),
     "--name value": Shape(r"((?<!\S)--?([\w-]+)\s+)(?!-)"),
     "X-Name: value": Shape(r"(\b([A-Za-z]+-[\w-]+):\s*)"),
     "{name: value}": Shape(
-        r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)", rf"({QUOTED}|(?:[^,}}\]]|,(?!\s*['\"]?[\w.-]+['\"]?\s*:))+)"
+        r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)",
+        rf"({QUOTED}|(?:[^,}}\]]|,(?!\s*['\"]?[\w.-]+['\"]?\s*:))+)",
     ),
-    "name: value, a line": Shape(r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)", r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)"),
+    "name: value, a line": Shape(
+        r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)", r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)"
+    ),
     "a provider's own form": Shape(
         r"(?<![\w-])()",
         r"((hf|gh[a-z]|github_pat|wandb_v1|[rs]k_live|[rs]k_test|npm|dckr_pat|r8|gsk|api_org)_\w{16,}"
@@ -64,7 +82,8 @@ READY = [(re.compile(shape.before + shape.value), shape.named) for shape in SHAP
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether `value` must not be written down, for it stands under `name`. A number of tokens may be."""
+    """Whether `value` must not be written down, for it stands under `name`. A number of tokens may
+    be."""
     joined = "_".join(filter(None, PARTS.split(name))).lower()
     if name.rpartition(".")[2] in OURS or NO_SECRET.fullmatch(str(value).strip()):
         return False
@@ -75,7 +94,9 @@ def is_secret(name: str, value: Any) -> bool:
 def redacted(node: Any) -> Any:
     """The same tree with the values of keys that look like secrets removed."""
     if isinstance(node, dict):
-        return {redacted(k): HIDDEN if is_secret(str(k), v) else redacted(v) for k, v in node.items()}
+        return {
+            redacted(k): HIDDEN if is_secret(str(k), v) else redacted(v) for k, v in node.items()
+        }
     if isinstance(node, list | tuple):
         return type(node)(map(redacted, node))
     return scrubbed(node) if type(node) is str else node
@@ -89,9 +110,13 @@ def scrubbed(text: str) -> str:
 
 
 def hidden(pattern: re.Pattern[str], named: bool, text: str) -> str:
-    """The same text with the values that a pattern finds redacted; one under another name may hold such a value."""
+    """The same text with the values that a pattern finds redacted; one under another name may hold
+    such a value."""
     return pattern.sub(
-        lambda m: m[1] + (HIDDEN if not named or is_secret(m[2], m[3]) else hidden(pattern, named, m[3])), text
+        lambda m: (
+            m[1] + (HIDDEN if not named or is_secret(m[2], m[3]) else hidden(pattern, named, m[3]))
+        ),
+        text,
     )
 
 

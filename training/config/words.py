@@ -1,4 +1,5 @@
-"""The words of a command line: their form, the spellings of other trainers, and what Hydra cannot read."""
+"""The words of a command line: their form, the spellings of other trainers, and what Hydra cannot
+read."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -43,7 +46,8 @@ SPELLINGS = {
     "sampling.guidance={}": "cfg_scale guidance_scale",
     "logger={}": "use_wandb report_to",
 }
-"""Our spelling, with {} where the value goes -> keys that people know for it from guides and other trainers."""
+"""Our spelling, with {} where the value goes -> keys that people know for it from guides and other
+trainers."""
 DRAWING = {
     "guidance={}": "cfg_scale guidance_scale",
     "steps={}": "num_sampling_steps num_inference_steps",
@@ -56,7 +60,12 @@ DRAWING = {
 """The same for the commands that draw samples."""
 FLAG = {"false": "false 0 no off none null", "true": "*"}
 VALUES = {
-    "data": {"webdataset": "webdataset wds streaming", "digits": "digits", "synthetic": "synthetic", "resident": "*"},
+    "data": {
+        "webdataset": "webdataset wds streaming",
+        "digits": "digits",
+        "synthetic": "synthetic",
+        "resident": "*",
+    },
     "runtime.precision": {
         "fp16": "fp16 float16 half 16 16-mixed",
         "fp8": "fp8 float8 8",
@@ -74,10 +83,17 @@ FOREIGN_DRAWING = {theirs: ours for ours, keys in DRAWING.items() for theirs in 
 NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE)
 """What Hydra takes for a value of another type where it expects the name of a file."""
 MOST_BRACKETS = 100
-HYDRA_FLAG = re.compile("-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)")
-HYDRA_SETTING = re.compile("-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)")
+HYDRA_FLAG = re.compile(
+    "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
+)
+HYDRA_SETTING = re.compile(
+    "-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)"
+)
 """Hydra's own words: alone, and with a value in or behind them."""
-CALL = re.compile(r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)", re.S)
+CALL = re.compile(
+    r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)",
+    re.S,
+)
 OPEN = "runtime.parallel.nccl"
 """The mapping whose keys are not ours: Hydra wants a + in front of what is new in it."""
 UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
@@ -87,61 +103,89 @@ UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 def spelled(ours: str, value: str) -> str:
     """Our words `ours` with their value, as we spell it where there are few."""
     choices = VALUES.get(ours.partition("=")[0], {})
-    known = (name for name, others in choices.items() if others == "*" or value.lower() in others.split())
+    known = (
+        name for name, others in choices.items() if others == "*" or value.lower() in others.split()
+    )
     return ours.replace("{}", next(known, value) or "<value>")
 
 
 def refuse_words(words: list[str]) -> None:
-    """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra breaks on."""
+    """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra
+    breaks on."""
     refuse_form(words, FOREIGN)
     for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
         nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
         if nameless and key and "." not in key and (CONF / key).is_dir():
-            raise ValueError(f"{key}={value}: a run needs one; choose one of {', '.join(choices_of(key))}.")
+            raise UserError(
+                f"{key}={value}: a run needs one; choose one of {', '.join(choices_of(key))}."
+            )
         if equals and key in FOREIGN:
-            raise ValueError(f"{key}={value} is not spelled so here; use {spelled(FOREIGN[key], value)}.")
+            raise UserError(
+                f"{key}={value} is not spelled so here; use {spelled(FOREIGN[key], value)}."
+            )
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
     """ValueError for a word that is not `key=value`, with what it should be."""
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
-            raise ValueError("one word of the command is empty; give key=value.")
+            raise UserError("one word of the command is empty; give key=value.")
         refuse_deep(word)
         key, equals, value = word.partition("=")
         name = key.strip(" -").replace("-", "_")
         if key.startswith("~") or (equals and name and key[0] not in " -" and key[-1] != " "):
             continue
         if not equals and behind and "=" not in behind and not behind.startswith("--"):
-            word, value = f"{word} {behind}", behind
+            word = f"{word} {behind}"
+            value = behind
         if before.count("[") > before.count("]"):
             key = before.partition("=")[0]
-            raise ValueError(f'{before} …: the list has spaces; quote the whole word for the shell: "{key}=[…]".')
-        fault = ": keys are given as key=value, without dashes" if key[:1] == "-" else " is not of the form key=value"
-        ours = spelled(foreign[name], value or "true") if name in foreign else f"{name}={value.strip() or '<value>'}"
-        remedy = f"write {ours}" if re.fullmatch(r"[a-z_][\w.]+", name) else "`--help` lists the keys"
-        raise ValueError(f"{word}{fault}; {remedy}.")
+            raise UserError(
+                f'{before} …: the list has spaces; quote the whole word for the shell: "{key}=[…]".'
+            )
+        fault = (
+            ": keys are given as key=value, without dashes"
+            if key[:1] == "-"
+            else " is not of the form key=value"
+        )
+        ours = (
+            spelled(foreign[name], value or "true")
+            if name in foreign
+            else f"{name}={value.strip() or '<value>'}"
+        )
+        remedy = (
+            f"write {ours}" if re.fullmatch(r"[a-z_][\w.]+", name) else "`--help` lists the keys"
+        )
+        raise UserError(f"{word}{fault}; {remedy}.")
 
 
 def refuse_deep(word: str) -> None:
-    """ValueError for brackets inside brackets that no key has; Hydra and OmegaConf recurse into each."""
+    """ValueError for brackets inside brackets that no key has; Hydra and OmegaConf recurse into
+    each."""
     if word.count("[") + word.count("{") > MOST_BRACKETS:
-        raise ValueError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
+        raise UserError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
 
 
 def overrides_of(words: list[str]) -> list[str]:
     """The words of a command without Hydra's own flags and their values."""
     valued = [False, *map(HYDRA_SETTING.fullmatch, words)]
-    flags = [HYDRA_FLAG.fullmatch(word) or HYDRA_SETTING.fullmatch(word.partition("=")[0]) for word in words]
-    return [word for word, flag, value in zip(words, flags, valued, strict=False) if not (flag or value)]
+    flags = [
+        HYDRA_FLAG.fullmatch(word) or HYDRA_SETTING.fullmatch(word.partition("=")[0])
+        for word in words
+    ]
+    return [
+        word for word, flag, value in zip(words, flags, valued, strict=False) if not (flag or value)
+    ]
 
 
 def quoted(word: str) -> str:
-    """An override as Hydra can read it: signs that it does not know go into quotes, as in `run_dir=läufe/ä`."""
+    """An override as Hydra can read it: signs that it does not know go into quotes, as in
+    `run_dir=läufe/ä`."""
     key, _, value = word.partition("=")
     if key.startswith(OPEN):
-        word, key = f"++{word}", f"++{key}"
+        word = f"++{word}"
+        key = f"++{key}"
     if word.startswith("-") or not value.isprintable() or re.search(r"['\"\\]", value):
         return word
     if value[:1] in ("[", "{"):
@@ -153,7 +197,8 @@ def quoted(word: str) -> str:
 
 
 def not_read(word: str) -> str:
-    """A sentence without the value, which may hold a secret between signs that no redaction expects."""
+    """A sentence without the value, which may hold a secret between signs that no redaction
+    expects."""
     name, _, value = word.partition("=")
     if value.rstrip().endswith(","):
         return f"{name}: its value ends with a comma; leave that out."
@@ -172,13 +217,21 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
 
 def keys_of_choices(name: str, group: str = "*") -> list[tuple[str, str]]:
     """(group, file) of those that have a key of this name."""
-    files = [file for file in sorted(CONF.glob(f"{group}/*.yaml")) if file.parent.name != "experiment"]
-    return [(file.parent.name, file.stem) for file in files if re.search(rf"(?m)^{re.escape(name)}:", file.read_text())]
+    files = [
+        file for file in sorted(CONF.glob(f"{group}/*.yaml")) if file.parent.name != "experiment"
+    ]
+    return [
+        (file.parent.name, file.stem)
+        for file in files
+        if re.search(rf"(?m)^{re.escape(name)}:", file.read_text())
+    ]
 
 
 def choices_of(group: str) -> list[str]:
     """The files of a group of our own."""
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
+    return (
+        sorted(file.stem for file in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
+    )
 
 
 def as_given(key: str, words: list[str]) -> str:
@@ -188,17 +241,21 @@ def as_given(key: str, words: list[str]) -> str:
 
 
 def must_be(schema: type, key: str) -> str:
-    """What the value of a key of `schema` must be, with the default as the example; empty for a key of a component."""
+    """What the value of a key of `schema` must be, with the default as the example; empty for a key
+    of a component."""
     node: Any = schema()
     *above, last = key.split(".")
     for name in above:
         node = getattr(node, name, None)
     if not is_dataclass(node) or not hasattr(node, last):
         return ""
-    hint, default = get_type_hints(type(node))[last], getattr(node, last)
+    hint = get_type_hints(type(node))[last]
+    default = getattr(node, last)
     if is_dataclass(default):
         return f"set key by key, such as {key}.{fields(default)[0].name}=<value>"
-    kinds = " or ".join(kind_of(hint) for hint in (get_args(hint) if isinstance(hint, UnionType) else (hint,)))
+    kinds = " or ".join(
+        kind_of(hint) for hint in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+    )
     plain = default is None or isinstance(default, bool | Enum) or default == {}
     return kinds if plain else f"{kinds}, such as {str(default).translate({39: None, 32: None})}"
 
@@ -209,5 +266,13 @@ def kind_of(hint: Any) -> str:
         return f"one of {', '.join(choice.value for choice in hint)}"
     if get_origin(hint) is list:
         return f"a list, each entry {kind_of(get_args(hint)[0])}"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
-    return words.get(hint) or ("a mapping such as {NAME: value}" if get_origin(hint) is dict else "a value")
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        NoneType: "null",
+    }
+    return words.get(hint) or (
+        "a mapping such as {NAME: value}" if get_origin(hint) is dict else "a value"
+    )

@@ -1,0 +1,239 @@
+"""One optimizer made of several: a library's behind PyTorch's interface, two kinds side by side, or
+one for each part.
+
+Its state is told and loaded as plain tensors, so that a checkpoint holds nothing of a library's own
+classes and needs no library to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from common.errors import UserError
+
+Groups = list[dict[str, Any]]
+Make = Callable[[Groups], torch.optim.Optimizer]
+TABLES = frozenset({"qmap", "qmap1", "qmap2"})
+"""Constants that libraries keep beside each 8-bit state: the same in every run, so not part of
+one."""
+COMPENSATION = "compensation"
+"""What Kahan's rounding keeps beside the optimizer's own tensors (accel/techniques/weights.py)."""
+PART = 2**24
+"""Elements after which a part ends: 64 MiB of fp32, and the last parameter."""
+
+
+def parts_of(groups: Groups) -> list[Groups]:
+    """Parameter groups cut into parts of about `PART` elements, each again a list of groups; their
+    order is kept."""
+    parts: list[Groups] = []
+    size = PART
+    for group in groups:
+        anew = True
+        for parameter in group["params"]:
+            if size >= PART:
+                parts.append([])
+                size = 0
+                anew = True
+            if anew:
+                parts[-1].append(group | {"params": []})
+                anew = False
+            parts[-1][-1]["params"].append(parameter)
+            size += parameter.numel()
+    return parts
+
+
+def largest_part(groups: Groups) -> int:
+    """Elements of the largest part."""
+    return max(
+        sum(p.numel() for group in part for p in group["params"]) for part in parts_of(groups)
+    )
+
+
+def of_class(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
+    """The groups with the parameters that are `wanted`; those without any are left out."""
+    found = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]
+    return [group for group in found if group["params"]]
+
+
+class Members(torch.optim.Optimizer):
+    """An optimizer that hands each of `members` its own parameters.
+
+    `groups` numbers the parameters in `state_dict`, however they are dealt to the members, who may
+    know some of them by `stand_ins`. ValueError for sharded parameters: what the members keep is
+    not cut as parameters are.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        members: Iterable[torch.optim.Optimizer],
+        stand_ins: Mapping[Tensor, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.members = list(members)
+        self.stand_ins = stand_ins
+        self.numbered = [p for group in groups for p in group["params"]]
+        if any(isinstance(p, DTensor) for p in self.numbered):
+            raise UserError(
+                f"{type(self).__name__} keeps a state that cannot be cut over several processes; "
+                "use optim=adamw with runtime.parallel.mode=fsdp or hsdp, or "
+                "runtime.parallel.mode=ddp."
+            )
+        first = self.members[0].defaults
+        defaults = {key: value for key, value in first.items() if key != "fused"}
+        alike = all(member.defaults.get("fused") for member in self.members)
+        super().__init__(
+            [g for m in self.members for g in m.param_groups], defaults | {"fused": alike}
+        )
+        self.owner = {
+            p: m for m in self.members for group in m.param_groups for p in group["params"]
+        }
+
+    def around(self, _member: torch.optim.Optimizer) -> AbstractContextManager[object]:
+        """What surrounds the update of one member's parameters."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates all parameters. A fused member decides on the device, by `grad_scale` and
+        `found_inf`."""
+        assert closure is None
+        for member in self.members:
+            for name in ("grad_scale", "found_inf"):
+                if hasattr(self, name):
+                    setattr(member, name, getattr(self, name))
+            with self.around(member):
+                member.step()
+
+    def kept(self, parameter: Tensor) -> dict[str, Any]:
+        """What is kept for one parameter, by name: plain tensors, which are written in place, and
+        numbers."""
+        owner, key = self.located(parameter)
+        return dict(plain(owner.state.get(key, {}))) | self.extras(parameter)
+
+    def extras(self, parameter: Tensor) -> dict[str, Any]:
+        """What is kept beside the members' own."""
+        found = dict(self.state.get(parameter, {}))
+        key = self.stand_ins.get(parameter, parameter)
+        owner = self.owner[key]
+        return found | (owner.extras(key) if isinstance(owner, Members) else {})
+
+    def located(self, parameter: Tensor) -> tuple[torch.optim.Optimizer, Tensor]:
+        """The optimizer that updates a parameter, and the tensor by which it knows it."""
+        key = self.stand_ins.get(parameter, parameter)
+        owner = self.owner[key]
+        return owner.located(key) if isinstance(owner, Members) else (owner, key)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the parameters themselves; a stand-in has a gradient during the update only."""
+        assert set_to_none
+        for parameter in self.numbered:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state`: number of a parameter -> `kept`. Hyper-parameters are left out: the
+        configuration has them."""
+        kept = {i: self.kept(p) for i, p in enumerate(self.numbered)}
+        return {"state": {i: entries for i, entries in kept.items() if entries}, "param_groups": []}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gave, in place; with an empty state the optimizer is as if it had
+        never stepped.
+
+        ValueError if it was made by other members. A tensor of our own that an earlier run had no
+        use for is zero.
+        """
+        saved = state_dict["state"]
+        owner, key = self.located(self.numbered[0])
+        if saved and not owner.state.get(key):
+            self.make_state()
+        for i, parameter in enumerate(self.numbered):
+            entries = saved.get(i, {})
+            own = self.extras(parameter)
+            for name, value in self.kept(parameter).items():
+                if entries.keys() - own and name not in entries and name not in own:
+                    raise UserError(
+                        f"the optimizer's state has no {name} for parameter {i}; it is another's."
+                    )
+                self.put(parameter, name, value, entries.get(name, 0))
+
+    def put(self, parameter: Tensor, name: str, current: Any, value: Any) -> None:
+        """Writes one entry of what is kept for a parameter."""
+        if isinstance(current, Tensor):
+            current.copy_(value) if isinstance(value, Tensor) else current.fill_(value)
+            return
+        owner, key = self.located(parameter)
+        owner.state[key][name] = type(current)(value)
+
+    def make_state(self) -> None:
+        """Has every member make its state, by a step of rate 0 on gradients of 0: parameters stay
+        as they are."""
+        lost = [p.grad for p in self.numbered]
+        rates = [group["lr"] for group in self.param_groups]
+        scale = {
+            name: self.__dict__.pop(name)
+            for name in ("grad_scale", "found_inf")
+            if name in self.__dict__
+        }
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        for parameter in self.numbered:
+            parameter.grad = torch.zeros_like(parameter)
+        self.step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, grad in zip(self.numbered, lost, strict=True):
+            parameter.grad = grad
+        vars(self).update(scale)
+
+
+def kept_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """What an optimizer keeps for one parameter; of a library's tensor class its parts, under a
+    name for each."""
+    if isinstance(optimizer, Members):
+        return optimizer.kept(parameter)
+    return dict(plain(optimizer.state.get(parameter, {})))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters that an optimizer updates."""
+    if isinstance(optimizer, Members):
+        return optimizer.numbered
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def plain(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in entries.items():
+        if name in TABLES:
+            continue
+        if (
+            isinstance(value, Tensor)
+            and not isinstance(value, DTensor)
+            and hasattr(value, "__tensor_flatten__")
+        ):
+            for part in cast("Any", value).__tensor_flatten__()[0]:
+                if part not in TABLES:
+                    yield f"{name}_{part}", getattr(value, part)
+        else:
+            yield name, value
+
+
+def nbytes_of(value: Tensor) -> int:
+    """Bytes of a tensor; of a library's tensor class those of its parts."""
+    return sum(t.nbytes for _, t in plain({"": value}))
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that update parameters themselves."""
+    if isinstance(optimizer, Members):
+        for member in optimizer.members:
+            yield from innermost(member)
+    else:
+        yield optimizer

@@ -1,0 +1,108 @@
+"""Tensors that several processes share, and what all of them agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered, on every process; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all of them together, in fp32 or wider; 0 of none. Large ones on the CPU go in
+    parts."""
+    parts: list[Tensor] = []
+    for t in tensors:
+        large = t.device.type == "cpu" and not isinstance(t, DTensor) and t.numel() > NORM_PART
+        parts += t.reshape(-1).split(NORM_PART) if large else [t]
+    # PyTorch's would be rounded to their dtype
+    if any(t.dtype in (torch.bfloat16, torch.float16) for t in parts):
+        return torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
+        )
+    return whole(torch.nn.utils.get_total_norm(parts)) if parts else torch.zeros(())
+
+
+def part_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a whole tensor, cut as `like` is; of one that is cut already, its
+    part."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return local(tensor)
+    mesh = like.device_mesh
+    placements = like.placements
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(dim, min(start, tensor.shape[dim]), length)
+    return tensor
+
+
+def rows_of(tensor: DTensor) -> int | None:
+    """The first row of this process's part of a tensor sharded by rows; None if another process has
+    the same part."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = tensor.device_mesh
+    placements = tensor.placements
+    assert all(
+        isinstance(placement, Replicate) or placement.is_shard(0) for placement in placements
+    )
+    coordinate = cast("list[int]", mesh.get_coordinate())
+    if any(
+        c
+        for c, placement in zip(coordinate, placements, strict=True)
+        if isinstance(placement, Replicate)
+    ):
+        return None
+    return compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1][0]
+
+
+def cut(tensor: Any, like: Any) -> Any:
+    """A whole tensor as a sharded one such as `like`; anything else as it is."""
+    if (
+        not isinstance(like, DTensor)
+        or not isinstance(tensor, Tensor)
+        or tensor.shape != like.shape
+    ):
+        return tensor
+    part = part_of(tensor, like).to(like.device, copy=True)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+
+
+def replicated_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
+    """A scalar as a replicated DTensor on the mesh of sharded `tensors`, so that one operation
+    takes both."""
+    like = tensors[0]
+    if not isinstance(like, DTensor):
+        return scalar
+    mesh = like.device_mesh
+    return DTensor.from_local(scalar, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def agreed(flag: bool, device: torch.device) -> bool:
+    """True if any process says so."""
+    if world_size() == 1:
+        return flag
+    votes = torch.tensor(float(flag), device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes.item())

@@ -1,0 +1,1 @@
+"""One acceleration a file, behind the contract of accel/technique.py."""

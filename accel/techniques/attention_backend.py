@@ -1,0 +1,242 @@
+"""Which kernel computes softmax attention.
+
+`auto` leaves the choice to PyTorch (flash, cuDNN, efficient, math: the first that takes the
+inputs); a name asks for that one only. `flex` is FlexAttention, compiled by itself where the model
+is not. `flash3` and `flash4` put kernels of FlashAttention-3 and -4, packages of their own, in the
+place of PyTorch's `flash` for the whole process (a prototype of PyTorch's); any other value takes
+them out again. The ledger shows the one that ran.
+
+What it costs: nothing; `math` stores all L² scores. Speed on a GPU: not measured yet. `flash3` and
+`flash4` have never run on a GPU: the tests use a registry without their kernels.
+References:
+https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
+torch.nn.attention.activate_flash_attention_impl
+"""
+
+import functools
+import importlib.util
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+)
+
+from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.ledger import AUTO, UNSEEN, UNUSED
+from accel.profiler import ACTIVATION_PRODUCTS, REGION
+from accel.technique import Model, Observation, Technique, blocks_of, switches
+from common.errors import UserError
+from common.text import first_line
+
+FLASH = "aten::_scaled_dot_product_flash_attention"
+OPS = {
+    "flash": (FLASH, "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
+    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
+    "math": ("aten::_scaled_dot_product_attention_math",),
+}
+"""Backend -> the ops that only it runs."""
+REFUSALS = (
+    "No available kernel",
+    "No viable backend",
+    "forward unsupported: ",
+    "backward unsupported: ",
+)
+"""How scaled_dot_product_attention says that no allowed backend takes the inputs; the last two are
+FA3's and FA4's."""
+
+
+class Implementation(NamedTuple):
+    """Kernels that take the place of PyTorch's own flash attention."""
+
+    name: str
+    """PyTorch's."""
+    majors: tuple[int, ...]
+    """Of compute capabilities."""
+    module: str
+    install: str
+
+
+IMPLEMENTATIONS = {
+    "flash3": Implementation(
+        "FA3",
+        (9,),
+        "flash_attn_interface",
+        "build it from the folder hopper of https://github.com/Dao-AILab/flash-attention",
+    ),
+    "flash4": Implementation(
+        "FA4", (9, 10), "flash_attn.cute.interface", "pip install flash-attn-4"
+    ),
+}
+"""What torch/nn/attention/_fa3.py and _fa4.py import and ask of a GPU."""
+
+
+class AttentionBackend(Technique):
+    key = "attention"
+    summary = (
+        "`auto`, or one backend: `flash`, `cudnn`, `efficient`, `math`, `flex`, `flash3`, `flash4`"
+    )
+    examples = tuple({"attention": name} for name in (*OPS, "flex", *IMPLEMENTATIONS))
+    off = AUTO
+    loss_rtol = 2e-2
+
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.switches: list[torch.nn.Module] = []
+        self.layers: list[int] = []
+        """How many of them each block has."""
+        self.failure: str | None = None
+        self.implementation = IMPLEMENTATIONS.get(str(value))
+
+    def unavailable(self) -> str | None:
+        if self.implementation:
+            return without(self.implementation, self.device)
+        if self.device.type != "cuda" and self.value in ("cudnn", "efficient", "flex"):
+            return f"PyTorch has no {self.value} attention with a backward pass for {self.device.type}."
+        if (
+            self.device.type == "cuda"
+            and self.value == "flash"
+            and torch.cuda.get_device_capability() < (8, 0)
+        ):
+            return (
+                "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
+            )
+        return None
+
+    def on_process(self) -> None:
+        if self.enabled and self.implementation:
+            try:
+                activate_flash_attention_impl(self.implementation.name)
+            except (ImportError, OSError, RuntimeError) as error:
+                what = f"{self.implementation.module} does not load ({first_line(error)})"
+                raise UserError(
+                    f"runtime.attention={self.value}: {what}; reinstall it or use "
+                    "runtime.attention=flash."
+                ) from error
+        else:
+            restore()
+
+    def on_model(self, model: Model) -> Model:
+        found = [switches(block, "attention_backend") for block in blocks_of(model)]
+        self.switches = [m for modules in found for m in modules]
+        self.layers = [len(modules) for modules in found]
+        self.switch("flash" if self.enabled and self.implementation else str(self.value))
+        return model
+
+    def switch(self, backend: str) -> None:
+        for module in self.switches:
+            module.attention_backend = backend  # pyright: ignore[reportArgumentType]
+
+    def recover(self, error: BaseException) -> str | None:
+        if (
+            not self.enabled
+            or self.failure
+            or not any(refusal in str(error) for refusal in REFUSALS)
+        ):
+            return None
+        self.switch(AUTO)
+        restore()
+        self.failure = (
+            f"{self.value} attention does not take this model's heads and dtype, so PyTorch chooses"
+        )
+        return self.failure
+
+    # What would still say "on" if this did nothing? The backend that was asked for would, so the
+    # row counts the operations and kernels that ran in each layer.
+    def observe(self, evidence: Evidence) -> Observation:
+        if not self.switches:
+            return Observation(UNUSED, "the model has no softmax attention")
+        ran = self.layers_by_backend(evidence)
+        note = ", ".join(f"{name} in {n} of {len(self.switches)} layers" for name, n in ran.items())
+        if named := current_flash_attention_impl():
+            note += f"; PyTorch says that {named} is active"
+        note = (
+            note or "no attention ran"
+        ) + " (in an uncompiled step)" * evidence.blocks_uncompiled
+        complete = ran.total() == len(self.switches)
+        active = "mixed" if len(ran) > 1 else next(iter(ran)) if complete else False
+        if UNSEEN in ran:
+            active = UNSEEN
+            note = f"{note}: {NO_KERNEL_SEEN}"
+        return Observation(active, f"{self.failure}; {note}" if self.failure else note)
+
+    def layers_by_backend(self, evidence: Evidence) -> Counter[str]:
+        """Backend -> number of attention layers whose forward pass it computed in every
+        micro-batch.
+
+        Compiling leaves no event of `flex` or `math` on the host, so where no kernel was seen they
+        are `UNSEEN`.
+        """
+        total: Counter[str] = Counter()
+        flex_on_device = any("flex_attention" in op for op in evidence.ops)
+        for layers, calls in zip(self.layers, evidence.blocks, strict=False):
+            found = [backends(call.ops, flash_name()) for call in calls]
+            ran = functools.reduce(Counter.__and__, found) if found else Counter()
+            ran = Counter({name: min(n, layers) for name, n in ran.items()})
+            if calls and not ran and flex_on_device:  # its kernel has no event on the host
+                ran["flex"] = layers
+            elif calls and all(is_dissolved(call.ops) for call in calls):
+                ran[UNSEEN if evidence.kernels_unseen else "math"] += max(0, layers - ran.total())
+            total += ran
+        return total
+
+
+def backends(ops: Counter[str], flash: str) -> Counter[str]:
+    """Backend -> its calls among these ops; `flash` is what flash attention on a GPU is called at
+    present."""
+    ran = Counter({name: sum(ops[op] for op in its) for name, its in OPS.items()})
+    ran["flex"] = sum(n for op, n in ops.items() if "flex_attention" in op)
+    ran["flash"] -= ops[FLASH]
+    ran[flash] += ops[FLASH]
+    return +ran
+
+
+def flash_name() -> str:
+    """Our name for the kernels behind flash attention; PyTorch's where we have none."""
+    found = current_flash_attention_impl()
+    ours = {implementation.name: ours for ours, implementation in IMPLEMENTATIONS.items()}
+    return ours.get(found, found) if found else "flash"
+
+
+def restore() -> None:
+    """PyTorch's own kernels."""
+    if current_flash_attention_impl():
+        restore_flash_attention_impl()
+
+
+def without(wanted: Implementation, device: torch.device) -> str | None:
+    """Why an implementation cannot be had on `device`, as a sentence."""
+    name = f"FlashAttention-{wanted.name[-1]}"
+    instead = "use runtime.attention=flash"
+    if device.type != "cuda":
+        return f"{name} needs an NVIDIA GPU; this run is on {device.type}; {instead}."
+    if torch.cuda.get_device_capability(device)[0] not in wanted.majors:
+        needed = " or ".join(f"{major}.x" for major in wanted.majors)
+        return f"{name} needs compute capability {needed}; {instead} on this GPU."
+    if wanted.name not in list_flash_attention_impls():
+        return f"PyTorch {torch.__version__} does not list {wanted.name}; {instead}."
+    if not is_installed(wanted.module):
+        return (
+            f"{name} needs {wanted.module}, which is not installed: {wanted.install}, or {instead}."
+        )
+    return None
+
+
+def is_installed(module: str) -> bool:
+    """Whether there is a module of this name; looking for one in a package imports the package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def is_dissolved(ops: Counter[str]) -> bool:
+    """Whether attention can have run as products and a softmax, into which compiling turns
+    `math`."""
+    return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION) for op in ops)

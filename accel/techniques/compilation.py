@@ -1,0 +1,147 @@
+"""torch.compile in place: state-dict keys stay as they are.
+
+`compile_scope`: "blocks" compiles block by block, so one or two graphs serve all blocks and compile
+time does not grow with depth; "model" compiles the denoiser as one graph. `compile_mode` is
+`torch.compile`'s: "default"; "max-autotune-no-cudagraphs" tries more kernels for longer;
+"reduce-overhead" is Inductor's own CUDA graphs, for the whole model and one accumulation step only
+(the configuration refuses the rest; `cuda_graph` has no such limits).
+
+What it costs: seconds to minutes in warm-up, reported apart from training time. Speed on a GPU: not
+measured yet. `torch.compile` is lazy, so a failure comes in warm-up: there it is undone loudly
+(`recover`), and only there.
+"""
+
+import importlib.util
+import os
+import shutil
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel.evidence import Evidence
+from accel.profiler import REGION
+from accel.technique import Model, Observation, Technique, blocks_of
+from common.text import first_line
+
+INDUCTOR = "## Call CompiledFxGraph"
+"""The profiler begins the name of each call of a graph that Inductor compiled with this."""
+
+
+class Compile(Technique):
+    key = "compile"
+    summary = "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`"
+    options = ("compile_scope", "compile_mode")
+    examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
+    loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32
+    backend = "inductor"
+    """`torch.compile` backend; tests use the much quicker "aot_eager"."""
+
+    def __init__(
+        self,
+        value: bool | str,
+        device: torch.device,
+        compile_scope: bool | str = "blocks",
+        compile_mode: bool | str = "default",
+    ) -> None:
+        super().__init__(value, device, compile_scope=compile_scope, compile_mode=compile_mode)
+        self.scope = compile_scope
+        self.mode = compile_mode
+        self.compiled: list[nn.Module] = []
+        self.failure: str | None = None
+
+    def unavailable(self) -> str | None:
+        if not self.by_inductor:
+            return None
+        if self.device.type == "cuda":
+            if importlib.util.find_spec("triton") is None:
+                return "Compiling for a GPU needs triton; install it with pip."
+            if torch.cuda.get_device_capability(self.device) < (7, 0):
+                return "Compiling for a GPU needs compute capability 7.0 or newer."
+        elif cxx_compiler() is None:
+            return (
+                "Compiling for a CPU needs a C++ compiler, such as g++; there is none on the PATH."
+            )
+        return None
+
+    def hides_blocks(self) -> bool:
+        return self.scope == "model" and bool(self.compiled)
+
+    def on_model(self, model: Model) -> Model:
+        if self.enabled:
+            # a run before this one, in the same process, would count against the limits
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            self.compiled = [model] if self.scope == "model" else list(blocks_of(model))
+            how = {} if self.mode == "default" or not self.by_inductor else {"mode": self.mode}
+            for module in self.compiled:
+                module.compile(fullgraph=True, backend=self.backend, **how)
+        return model
+
+    def recover(self, error: BaseException) -> str | None:
+        if not self.compiled or not is_compiler_failure(error):
+            return None
+        for module in self.compiled:
+            # what Module.compile() set; there is no public way back
+            module._compiled_call_impl = None
+        self.compiled = []
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{first_line(error)} (in {Path(where.filename).name}, {where.name})"
+        advice = (
+            ""
+            if self.mode == "default"
+            else f"; without runtime.compile_mode={self.mode} it may not"
+        )
+        self.failure = f"the compiler failed, so nothing runs compiled: {what}{advice}"
+        return self.failure
+
+    # What would still say "on" if this did nothing? The method compile() of a block would, so the
+    # row counts calls of compiled functions in each block, and with Inductor calls of its graphs.
+    def observe(self, evidence: Evidence) -> Observation:
+        regions = evidence.compiled_calls
+        if self.failure:
+            return Observation(False, self.failure)
+        if not self.enabled:
+            return Observation(regions > 0, f"{regions} compiled calls in one step")
+        if self.scope == "blocks" and evidence.blocks:
+            found = evidence.where(lambda call: self.is_compiled(call.ops))
+            on = all(found)
+            what = evidence.share(found)
+        else:  # a model as a whole, called for each micro-batch, or an encoder
+            wanted = max([1, *(len(calls) for calls in evidence.blocks)])
+            on = self.is_compiled(evidence.ops) and regions >= wanted
+            what = "the model"
+        note = f"{what} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, {regions} calls"
+        return Observation(on, f"{note}; scope {self.scope}, mode {self.mode}")
+
+    def is_compiled(self, ops: Counter[str]) -> bool:
+        """Whether these ops hold a call of a compiled function and, with Inductor, one of a graph
+        that it compiled."""
+        return all(
+            any(op.startswith(what) for op in ops)
+            for what in (REGION, INDUCTOR)[: 1 + self.by_inductor]
+        )
+
+    @property
+    def by_inductor(self) -> bool:
+        return self.backend == "inductor"
+
+
+def cxx_compiler() -> str | None:
+    """Path of the C++ compiler that Inductor needs on a CPU: $CXX, or the first of the usual
+    names."""
+    names = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def is_compiler_failure(error: BaseException) -> bool:
+    """True for errors of Dynamo, AOTAutograd or Inductor, False for the user's own mistakes found
+    while tracing."""
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+    from torch._inductor.exc import InductorError
+
+    return isinstance(error, TorchDynamoException | InductorError) and not isinstance(
+        error, TorchRuntimeError
+    )

@@ -1,0 +1,164 @@
+"""The whole step as one CUDA graph: forward, backward, clipping, optimizer and averages, launched
+by one call.
+
+A step of small kernels is bound by launching them; replaying a graph launches all at once. Batches
+are copied into static buffers, learning rate and EMA weight are device scalars, noise is a function
+of the stream position, and the optimizer decides on the device, so nothing in the step needs the
+host.
+
+What it costs: the memory of one step stays reserved, and shapes are fixed. What it buys: the gaps
+between kernels. It needs the fused optimizer. Speed: not measured yet.
+Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.ledger import UNSEEN
+from accel.sharding import world_size
+from accel.technique import AnyStep, Observation, Technique, TrainingStep
+from accel.techniques.fused_adamw import is_fused
+from common.errors import UserError
+from common.text import first_line
+
+SINGLE_LAUNCHES = ("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunchKernel")
+"""The profiler begins the name of each call that launches one kernel with one of these; CUDA 13
+added underscores."""
+GraphedUpdate = Callable[[Sequence[Any]], Any]
+
+
+class CudaGraph(Technique):
+    key = "cuda_graph"
+    summary = "the whole step as one launch"
+    examples = ({"cuda_graph": True, "fused_adamw": True},)
+    loss_rtol = 1e-5
+
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.update: CapturedUpdate | None = None
+        self.failure: str | None = None
+
+    def unavailable(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"CUDA graphs need an NVIDIA GPU; this run is on {self.device.type}."
+        if world_size() > 1:
+            return "A step that communicates with other processes is not captured; this run has several."
+        return None
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        return {"capturable": True} if self.enabled else {}
+
+    def on_step(self, step: AnyStep) -> AnyStep:
+        if self.enabled:
+            training = cast(TrainingStep, step)
+            if is_fused(training.optimizer):
+                training.update = self.update = CapturedUpdate(training.update, self.device)
+                return step
+            self.failure = (
+                "the optimizer is not fused and decides on the host, which a graph cannot do"
+            )
+        return step
+
+    def on_warm(self) -> bool:
+        if self.update is None:
+            return False
+        self.update.armed = True
+        return True
+
+    # What would still say "on" if this did nothing? A graph that was captured would, so the row
+    # counts launches of graphs in a warm step.
+    def observe(self, evidence: Evidence) -> Observation:
+        if self.failure:
+            return Observation(False, self.failure)
+        if not self.enabled:
+            return Observation(False, "no graph was captured")
+        launches = evidence.warm_ops["cudaGraphLaunch"]
+        if evidence.kernels_unseen and not launches:
+            return Observation(UNSEEN, NO_KERNEL_SEEN)
+        singles = sum(n for op, n in evidence.warm_ops.items() if op.startswith(SINGLE_LAUNCHES))
+        return Observation(
+            launches > 0,
+            f"{launches} graph launches, {singles} kernels launched one by one in a step",
+        )
+
+
+class CapturedUpdate:
+    """`update(batches) -> named tuple of device scalars`, run as it is until `armed`, then captured
+    and replayed.
+
+    Batches are named tuples of tensors and must keep their number and shapes. Everything runs on
+    one side stream, so that what autograd keeps from the calls before belongs to the stream of the
+    capture. At least one call must come before the capture: what it makes (moments, workspaces,
+    kernels) must not be made anew by each replay.
+
+    ValueError if the step cannot be captured. That ends a run, and what is measured after it in the
+    same process counts for nothing: some versions of PyTorch leave the memory allocator in the
+    state of a capture.
+    """
+
+    failed = False
+    """`capture` sets it when it fails, for all that this process does later."""
+
+    def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
+        self.inner = update
+        self.stream = torch.cuda.Stream(device)
+        self.calls = 0
+        self.armed = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.buffers: list[Tensor] = []
+        self.kind: Callable[..., Any] | None = None
+        self.result: Tensor | None = None
+
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        if not self.armed:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                output = self.inner(batches)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.calls += 1
+            return output
+        if self.graph is None:
+            self.capture(batches)
+        assert self.graph is not None
+        assert self.result is not None
+        assert self.kind is not None
+        given = [t for batch in batches for t in batch]
+        assert [t.shape for t in given] == [t.shape for t in self.buffers], (
+            "a captured step has one shape"
+        )
+        torch._foreach_copy_(self.buffers, given, non_blocking=True)
+        self.graph.replay()
+        return self.kind(*self.result.clone().unbind())  # the next replay overwrites the result
+
+    def capture(self, batches: Sequence[Any]) -> None:
+        assert self.calls > 0
+        static = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
+        graph = torch.cuda.CUDAGraph()
+        failure = None
+        current = torch.cuda.current_stream()
+        try:
+            # Loaders may copy on streams of their own meanwhile: only this thread's calls can break
+            # the capture.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                try:
+                    output = self.inner(static)
+                    self.result = torch.stack([t.float() for t in output])
+                except Exception as error:
+                    failure = error  # leaving the context raises another, which says less
+                    raise
+        except Exception as error:
+            CapturedUpdate.failed = True
+            # PyTorch's context raises before it leaves the stream of the capture
+            torch.cuda.set_stream(current)
+            cause = first_line(failure or error)
+            raise UserError(
+                f"runtime.cuda_graph=true: the step cannot be captured ({cause}); use "
+                "runtime.cuda_graph=false."
+            ) from failure or error
+        self.buffers = [t for batch in static for t in batch]
+        self.kind = type(output)
+        self.graph = graph

@@ -1,0 +1,69 @@
+"""cuDNN autotuner: tries every convolution algorithm once per shape and keeps the fastest.
+
+What it costs: a slower first step for each new shape, and run-to-run determinism. It matters to
+models with dense convolutions and to the autoencoder of `precompute_latents.py`. Speed: not
+measured yet.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.ledger import UNSEEN, UNUSED
+from accel.profiler import observe_kernels
+from accel.technique import Observation, Technique
+
+SAME_BYTES = "off here: it chooses algorithms by their time, and work that goes on after a stop must end with the same bytes"
+CONVOLUTION = "aten::cudnn_convolution"
+
+
+class CudnnBenchmark(Technique):
+    key = "cudnn_benchmark"
+    summary = "tries cuDNN's algorithms once per shape"
+    loss_rtol = 1e-5
+    nondeterministic = True
+
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.chosen: set[str] = set()
+        """Names of kernels that a step runs with the autotuner only."""
+
+    def unavailable(self) -> str | None:
+        if self.device.type != "cuda" or not torch.backends.cudnn.is_available():
+            return f"The cuDNN autotuner needs cuDNN on an NVIDIA GPU; this run is on {self.device.type}."
+        return None
+
+    def on_process(self) -> None:
+        torch.backends.cudnn.benchmark = self.enabled
+
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        if not self.enabled or not evidence.ops[CONVOLUTION]:
+            return
+        tuned = observe_kernels(run, self.device)
+        torch.backends.cudnn.benchmark = False
+        try:
+            self.chosen = tuned - observe_kernels(run, self.device)
+        finally:
+            torch.backends.cudnn.benchmark = True
+
+    # What would still say "on" if this did nothing? PyTorch's flag would, so the row compares the
+    # kernels of a step with the autotuner and of one without.
+    def observe(self, evidence: Evidence) -> Observation:
+        calls = evidence.ops[CONVOLUTION]
+        note = f"{calls} cuDNN convolutions in one step"
+        if not self.enabled:
+            return Observation(torch.backends.cudnn.benchmark and calls > 0, note)
+        if not calls:
+            return Observation(UNUSED, note)
+        if evidence.kernels_unseen:
+            return Observation(UNSEEN, f"{note}; {NO_KERNEL_SEEN}")
+        if not self.chosen:
+            return Observation(
+                UNUSED, f"{note}; the autotuner chose the kernels that run without it"
+            )
+        return Observation(
+            True,
+            f"{note}; {len(self.chosen)} kernels that do not run without it: "
+            f"{min(self.chosen)[:60]}",
+        )

@@ -1,0 +1,51 @@
+"""Gives the allocator's unused memory back before and after evaluation and sampling, and at no
+other time.
+
+Their tensors have other sizes than training's, so the two leave fragments for each other. What it
+costs: training asks the driver for its memory again after each evaluation, some milliseconds. Doing
+it every step is a mistake:
+`python -m scripts.bench antipatterns` shows what that costs.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from accel.evidence import Evidence
+from accel.technique import Observation, Technique
+
+
+@contextmanager
+def emptied_cache() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+class EmptyCacheAtEval(Technique):
+    key = "empty_cache_at_eval"
+    summary = "gives unused memory back around evaluation only"
+    loss_rtol = 0.0
+
+    def unavailable(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"PyTorch keeps no cache of memory on {self.device.type}."
+        return None
+
+    def around_evaluation(self) -> AbstractContextManager[object]:
+        return emptied_cache() if self.enabled else nullcontext()
+
+    # What would still say "on" if this did nothing? A call of empty_cache() would, so the row reads
+    # how many bytes PyTorch holds before and after.
+    def observe(self, evidence: Evidence) -> Observation:
+        if self.device.type != "cuda":
+            return Observation(False, "no cache to empty")
+        # freed at once, so there is something to give back
+        torch.empty(2**26, dtype=torch.uint8, device=self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        with self.around_evaluation():
+            freed = before - torch.cuda.memory_reserved(self.device)
+        return Observation(
+            freed > 0, f"evaluation would start with {freed / 2**20:.0f} MiB given back"
+        )

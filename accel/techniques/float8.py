@@ -1,0 +1,134 @@
+"""Products of large layers in 8 bits, for `precision=fp8`: torchao's float8 training, inside bf16
+autocast.
+
+Exchanged are the `nn.Linear` layers inside the model's blocks with at least 1,024 inputs and more
+than 1,024 outputs, both multiples of 16, as 8-bit products ask for. Never embeddings, the time
+conditioning or the final layer: they stand outside the blocks. Weights stay fp32 parameters under
+their own names; scales are computed on the device in each pass.
+
+Where the limits come from: torchao's own filters (`_auto_filter_for_recipe`, by its measurements on
+H100). For "tensorwise" it leaves out layers with at most 1,024 outputs unless they have more than
+4,096 inputs; for "rowwise" also those with at most 2,048 outputs or 1,024 inputs; it has none for
+"rowwise_with_gw_hp". Whether it pays for these models is not measured, and none of it has run on a
+GPU yet: the tests run the same code on a CPU, which emulates the products.
+References: https://github.com/pytorch/ao/tree/main/torchao/float8 and Micikevicius et al. 2022,
+https://arxiv.org/abs/2209.05433
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.evidence import BlockEvidence, Evidence
+from accel.profiler import EIGHT_BIT, REGION
+from accel.technique import blocks_of
+from common.libraries import quiet
+
+LEAST = 1024
+"""Inputs that a layer must have; of outputs it must have more."""
+MULTIPLE = 16
+"""Of inputs, outputs and tokens, in 8-bit products on a GPU."""
+BACKWARD = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
+"""Recipe -> 8-bit products in a layer's backward pass; the last computes the weight's gradient in
+bf16."""
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why 8-bit products cannot be had on `device`, as a sentence."""
+    instead = "use runtime.precision=bf16"
+    if device.type != "cuda":
+        return f"fp8 needs the 8-bit tensor cores of an NVIDIA GPU; this run is on {device.type}; {instead}."
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return f"fp8 needs compute capability 8.9 or newer; {instead} on this GPU."
+    if importlib.util.find_spec("torchao") is None:
+        return f"fp8 needs torchao; pip install torchao, or {instead}."
+    return None
+
+
+def is_large(layer: nn.Module) -> bool:
+    """Whether a layer's products go to 8 bits. A class derived from `nn.Linear` computes in its own
+    way, and stays."""
+    if type(layer) is not nn.Linear:
+        return False
+    sizes = (layer.in_features, layer.out_features)
+    return sizes[0] >= LEAST and sizes[1] > LEAST and not any(size % MULTIPLE for size in sizes)
+
+
+def narrowed(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+    """Under autocast a layer's input has its dtype. torchao sees to that on a GPU only."""
+    kind = inputs[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    return (inputs[0].to(torch.get_autocast_dtype(kind)),)
+
+
+class Float8Layers:
+    """The layers of a model that compute in 8 bits; the constructor exchanges them."""
+
+    def __init__(self, model: nn.Module, recipe: str) -> None:
+        self.recipe = recipe
+        blocks = list(blocks_of(model)) if hasattr(model, "blocks") else []  # an encoder has none
+        chosen = [[m for m in block.modules() if is_large(m)] for block in blocks]
+        self.large = [len(layers) for layers in chosen]
+        """Of each block, how many of its layers shall compute in 8 bits; not how many were
+        exchanged."""
+        self.count = sum(isinstance(m, nn.Linear) for block in blocks for m in block.modules())
+        if any(chosen):
+            self.exchange(
+                blocks_of(model),
+                {id(m) for layers in chosen for m in layers},
+                getattr(model, "tokens", 1),
+            )
+
+    def exchange(self, blocks: nn.ModuleList, chosen: set[int], tokens: int) -> None:
+        with quiet():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            config: Any = Float8LinearConfig.from_recipe_name(self.recipe)
+            # The weight's gradient sums over the tokens of a micro-batch, whose number must be a
+            # multiple too.
+            config = replace(config, pad_inner_dim=tokens % MULTIPLE != 0)
+            before = set(blocks.modules())
+            convert_to_float8_training(
+                blocks, module_filter_fn=lambda m, name: id(m) in chosen, config=config
+            )
+        for layer in set(blocks.modules()) - before:
+            layer.register_forward_pre_hook(narrowed)
+
+    def observe(self, evidence: Evidence) -> tuple[bool, str]:
+        """Whether every large layer ran all its products in 8 bits, forward and backward, and what
+        was seen.
+
+        Recomputation repeats the forward products; a compiler leaves out the last one of a block,
+        whose result is the block's own.
+        """
+        ran = evidence.count(EIGHT_BIT)
+        wanted = 0
+        repeated = 0
+        good = 0
+        for layers, calls in zip(self.large, evidence.blocks, strict=False):
+            good += min([layers, *(call.ops[EIGHT_BIT] for call in calls)]) if calls else 0
+            wanted += sum(layers * self.passes(call) for call in calls)
+            repeated += sum(call.trains and call.recomputes for call in calls) * bool(layers)
+        uncompiled = " (in an uncompiled step)" * evidence.blocks_uncompiled
+        compiled = any(op.startswith(REGION) for op in evidence.ops)
+        complete = ran == wanted or (compiled and ran == wanted - repeated)
+        note = f"{ran} of {evidence.products.total()} products in fp8 ({self.recipe})"
+        note += f"{f', {wanted} meant to be' * (not complete)}; {good} of {sum(self.large)} large layers ran "
+        return complete and good == sum(self.large), f"{note}forward in fp8{uncompiled}"
+
+    def passes(self, call: BlockEvidence) -> int:
+        """8-bit products of each layer that a call of its block brings with it."""
+        return 1 + (BACKWARD[self.recipe] + call.recomputes if call.trains else 0)
+
+    def too_small(self) -> str:
+        """Why there is none."""
+        return (
+            f"0 of {self.count} layers are large enough for fp8: {LEAST:,} inputs, more than "
+            f"{LEAST:,} outputs, both multiples of {MULTIPLE}"
+        )

@@ -1,0 +1,119 @@
+"""Fused Triton kernels in the place of their PyTorch references: one key each.
+
+Off, the reference is called directly, so that the compiler can fuse it with what surrounds it. On,
+one operator with its own backward pass is called. `true` and `auto` launch nothing that
+accel/proof.py has not proved on the run's own
+device: `true` asks for parity with the definition alone, `auto` also for a block that is not slower
+with the kernel.
+
+What it costs: a trial of a minute or so for each new model, batch, GPU or version. What it buys:
+time, which the trial measures, and memory, for a kernel keeps less for the backward pass.
+"""
+
+import importlib.util
+
+import torch
+
+from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.ledger import UNSEEN, UNUSED
+from accel.proof import Proof
+from accel.technique import Model, Observation, Technique, blocks_of, switches
+
+
+class FusedKernel(Technique):
+    op: str
+    """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
+    loss_rtol = 1e-2
+
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.switches: list[torch.nn.Module] = []
+        self.proof: Proof | None = None
+
+    def asks_for_proof(self, model: torch.nn.Module) -> bool:
+        """Whether the key is wanted and the model has something that it exchanges."""
+        return self.enabled and bool(self.switches_of(model))
+
+    def settle(self, proof: Proof) -> None:
+        """Takes the decision that was asked for."""
+        self.value = proof.on
+        self.proof = proof
+
+    def unavailable(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"The Triton kernels need an NVIDIA GPU; this run is on {self.device.type}."
+        if importlib.util.find_spec("triton") is None:
+            return "The Triton kernels need triton; install it with pip."
+        if torch.cuda.get_device_capability(self.device) < (8, 0):
+            return "The Triton kernels need compute capability 8.0 or newer."
+        return None
+
+    def on_model(self, model: Model) -> Model:
+        self.switches = self.switches_of(model)
+        for module in self.switches:
+            setattr(module, self.key, self.proof is not None and self.proof.on)
+        return model
+
+    def switches_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        return switches(blocks_of(model), self.key)
+
+    # What would still say "on" if this did nothing? The modules' switches would, and so would a
+    # call of the operator, which may run its definition; the row counts launches of its kernels.
+    def observe(self, evidence: Evidence) -> Observation:
+        if self.enabled and not self.switches:
+            return Observation(UNUSED, f"the model has no {self.op}")
+        launches = sum(n for name, n in evidence.ops.items() if name.startswith(f"{self.op}_"))
+        called = evidence.where(
+            lambda call: any(op.startswith(f"fastlatent::{self.op}") for op in call.ops)
+        )
+        everywhere = sum(called) >= min(len(called), len(self.switches))
+        unseen = self.enabled and evidence.kernels_unseen and any(called) and everywhere
+        seen = (
+            NO_KERNEL_SEEN if unseen else f"{launches} launches of its Triton kernels in one step"
+        )
+        note = f"{evidence.share(called)} called {self.op}; {seen}"
+        if self.enabled and self.proof is None:
+            note = f"nobody proved it, so nothing may launch it; {note}"
+        active = UNSEEN if unseen else launches > 0 and everywhere
+        return Observation(active, f"{self.proof.why}; {note}" if self.proof else note)
+
+
+class FusedAddNorm(FusedKernel):
+    """add + gate + norm + modulate in one pass over the residual stream."""
+
+    key = "fused_add_norm"
+    summary = "Triton: add, gate, norm and modulate in one pass"
+    op = "add_norm"
+
+
+class FusedScan(FusedKernel):
+    """Both directions of the state-space scan in one kernel."""
+
+    key = "fused_scan"
+    summary = "Triton: both directions of the scan in one kernel"
+    op = "ssd"
+
+
+class FusedConv(FusedKernel):
+    """The local convolution and its activation in one kernel."""
+
+    key = "fused_conv"
+    summary = "Triton: local convolution and activation"
+    op = "local_mix"
+
+
+class FusedSwiglu(FusedKernel):
+    """Activation and product of a SwiGLU in one kernel, and one gradient for both of its halves."""
+
+    key = "fused_swiglu"
+    summary = "Triton: activation and product of the SwiGLU"
+    op = "swiglu"
+
+
+class FusedRope(FusedKernel):
+    """Norm and rotary embedding of queries and keys in one kernel, and one gradient for queries,
+    keys and values."""
+
+    key = "fused_rope"
+    summary = "Triton: QK-norm and rotary embedding of attention"
+    op = "qk_rope"

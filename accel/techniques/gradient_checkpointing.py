@@ -1,0 +1,178 @@
+"""Gradient checkpointing per block: keep a block's inputs, recompute the rest in the backward pass.
+
+`checkpoint_policy`: "blocks" recomputes every block; "every_2" every second one, for half the
+saving at half the cost; "selective" recomputes every block but its matrix products, its attention
+and its scan, whose results are kept.
+
+What it costs: "blocks" one more forward pass, at most a third of the step; "selective" only the
+cheap part of it. What it buys: activation memory of the blocks' inputs alone ("selective": and the
+products' results). Speed and memory on a
+GPU: not measured yet.
+Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from accel.evidence import BlockEvidence, Evidence, probed
+from accel.saved_tensors import SAVED
+from accel.technique import Model, Observation, Technique, blocks_of
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+ATTENTION = ("_scaled_dot_product", "flex_attention")
+""""selective" keeps the results of these products, of ops whose names start so, and of the scan."""
+SCAN = "fastlatent::ssd"
+DOES = {
+    "blocks": "recompute",
+    "every_2": "recompute or keep in turn",
+    "selective": "recompute all but products",
+}
+
+
+class CheckpointBlocks(Technique):
+    key = "gradient_checkpointing"
+    summary = "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`"
+    options = ("checkpoint_policy",)
+    examples = tuple(
+        {"gradient_checkpointing": True, "checkpoint_policy": policy}
+        for policy in ("blocks", "every_2", "selective")
+    )
+    loss_rtol = 0.0
+
+    def __init__(
+        self, value: bool | str, device: torch.device, checkpoint_policy: bool | str = "blocks"
+    ) -> None:
+        super().__init__(value, device, checkpoint_policy=checkpoint_policy)
+        self.policy = checkpoint_policy
+        self.blocks: nn.ModuleList | None = None
+        self.uncompiled: list[list[BlockEvidence]] = []
+        """The calls of each compiled block in an uncompiled step: a compiled one has no cache to
+        look into."""
+
+    def on_model(self, model: Model) -> Model:
+        if self.enabled:
+            # Since PyTorch 2.14 it warns of hooks beside its caches; those of warm-up look into the
+            # caches themselves.
+            warnings.filterwarnings(
+                "ignore", message="A saved_tensors_hooks context", category=FutureWarning
+            )
+            self.blocks = blocks_of(model)
+            wrap = self.selectively_recomputed if self.policy == "selective" else recomputed
+            for block in list(blocks_of(model))[:: 2 if self.policy == "every_2" else 1]:
+                block.forward = wrap(block.forward)
+        return model
+
+    def selectively_recomputed(self, forward: Callable) -> Callable:
+        def contexts():
+            first, again = create_selective_checkpoint_contexts(self.decide)
+            if SAVED.caches and not torch.compiler.is_compiling():
+                SAVED.caches[-1].append(first.storage)
+            return first, again
+
+        def forward_recomputed(*inputs):
+            keep = keeps_generator()
+            return checkpoint(
+                forward, *inputs, use_reentrant=False, preserve_rng_state=keep, context_fn=contexts
+            )
+
+        return forward_recomputed
+
+    def decide(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return (
+            CheckpointPolicy.MUST_SAVE if is_kept(op.name()) else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        if (
+            self.enabled
+            and self.policy == "selective"
+            and evidence.compiled_calls
+            and not evidence.blocks_uncompiled
+        ):
+            assert self.blocks is not None
+            with torch.compiler.set_stance("force_eager"), probed(self.blocks, self.uncompiled):
+                run()
+
+    # What would still say "on" if this did nothing? The wrapped forward would, so the row compares
+    # what the blocks keep with what they take in, and with "selective" looks into their caches,
+    # which may hold results of no other operation than those meant.
+    def observe(self, evidence: Evidence) -> Observation:
+        calls = [call for calls in evidence.blocks for call in calls]
+        if not calls:
+            return Observation(False, "no block ran")
+        found = evidence.where(lambda call: call.recomputes)
+        looked_into = self.uncompiled or evidence.blocks
+        policy = self.policy if self.enabled else "blocks"
+        if policy == "every_2":
+            found = [one == (i % 2 == 0) for i, one in enumerate(found)]
+        elif policy == "selective":
+            found = replace(evidence, blocks=looked_into).where(keeps_products)
+            found = [
+                ok and kept_alike(*pair)
+                for ok, *pair in zip(found, evidence.blocks, looked_into, strict=True)
+            ]
+        kept = sorted(call.saved_bytes / 2**20 for call in calls)
+        note = f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to {kept[-1]:.2f} MiB for backward "
+        note += f"and took in {calls[-1].input_bytes / 2**20:.2f}"
+        if policy == "selective":
+            names = sorted(
+                {name for calls in looked_into for call in calls for name in call.cached}
+            )
+            note += f"; caches hold results of {', '.join(names) or 'nothing'}"
+            note += " (in an uncompiled step)" * bool(self.uncompiled)
+        return Observation(all(found), note)
+
+
+def is_kept(op: str) -> bool:
+    """Returns whether "selective" keeps the results of an operation, such as "aten::mm"."""
+    name = op.rpartition("::")[2].split(".")[0]
+    return op.startswith(SCAN) or name in PRODUCTS or name.startswith(ATTENTION)
+
+
+def keeps_products(call: BlockEvidence) -> bool:
+    return bool(call.cached) and all(map(is_kept, call.cached))
+
+
+def kept_alike(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
+    """Returns whether a block's calls keep as much as uncompiled ones, within a quarter.
+
+    A compiler leaves out the last result, which is the block's own (7 % of the bytes in our
+    models).
+    """
+    pairs = [
+        (call.saved_bytes, other.saved_bytes) for call, other in zip(calls, uncompiled, strict=True)
+    ]
+    return all(0.75 * other <= kept <= 1.25 * other for kept, other in pairs)
+
+
+def recomputed(forward: Callable) -> Callable:
+    # Our own closure, not functools.partial: a partial in place of `forward` breaks
+    # compile(fullgraph=True).
+    def forward_recomputed(*inputs):
+        return checkpoint(
+            forward, *inputs, use_reentrant=False, preserve_rng_state=keeps_generator()
+        )
+
+    return forward_recomputed
+
+
+def keeps_generator() -> bool:
+    """Whether recomputation starts from the generator's state of the first pass.
+
+    Always, but while a CUDA graph is being captured: there it cannot be read. Our blocks draw
+    nothing from generators.
+    """
+    return torch.compiler.is_compiling() or not (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )

@@ -1,0 +1,122 @@
+"""The optimizer's state in host memory: the device holds that of one part of the parameters at a
+time.
+
+What it costs: every step moves the state to the device and back, 16 bytes a parameter with AdamW (4
+with 8-bit moments), through page-locked memory, part by part and not ahead of time. What it buys:
+the state's bytes on the device. Speed on a GPU: not measured yet. For one process, or ddp; with
+fsdp there is `runtime.parallel.cpu_offload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.composite_optimizer import Groups, Make, Members, innermost, nbytes_of, parts_of
+from accel.evidence import Evidence
+from accel.technique import Observation, Technique
+
+SMALL = 4096
+"""Elements below which a tensor stays on the device: step counts, scales, moments of vectors."""
+
+
+class HostState(Members):
+    """Updates part by part; between two updates what a part keeps lies in host memory."""
+
+    def __init__(self, groups: Groups, make: Make) -> None:
+        super().__init__(groups, [make(part) for part in parts_of(groups)])
+        self.device = self.numbered[0].device
+        self.host: dict[tuple[int, Tensor, str], Tensor] = {}
+        """(Optimizer, parameter, name) -> what it keeps, in host memory."""
+        self.moved = 0
+        """Bytes that the latest step moved, both ways."""
+
+    def step(self, closure: Any = None) -> None:
+        self.moved = 0
+        super().step(closure)
+
+    def entries(
+        self, member: torch.optim.Optimizer
+    ) -> Iterator[tuple[tuple[int, Tensor, str], dict[str, Any], str]]:
+        """Key in `host`, entries of a parameter, and name, of all that a member keeps."""
+        for optimizer in innermost(member):
+            for parameter, entries in optimizer.state.items():
+                for name in list(entries):
+                    yield (id(optimizer), parameter, name), entries, name
+
+    @contextmanager
+    def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
+        """The member finds its state on the device inside; after, it lies in host memory again."""
+        for key, entries, name in self.entries(member):
+            if key in self.host:
+                entries[name] = self.host[key].to(self.device, copy=True, non_blocking=True)
+                self.moved += nbytes_of(entries[name])
+        yield
+        for key, entries, name in self.entries(member):
+            value = entries[name]
+            if isinstance(value, Tensor) and value.numel() >= SMALL:
+                if key not in self.host:
+                    self.host[key] = host_tensor(value)
+                entries[name] = self.host[key].copy_(value, non_blocking=True)
+                self.moved += nbytes_of(value)
+
+    def kept(self, parameter: Tensor) -> dict[str, Any]:
+        """Waits for the copies, which the step has only queued."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return super().kept(parameter)
+
+
+def host_tensor(value: Tensor) -> Tensor:
+    """Room in host memory, page-locked where a GPU copies to it; a library's tensor class is not
+    page-locked."""
+    if value.is_cuda and not hasattr(value, "__tensor_flatten__"):
+        return torch.empty_like(value, device="cpu", pin_memory=True)
+    return value.detach().to("cpu", copy=True)
+
+
+class OffloadOptimizer(Technique):
+    key = "offload_optimizer"
+    summary = "the optimizer's state in host memory"
+    loss_rtol = 0.0
+
+    def __init__(self, value: bool | str, device: torch.device) -> None:
+        super().__init__(value, device)
+        self.states: list[HostState] = []
+
+    def unavailable(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"This run is on {self.device.type}, so the optimizer's state lies in host memory as it is."
+        return None
+
+    def on_optimizer(self, make: Make) -> Make:
+        if not self.enabled:
+            return make
+
+        def make_on_host(groups: Groups) -> torch.optim.Optimizer:
+            self.states.append(HostState(groups, make))
+            return self.states[-1]
+
+        return make_on_host
+
+    def on_host(self) -> int:
+        """Bytes that lie in host memory."""
+        return sum(nbytes_of(held) for state in self.states for held in state.host.values())
+
+    # What would still say "on" if this did nothing? The update's own count of moved bytes would, so
+    # the row asks each tensor of the state where it lies.
+    def observe(self, evidence: Evidence) -> Observation:
+        if not self.states:
+            return Observation(False, "the state lies where the parameters are")
+        kept = [t for state in self.states for p in state.numbered for t in state.kept(p).values()]
+        kept = [t for t in kept if isinstance(t, Tensor) and t.numel() >= SMALL]
+        away = [t for t in kept if t.device.type == "cpu"]
+        moved = sum(state.moved for state in self.states)
+        size = sum(t.nbytes for t in away)
+        note = f"{len(away)} of {len(kept)} tensors of the state lie in host memory, {size / 2**20:.1f} MiB; the step "
+        note += f"moved {moved / 2**20:.1f} MiB there and back"
+        return Observation(len(away) == len(kept) and moved >= 2 * size > 0, note)

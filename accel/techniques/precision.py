@@ -1,0 +1,196 @@
+"""Mixed precision: matrix products in 16 bits by autocast; parameters, optimizer state, norms and
+the loss in fp32.
+
+`bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is
+scaled (accel/techniques/loss_scaler.py). What is stored stays fp32; `runtime.weights` can change
+that. `fp8` is `bf16`, and products of large layers in 8 bits (accel/techniques/float8.py), by
+`fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a row, and "rowwise_with_gw_hp"
+computes the weights' gradients in bf16.
+
+What it costs: rounding in products. On a CPU without native instructions it is several times slower
+than fp32, so there it counts as unavailable. Speed on a GPU: not measured yet.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from accel.evidence import BlockEvidence, Evidence
+from accel.profiler import EIGHT_BIT, WEIGHT_PRODUCTS
+from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
+from accel.techniques import float8
+from accel.techniques.compilation import INDUCTOR
+from accel.techniques.loss_scaler import LossScaler
+from accel.weight_products import WideWeightProducts
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Autocast's."""
+NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
+NAMES |= {
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float32": "fp32",
+    "torch.float64": "fp64",
+}
+NAMES |= {"Float8_e4m3fn": "fp8", "Float8_e5m2": "fp8"}
+TEMPLATES = "triton_tem_fused"
+"""How kernels for a GPU begin that Inductor makes for products in the place of a library's."""
+
+
+class Precision(Technique):
+    key = "precision"
+    summary = "`bf16`, `fp16`: products in 16 bits, all else fp32; `fp8`: of large layers in 8 bits, by `fp8_recipe`"
+    options = ("fp8_recipe",)
+    examples = (
+        *({"precision": name} for name in ("bf16", "fp16")),
+        *({"precision": "fp8", "fp8_recipe": recipe} for recipe in float8.BACKWARD),
+    )
+    off = "fp32"
+    loss_rtol = 2e-2
+
+    def __init__(
+        self, value: bool | str, device: torch.device, fp8_recipe: bool | str = "tensorwise"
+    ) -> None:
+        super().__init__(value, device, fp8_recipe=fp8_recipe)
+        self.recipe = str(fp8_recipe)
+        self.scaler: LossScaler | None = None
+        self.layers: float8.Float8Layers | None = None
+        self.model: nn.Module | None = None
+        self.looking = False
+        """`compare` sets it, so that `look_at` runs beside the next forward pass."""
+        self.wide_weights: set[str] = set()
+        """Matrices that were multiplied in fp32 in that pass."""
+
+    def unavailable(self) -> str | None:
+        if self.value == "fp8":
+            return float8.unavailable(self.device)
+        if self.device.type == "cuda":
+            needed = (8, 0) if self.value == "bf16" else (7, 0)
+            if torch.cuda.get_device_capability(self.device) < needed:
+                return (
+                    f"{self.value} needs compute capability {needed[0]}.{needed[1]} or newer; "
+                    f"use runtime.precision=fp32 on this GPU."
+                )
+        elif self.value == "fp16" and not torch.cpu._is_amx_fp16_supported():
+            return "This CPU has no native fp16 instructions (AMX-FP16), so fp16 would be slower than fp32."
+        elif self.value == "bf16" and not (
+            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        ):
+            return "This CPU has no native bf16 instructions (AVX512-BF16 or AMX), so bf16 would be slower than fp32."
+        return None
+
+    def autocast(self) -> torch.amp.autocast:
+        """The context in which the forward pass runs."""
+        return torch.amp.autocast(
+            self.device.type, DTYPES.get(str(self.value)), enabled=self.enabled
+        )
+
+    def on_layers(self, model: nn.Module) -> None:
+        if self.value == "fp8":
+            self.layers = float8.Float8Layers(model, self.recipe)
+
+    def on_model(self, model: Model) -> Model:
+        self.model = model
+        return model
+
+    def on_step(self, step: AnyStep) -> AnyStep:
+        if self.enabled:
+            forward = step.forward
+
+            @functools.wraps(forward)
+            def autocast_forward(*args, **kwargs):
+                with self.autocast():
+                    if self.looking:
+                        self.look_at(functools.partial(forward, *args, **kwargs))
+                    return forward(*args, **kwargs)
+
+            step.forward = autocast_forward
+        # an encoder's step has no backward pass
+        if self.value == "fp16" and hasattr(step, "scaler"):
+            cast(TrainingStep, step).scaler = self.scaler = LossScaler(self.device)
+        return step
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.scaler.state_dict() if self.scaler else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self.scaler and state:
+            self.scaler.load_state_dict(state)
+
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        if self.enabled and self.model is not None and evidence.dtypes()["float"]:
+            self.looking = True
+            run()
+
+    def look_at(self, forward: Callable[[], object]) -> None:
+        """Runs the forward pass once more, uncompiled, and notes the weights that it multiplies in
+        fp32."""
+        assert self.model is not None
+        self.looking = False
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            WideWeightProducts(self.model) as products,
+        ):
+            forward()
+        self.wide_weights = products.found
+
+    # What would still say "on" if this did nothing? Autocast's flag would, so the row counts the
+    # dtypes of products. Of those in fp32 only products of two activations may be meant so: the
+    # names of operations would not tell, so their operands are looked at.
+    def observe(self, evidence: Evidence) -> Observation:
+        if self.layers is None:
+            return self.observe_autocast(evidence)
+        others = {product: n for product, n in evidence.products.items() if product[0] != EIGHT_BIT}
+        active, note = self.observe_autocast(replace(evidence, products=Counter(others)))
+        if not any(self.layers.large):
+            return Observation(active, f"{self.layers.too_small()}; {note}")
+        complete, seen = self.layers.observe(evidence)
+        if evidence.count(EIGHT_BIT):
+            active = "fp8" if complete and active == "bf16" else "mixed"
+        return Observation(active, f"{seen}; of the others {note}")
+
+    def observe_autocast(self, evidence: Evidence) -> Observation:
+        weights = evidence.dtypes(WEIGHT_PRODUCTS)
+        dtypes = evidence.dtypes()
+        calls = [call for calls in evidence.blocks for call in calls]
+        branches = Counter(name_of(str(call.branch_dtype)) for call in calls)
+        unseen = any(op.startswith(INDUCTOR) for op in evidence.ops) and not all(
+            shows_products(call) for call in calls
+        )
+        unseen |= any(op.startswith(TEMPLATES) for op in evidence.ops)
+        if not weights and not (unseen and branches):
+            return Observation(False, "no matrix product ran")
+        name = name_of(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
+        right = sum(n for dtype, n in dtypes.items() if name_of(dtype) == name)
+        meant = 0 if name == "fp32" or self.wide_weights else dtypes["float"] - weights["float"]
+        note = f"{right} of {dtypes.total()} products in {name}"
+        if meant:
+            note += f", {meant} meant to be fp32 (of activations)"
+        if self.wide_weights:
+            names = sorted(self.wide_weights)
+            note += f"; in fp32 are products of weights: {', '.join(names[:3])}{', …' * (len(names) > 3)}"
+        if unseen:
+            found = evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
+            note += f"; others in Inductor's own kernels, which do not tell; {evidence.share(found)} returned {name}"
+        if self.scaler:
+            note += "; the loss is scaled on the device"
+        complete = right + meant == dtypes.total() and (not unseen or branches.keys() == {name})
+        complete &= not self.wide_weights
+        return Observation(name if complete else "mixed", note)
+
+
+def shows_products(call: BlockEvidence) -> bool:
+    """Whether a library computed products of the block's, which the profiler sees."""
+    return any(op in call.ops for op in WEIGHT_PRODUCTS)
+
+
+def name_of(dtype: str) -> str:
+    """`precision`'s name for a dtype of the profiler's or of PyTorch's; the dtype where it has
+    none."""
+    return NAMES.get(dtype, dtype)

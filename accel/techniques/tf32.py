@@ -1,0 +1,70 @@
+"""TF32: fp32 matrix products and convolutions on tensor cores, with a 10-bit mantissa.
+
+What it costs: about three decimal digits of the inputs to fp32 products; accumulation stays fp32.
+It changes nothing for products that already run in 16 bits. Speed: not measured yet.
+Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
+"""
+
+import torch
+from torch import nn
+
+from accel.evidence import Evidence
+from accel.ledger import UNUSED
+from accel.technique import Observation, Technique
+
+
+class Tf32(Technique):
+    key = "tf32"
+    summary = "fp32 products and convolutions on tensor cores"
+    loss_rtol = 1e-3
+
+    def unavailable(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"TF32 needs an NVIDIA GPU of compute capability 8.0 or newer; this run is on {self.device.type}."
+        capability = torch.cuda.get_device_capability(self.device)
+        if capability < (8, 0):
+            return f"TF32 needs compute capability 8.0 or newer; this GPU has {capability[0]}.{capability[1]}."
+        return None
+
+    def on_process(self) -> None:
+        # These two, never the newer `fp32_precision` setters: up to torch 2.14 mixing both makes
+        # Inductor raise.
+        torch.set_float32_matmul_precision("high" if self.enabled else "highest")
+        torch.backends.cudnn.allow_tf32 = self.enabled
+
+    # What would still say "on" if this did nothing? PyTorch's flags would, so a product and a
+    # convolution are tried on this device, and the row tells how they round.
+    def observe(self, evidence: Evidence) -> Observation:
+        if self.device.type != "cuda":
+            return Observation(False, "no product here rounds to TF32")
+        product, convolution = rounds(self.device)
+        products = evidence.dtypes()["float"]
+        convolutions = evidence.dtypes(["aten::convolution"])["float"]
+        note = f"a product tried here {verb(product)}, a convolution {verb(convolution)}"
+        note += f"; {products} products of a step in fp32, {convolutions} of them convolutions"
+        if not product and not convolution:
+            return Observation(False, note)
+        if not products:
+            return Observation(UNUSED, note)
+        return Observation(
+            (product or products == convolutions) and (convolution or not convolutions), note
+        )
+
+
+def verb(rounded: bool) -> str:
+    return "rounds to TF32" if rounded else "keeps fp32"
+
+
+@torch.no_grad()
+def rounds(device: torch.device) -> tuple[bool, bool]:
+    """Whether a matrix product and a convolution that multiply 1 + 2⁻¹², which TF32 does not have,
+    by 1 give 1."""
+    value = 1.0 + 2.0**-12
+    with torch.amp.autocast(device.type, enabled=False):
+        product = torch.full((512, 512), value, device=device) @ torch.eye(512, device=device)
+        weight = torch.zeros(64, 64, 3, 3, device=device)
+        weight[:, :, 1, 1] = torch.eye(64)
+        convolution = nn.functional.conv2d(
+            torch.full((8, 64, 32, 32), value, device=device), weight, padding=1
+        )
+    return bool((product == 1.0).all()), bool((convolution == 1.0).all())

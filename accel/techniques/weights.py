@@ -1,0 +1,259 @@
+"""Weights of linear layers stored in bf16: half their bytes, and half the bytes of their gradients.
+
+A plain bf16 weight loses updates below 2⁻⁹ of it: they round away. `rounding=stochastic` rounds the
+updated weight up or down at random, right on average; the random bits are a hash of (seed, part of
+the weights, samples seen), so that a resumed run and any number of processes draw the same.
+`rounding=kahan` keeps what was rounded off in a second bf16 tensor (2 bytes a weight, so that only
+gradients and casts get smaller). The update itself is computed in fp32, a part of the weights at a
+time; averages (EMA) stay fp32, and so do all parameters that are no matrix of a linear layer.
+
+What it costs: an fp32 copy of one part's weights and gradients (64 MiB, or the largest parameter)
+during the update, and rounding: a published model lost 3.7 FID points with weights in plain bf16.
+Losses here: docs/memory.md. Speed on a GPU: not measured yet.
+References: stochastic rounding, Gupta et al. 2015, https://arxiv.org/abs/1502.02551; both for bf16
+training, Zamirai et al. 2020, https://arxiv.org/abs/2010.06192
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from accel.composite_optimizer import COMPENSATION, PART, Groups, Make, Members, parts_of
+from accel.evidence import Evidence
+from accel.kernels.counter_noise import Purpose, draw
+from accel.technique import AnyStep, Model, Observation, Technique
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer whose weight is bf16; where autocast is off, products are in the dtype of the
+    input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)
+        return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+
+
+class RoundedUpdate(Members):
+    """Updates bf16 parameters in fp32, part by part, and rounds the results back.
+
+    `position` (1,) int64 on the device is the number of samples seen: it makes the random bits of
+    one step.
+    """
+
+    def __init__(self, groups: Groups, make: Make, rounding: str) -> None:
+        narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
+        # Not the parameters' own data exchanged for the while: that would lose the hooks by which
+        # ddp sees gradients.
+        stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
+        parts = [
+            [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
+            for part in parts_of(groups)
+        ]
+        super().__init__(groups, [make(part) for part in parts], stand_ins)
+        self.narrow = {stand_in: p for p, stand_in in stand_ins.items()}
+        self.rounding = rounding
+        self.seed = 0
+        device = self.numbered[0].device
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.counts: dict[str, Any] | None = {}
+        """Elements of the latest step, by what was found of them, on the device; None once nobody
+        looks any more."""
+        self.draws = 0
+        if rounding == "kahan":
+            for parameter in narrow:
+                self.state[parameter][COMPENSATION] = torch.zeros_like(parameter)
+
+    def step(self, closure: Any = None) -> None:
+        self.draws = 0
+        if self.counts is not None:
+            self.counts.clear()
+        super().step(closure)
+
+    def widened(self, parameter: Tensor) -> Tensor:
+        """A parameter in fp32, with what was rounded off before."""
+        wide = parameter.detach().float()
+        return wide + self.state[parameter][COMPENSATION] if self.rounding == "kahan" else wide
+
+    @contextmanager
+    def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
+        """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them
+        is rounded."""
+        stand_ins = [
+            p for group in member.param_groups for p in group["params"] if p in self.narrow
+        ]
+        stand_ins = [stand_in for stand_in in stand_ins if self.narrow[stand_in].grad is not None]
+        narrow = [self.narrow[stand_in] for stand_in in stand_ins]
+        for stand_in, parameter in zip(stand_ins, narrow, strict=True):
+            stand_in.data = self.widened(parameter)
+            stand_in.grad = parameter.grad.float()
+        if self.counts is not None and self.rounding == "kahan":
+            for stand_in, parameter in zip(stand_ins, narrow, strict=True):
+                self.count("rests", self.state[parameter][COMPENSATION] != 0.0)
+                self.count("used", stand_in.data != parameter.detach().float())
+        yield
+        updated = [stand_in.data for stand_in in stand_ins]
+        for stand_in in stand_ins:
+            stand_in.grad, stand_in.data = None, stand_in.data.new_empty([0] * stand_in.ndim)
+        if self.rounding == "kahan":
+            self.compensated(narrow, updated)
+        else:
+            self.randomly([p.detach() for p in narrow], updated)
+        if self.counts is not None:
+            for parameter, wide in zip(narrow, updated, strict=True):
+                self.look_at(parameter, wide)
+
+    def count(self, what: str, found: Tensor) -> None:
+        """Adds the sum of `found` to a count of this step."""
+        assert self.counts is not None
+        self.counts[what] = self.counts.get(what, 0) + found.sum(dtype=torch.float64)
+
+    def look_at(self, parameter: Tensor, wide: Tensor) -> None:
+        """Counts what rounding the values `wide` into a parameter did."""
+        nearest = wide.bfloat16()
+        # of the way from the lower value to the upper one
+        part = (wide.view(torch.int32) & 0xFFFF) / 2.0**16
+        self.count("rounded", torch.ones_like(wide))
+        self.count("inexact", nearest.float() != wide)
+        self.count("unlike nearest", parameter.detach() != nearest)
+        self.count("expected", torch.minimum(part, 1.0 - part))
+        if self.rounding == "kahan":
+            self.count("kept", self.state[parameter][COMPENSATION] != 0.0)
+
+    def compensated(self, narrow: list[Any], updated: list[Tensor]) -> None:
+        skipped = getattr(self, "found_inf", None)
+        for parameter, wide in zip(narrow, updated, strict=True):
+            rest = self.state[parameter][COMPENSATION]
+            rounded = wide.bfloat16()
+            lost = (wide - rounded.float()).bfloat16()
+            # a sum of both is not exact, and a skipped step changes nothing
+            if skipped is not None:
+                rounded = torch.where(skipped > 0, parameter.data, rounded)
+                lost = torch.where(skipped > 0, rest, lost)
+            parameter.data.copy_(rounded)
+            rest.copy_(lost)
+
+    def randomly(self, stored: list[Tensor], updated: list[Tensor]) -> None:
+        """Rounds as many tensors at a time as one draw serves."""
+        pairs = [
+            pair
+            for narrow, wide in zip(stored, updated, strict=True)
+            for pair in zip(narrow.view(-1).split(PART), wide.view(-1).split(PART), strict=True)
+        ]
+        while pairs:
+            size = taken = 0
+            while taken < len(pairs) and (not taken or size + pairs[taken][0].numel() <= PART):
+                size += pairs[taken][0].numel()
+                taken += 1
+            self.draws += 1
+            key = self.seed ^ (self.draws << 32)
+            words = draw("bits", key, Purpose.ROUNDING, self.position, -(-size // 2)).view(-1)
+            halves = torch.stack((words & 0xFFFF, words >> 16), dim=1).view(-1)[:size].int()
+            for (narrow, wide), bits in zip(
+                pairs[:taken], halves.split([n.numel() for n, _ in pairs[:taken]]), strict=True
+            ):
+                narrow.copy_(stochastically_rounded(wide, bits))
+            pairs = pairs[taken:]
+
+
+def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
+    """fp32 rounded to bf16, up with the probability of its distance from below; `bits` int32 in [0,
+    2¹⁶), same shape.
+
+    A value that bf16 holds, an infinity included, stays what it is.
+    """
+    raised = (wide.view(torch.int32) + bits) & -0x10000
+    return torch.where(wide.isfinite(), raised.view(torch.float32), wide).bfloat16()
+
+
+class Weights(Technique):
+    key = "weights"
+    summary = "`bf16`: weights of linear layers in 2 bytes; `rounding`: `stochastic`, `kahan`"
+    options = ("rounding",)
+    examples = (
+        {"weights": "bf16", "rounding": "stochastic"},
+        {"weights": "bf16", "rounding": "kahan"},
+    )
+    off = "fp32"
+    loss_rtol = 2e-2
+
+    def __init__(
+        self, value: bool | str, device: torch.device, rounding: bool | str = "stochastic"
+    ) -> None:
+        super().__init__(value, device, rounding=rounding)
+        self.rounding = str(rounding)
+        self.linears: list[nn.Linear] = []
+        self.parameters: list[Tensor] = []
+        self.update: RoundedUpdate | None = None
+        self.seen: Counter[str] = Counter()
+        """What the update counted in the observed step."""
+
+    def on_model(self, model: Model) -> Model:
+        self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        self.parameters = list(model.parameters())
+        if self.enabled:
+            for linear in self.linears:
+                if type(linear) is nn.Linear:
+                    linear.__class__ = NarrowLinear
+                linear.weight.data = linear.weight.data.bfloat16()
+        return model
+
+    def on_optimizer(self, make: Make) -> Make:
+        if not self.enabled:
+            return make
+
+        def make_rounded(groups: Groups) -> torch.optim.Optimizer:
+            self.update = RoundedUpdate(groups, make, self.rounding)
+            return self.update
+
+        return make_rounded
+
+    def on_step(self, step: AnyStep) -> AnyStep:
+        if self.update is not None:
+            training = cast("Any", step)
+            self.update.seed = training.seed
+            self.update.position = training.position
+        return step
+
+    def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
+        if self.update is not None and self.update.counts is not None:
+            self.seen = Counter(
+                {what: round(float(count)) for what, count in self.update.counts.items()}
+            )
+            self.update.counts = None
+
+    # What would still say "on" if this did nothing? The dtype of the weights would, and so would
+    # the number of elements that the update goes over. Rounding at random shows in elements that
+    # are not the nearest value, as many as chance leaves, and compensation in rests that are kept
+    # and used.
+    def observe(self, evidence: Evidence) -> Observation:
+        if not self.linears:
+            return Observation(False, "the model has no linear layer")
+        narrow = [m.weight for m in self.linears if m.weight.dtype is torch.bfloat16]
+        total = sum(p.numel() for p in self.parameters)
+        held = sum(p.nbytes for p in self.parameters)
+        note = f"{len(narrow)} of {len(self.linears)} linear layers store bf16, {sum(w.numel() for w in narrow)} of "
+        note += f"{total} parameters; {held / max(1, total):.2f} bytes a parameter"
+        if self.update is None:
+            return Observation("mixed" if narrow else "fp32", note)
+        seen = self.seen
+        meant = sum(w.numel() for w in narrow if w.requires_grad)
+        if self.rounding == "stochastic":
+            right = abs(seen["unlike nearest"] - seen["expected"]) <= 10 + 6 * math.sqrt(
+                seen["expected"]
+            )
+            found = f"at random: {seen['unlike nearest']} not to the nearest value, {seen['expected']} expected"
+        else:
+            right = seen["kept"] >= 0.99 * seen["inexact"] and seen["used"] >= 0.99 * seen["rests"]
+            found = f"with compensation: {seen['kept']} of {seen['inexact']} rests kept, {seen['used']} of "
+            found += f"{seen['rests']} from before used"
+        note += f"; the update rounded {seen['rounded']} of them {found}"
+        complete = len(narrow) == len(self.linears) and seen["rounded"] == meant and right
+        return Observation("bf16" if complete else "mixed" if narrow else "fp32", note)

@@ -1,0 +1,88 @@
+"""Files and folders that survive a kill and a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Writes to a temporary file, flushes it to disk and renames it to `file`."""
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        with temporary.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:  # a full disk
+        error.filename = error.filename or str(file)  # an error of a write names none
+        temporary.unlink(missing_ok=True)
+        raise
+    rename(temporary, file)
+    sync_folder(file.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Renames a file or a folder, in the place of a file or an empty folder that is there; OSError
+    if it did not.
+
+    A server may carry a rename out and answer with an error, as NFS does to a request that it gets
+    twice.
+    """
+    try:
+        source.replace(target)
+    except OSError:
+        if source.exists() or not target.exists():
+            raise
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError if it holds anything else, OSError if it cannot be
+    read."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file} cannot be read as JSON ({error}); restore it or delete it."
+        ) from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds no JSON object; restore it or delete it.")
+    return found
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, so that they survive a power cut."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(PermissionError):  # a folder that is for writing only
+            sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in `folder` survive a power cut, where its file system can flush folders."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def cache_folder(name: str) -> Path:
+    """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name

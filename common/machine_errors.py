@@ -1,0 +1,44 @@
+"""Errors of a machine that has no memory, disk, threads or name for what was asked, in one sentence
+each."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables with a folder that PyTorch and Triton make when they are imported or compile."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether Python, or PyTorch on the host or a GPU, could not get memory."""
+    by_pytorch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or by_pytorch
+
+
+def of_machine(error: Exception) -> str | None:
+    """What a user is told where the machine has no memory, disk, threads or name for what was
+    asked; otherwise None."""
+    text = str(error)
+    if is_out_of_memory(error):
+        return (
+            "the memory of this machine is used up; use smaller batches, fewer workers, less "
+            "data at a time, or a smaller model."
+        )
+    if isinstance(error, BlockingIOError) or "can't start new thread" in text:
+        return "this user may start no more threads or processes; raise the limit (ulimit -u), or use fewer workers."
+    if text.startswith(("DataLoader timed out", "DataLoader worker")):
+        first = text.splitlines()[0].rstrip(".")
+        return f"{first}; the same command goes on, with fewer num_workers if memory or /dev/shm ran out."
+    if not isinstance(error, OSError):
+        return None
+    for name in CACHES:
+        if os.environ.get(name) and text.endswith(f"'{os.environ[name]}'"):
+            return f"{name}={os.environ[name]} cannot be made or used ({error.strerror}); set it to another folder."
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the path {str(error.filename)[:60]}… is too long; use a shorter one."
+    if error.errno in DISK:
+        what = error.filename or "a file"
+        return f"{what} cannot be read or written ({error.strerror}); free space or mend the disk."
+    return None

@@ -1,0 +1,49 @@
+"""Text that came from a file or a command line, made fit for one line of a message."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Line breaks, control characters, and bytes of a name that are not UTF-8."""
+
+
+def printable(text: str) -> str:
+    r"""The same text with line breaks, control characters and undecodable bytes as escapes, such as
+    \n and \x1b."""
+    return UNFIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def as_json(content: Any, indent: int | None = None) -> str:
+    """Strict JSON: null stands for a float that is not finite, which other readers of JSON
+    refuse."""
+    return json.dumps(finite(content), indent=indent, allow_nan=False)
+
+
+def is_figure(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that a float can hold; JSON may have longer ones."""
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
+
+
+def finite(node: Any) -> Any:
+    """The same tree with None in the place of floats that are not finite."""
+    if isinstance(node, Mapping):
+        return {key: finite(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [finite(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
+
+
+ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message without addresses in memory, or its type where the
+    message is empty."""
+    return ADDRESS.sub(
+        "", printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+    )

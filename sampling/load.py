@@ -1,0 +1,344 @@
+"""Draws samples: from a model in training, and afterwards from a run or from a copied weights file.
+
+Letters: N and B samples, C channels, H W height and width.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from numbers import Integral
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.ledger import Ledger, LedgerRow
+from accel.stack import AccelerationStack
+from common.errors import UserError
+from data.loader import LatentSpec
+from models.autoencoders import Autoencoder
+from models.denoiser import Denoiser
+from models.images import to_uint8
+from models.sampler import guided_velocity, sample
+from training.checkpoint.find import read_newest, weights_file
+from training.components import build_loader, prove_kernels, runtime_values, spine
+from training.config.compose import typed
+from training.config.schema import KERNELS, RuntimeConfig, SamplingConfig
+from training.config.yaml_text import read_config
+from training.environment import pick_device
+from training.weights.adapter_file import Opened, load_model
+from training.weights.pretrained import build_autoencoder
+
+TECHNIQUES = (
+    "tf32",
+    "cudnn_benchmark",
+    "residual_in_fp32",
+    *KERNELS,
+    "attention",
+    "compile",
+    "precision",
+)
+"""The runtime keys that matter where nothing is trained."""
+UNCOMPILED = MappingProxyType({"compile": False})
+FARTHEST = 1 << 40
+"""Positions of samples lie below it: the step of a solver that adds noise is counted above."""
+
+
+def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
+    """ValueError if samples cannot be guided, because the data has no classes."""
+    if not spec.num_classes and guidance != 1.0:
+        raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
+
+
+def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
+    """Classes as their numbers: a whole number is one, and text is a name, also where it reads "3".
+
+    ValueError for a class that the data does not have, and for a name that several of its classes
+    have.
+    """
+    known: dict[str, list[int]] = {}
+    for number, name in enumerate(spec.names):
+        known.setdefault(name, []).append(number)
+    found: list[int] = []
+    for label in labels:
+        if isinstance(label, str):
+            fits = known.get(label, [])
+        else:
+            whole = isinstance(label, Integral) and not isinstance(label, bool)
+            fits = [int(label)] if whole and label in spec.labels else []
+        if len(fits) != 1:
+            raise UserError(f"labels: {repr(label)[:80]} is {unclear(label, fits, spec.names)}")
+        found += fits
+    return found
+
+
+def unclear(label: object, fits: list[int], names: list[str]) -> str:
+    """Why a label is not one class, as the end of a sentence."""
+    if fits:
+        return f"the name of {len(fits)} classes, {fits[:5]}; give their numbers."
+    if not names:
+        return "no class of this run, whose data has none; leave labels out."
+    if isinstance(label, str) and (close := difflib.get_close_matches(label[:80], set(names))):
+        return f"no class of this run; did you mean {' or '.join(close)}?"
+    more = ", …" if names[10:] else ""
+    return f"no class of this run; its {len(names)} classes are, from 0 on, {', '.join(names[:10])}{more}."
+
+
+def draw_latents(
+    model: Callable[..., Tensor],
+    spec: LatentSpec,
+    labels: Int[Tensor, "B"],
+    position: Int[Tensor, "B"],
+    seed: int,
+    sampling: SamplingConfig,
+) -> Float[Tensor, "B C H W"]:
+    """Latents as the autoencoder decodes them; the noise of a sample depends on `seed` and its
+    `position` only."""
+    shape = (spec.channels, spec.height, spec.width)
+
+    def fresh(step: int) -> Tensor:
+        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
+
+    noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
+    low, high = sampling.guidance_interval
+    velocity = guided_velocity(model, labels, spec.num_classes, sampling.guidance, (low, high))
+    return spec.denormalise(
+        sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
+    )
+
+
+class Forward:
+    """A denoiser's forward pass, in a form that the acceleration stack can wrap."""
+
+    def __init__(self, model: Denoiser) -> None:
+        self.forward: Callable[..., Tensor] = model
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.forward(*inputs)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained denoiser with the autoencoder that decodes its latents."""
+
+    model: Denoiser
+    forward: Forward
+    """The model under the techniques of `stack`."""
+    stack: AccelerationStack
+    opened: Opened
+    """The file of the weights, and what it says of them."""
+    autoencoder: Autoencoder
+    sampling: SamplingConfig
+    """How the run drew its own samples; the defaults where the weights came without their run."""
+    device: torch.device
+    runtime: RuntimeConfig
+    data: dict[str, Any] | None
+    """The run's data configuration; None where the weights came without their run."""
+
+    @property
+    def spec(self) -> LatentSpec:
+        return self.opened.told.spec
+
+    @property
+    def file(self) -> Path:
+        return self.opened.file
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Which weights these are: file, sha256, "ema" or "model", and the step they are of."""
+        told = self.opened.told
+        return {
+            "file": str(self.file),
+            "sha256": self.opened.sha256,
+            "kind": told.weights,
+            "step": told.step,
+        }
+
+    def settings(self, **changes: Any) -> SamplingConfig:
+        """The run's own `sampling` with changes, such as steps=50 or guidance=2.0; ValueError for
+        what cannot be."""
+        found = typed(
+            SamplingConfig,
+            asdict(self.sampling) | changes,
+            [f"{key}={value}" for key, value in changes.items()],
+        )
+        found.check()
+        check_guidance(self.spec, found.guidance)
+        return found
+
+    def sample(
+        self, labels: Sequence[int | str], seed: int = 0, batch_size: int = 64, **changes: Any
+    ) -> UInt8[np.ndarray, "N H W 3"]:
+        """Draws one image for each label, the number or the name of a class. `changes` replace
+        values of `sampling`, such as steps=50 or guidance=2.0.
+
+        Equal arguments give equal images. ValueError for a label or a value that there is not.
+        """
+        if batch_size < 1 or not labels:
+            raise UserError(
+                f"batch_size={batch_size} and the number of labels, {len(labels)}, must be at "
+                "least 1."
+            )
+        sampling = self.settings(**changes)
+        wanted = torch.tensor(numbers_of(labels, self.spec), device=self.device)
+        images = []
+        for position in torch.arange(len(labels), device=self.device).split(batch_size):
+            latents = draw_latents(
+                self.forward, self.spec, wanted[position], position, seed, sampling
+            )
+            images.append(to_uint8(self.autoencoder.decode(latents)))
+        return np.concatenate(images)
+
+    @torch.no_grad()
+    def warm_up(self, batch_size: int, guidance: float) -> Ledger:
+        """Evaluates the model once as sampling will, and tells which techniques are on."""
+        spec = self.spec
+        count = batch_size * (1 if guidance == 1.0 else 2)
+        x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
+        t = torch.full((count,), 0.5, device=self.device)
+        labels = torch.zeros(count, dtype=torch.int64).to(self.device)
+        ledger = self.stack.warm_up(lambda: self.forward(x, t, labels), self.model.blocks)
+        why = "sampling captures no graph: no GPU has proved one yet"
+        ledger.append(LedgerRow("cuda_graph", self.runtime.cuda_graph, False, why))
+        return ledger
+
+
+def protocol_of(
+    stack: AccelerationStack, stream: SampleStream, count: int, labels: Any
+) -> dict[str, Any]:
+    """All that a figure of samples depends on beside the weights: settings, data, and how the model
+    computes."""
+    spec = stream.spec
+    sampling = spine(stream.sampling)
+    del sampling["per_class"]
+    return {
+        "count": count,
+        "labels": labels,
+        "seed": stream.seed,
+        **sampling,
+        "precision": stack.value("precision"),
+        **stack.options_of("precision", when="fp8"),
+        "tf32": stack.value("tf32"),
+        "data": spec.fingerprint,
+        "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),
+    }
+
+
+Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
+"""Positions of samples to their labels."""
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """Endless samples, numbered from 0: label and noise of sample i depend on (seed, i) alone.
+
+    A batch is always whole, so equal batch sizes give equal bits at any count and in any process.
+    """
+
+    forward: Callable[..., Tensor]
+    spec: LatentSpec
+    sampling: SamplingConfig
+    labels: Labels
+    seed: int
+    batch_size: int
+    device: torch.device
+
+    def batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
+        """Labels and raw latents of the samples from number · batch_size on."""
+        first = number * self.batch_size
+        position = torch.arange(first, first + self.batch_size, device=self.device)
+        labels = self.labels(position)
+        return labels, draw_latents(
+            self.forward, self.spec, labels, position, self.seed, self.sampling
+        )
+
+
+def labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
+    """The label of sample i is labels[i mod len(labels)]."""
+    dealt = torch.tensor(labels, device=device)
+    return lambda position: dealt[position % len(dealt)]
+
+
+def labels_of_data(
+    node: dict[str, Any], seed: int, batch_size: int, device: torch.device
+) -> Labels:
+    """The label of sample i is that of the i-th training sample in the order of `seed`: classes as
+    often as there.
+
+    The set is read into host memory for it.
+    """
+    loader = build_loader(node, seed, batch_size, torch.device("cpu"))
+
+    def labels(position: Tensor) -> Tensor:
+        if loader.state_dict()["samples_seen"] != (first := int(position[0])):
+            loader.load_state_dict(loader.state_dict() | {"samples_seen": first})
+        return next(loader).labels.to(device)
+
+    return labels
+
+
+def load_run(
+    path: str | Path,
+    encoder: str | None = None,
+    device: str | torch.device = "auto",
+    key: str = "run_dir",
+    runtime: Mapping[str, Any] = UNCOMPILED,
+    batch_size: int = 64,
+    adapter: str | None = None,
+) -> TrainedModel:
+    """Loads the averaged weights of a run folder, a checkpoint or a .safetensors file, ready to
+    sample.
+
+    `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the
+    path; `adapter` is merged into the weights, and so is that of a run with one, whose base has to
+    lie where it was. The model computes under the run's own runtime keys with the changes in
+    `runtime`, and says in its ledger what could not be had; a choice of kernels is made for batches
+    of `batch_size`, doubled by guidance. This sets process-wide flags (TF32, deterministic cuDNN),
+    as training does. ValueError if there are no such weights, if they are damaged, or if the
+    autoencoder is another one.
+    """
+    chosen = pick_device(device) if isinstance(device, str) else device
+    opened = read_newest(
+        str(path), lambda: load_model(weights_file(str(path), key), chosen, adapter)
+    )
+    model = opened.model
+    spec = opened.told.spec
+    file = opened.file
+    folder = file.parents[2] if file.parent.parent.name == "checkpoints" else None
+    config = folder / "config.yaml" if folder else None
+    found = read_config(config) if config and config.is_file() else {}
+    if strange := [
+        name for name in ("sampling", "runtime") if not isinstance(found.get(name, {}), dict)
+    ]:
+        raise UserError(f"{config}: {strange[0]} has no keys; restore it.")
+    autoencoder = build_autoencoder(spec, chosen, encoder)
+    sampling = typed(SamplingConfig, found.get("sampling", {}), [])
+    asked = found.get("runtime", {}) | {"on_unavailable": "degrade", "parallel": {}} | dict(runtime)
+    settings = typed(
+        RuntimeConfig, asked, [f"runtime.{name}={value}" for name, value in runtime.items()]
+    )
+    settings.check()
+
+    on_unavailable = settings.on_unavailable.value
+    stack = AccelerationStack(
+        runtime_values(settings),
+        chosen,
+        on_unavailable=on_unavailable,
+        only=TECHNIQUES,
+        same_bytes=True,
+    )
+    stack.on_process()
+    prove_kernels(stack, model, spec, 2 * batch_size, folder)
+    model = stack.on_model(model)
+    forward = stack.on_step(Forward(model))
+    data = found.get("data")
+    return TrainedModel(
+        model, forward, stack, opened, autoencoder, sampling, chosen, settings, data
+    )

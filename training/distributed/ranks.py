@@ -1,0 +1,195 @@
+"""The processes that a launcher such as torchrun started, and who we are among them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import UserError
+from common.text import first_line
+from training.distributed import exit
+
+LONGEST_WAIT = timedelta(days=7)
+"""For ranks that encode at different speed."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's number among all, and on its machine; 0 of 1 without a launcher."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """From RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's; ValueError if they contradict each
+        other."""
+        slurm = {
+            "rank": "SLURM_PROCID",
+            "world_size": "SLURM_NTASKS",
+            "local_rank": "SLURM_LOCALID",
+        }
+        found = {name: os.environ.get(name.upper()) for name in slurm}
+        if found["world_size"] is None:
+            if "SLURM_PROCID" not in os.environ or "MASTER_ADDR" not in os.environ:
+                return cls()
+            found = {name: os.environ.get(theirs) for name, theirs in slurm.items()}
+        try:
+            ranks = cls(**{name: int(value or 0) for name, value in found.items()})
+        except ValueError as error:
+            raise UserError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({error}); use torchrun."
+            ) from error
+        if not 0 <= ranks.rank < ranks.world_size:
+            raise UserError(
+                f"RANK={ranks.rank} does not fit WORLD_SIZE={ranks.world_size}; use torchrun."
+            )
+        return ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process to communicate with."""
+        return self.world_size == 1 or not dist.is_initialized()
+
+    def say(self, text: str) -> None:
+        """Prints; what several processes have to say is said once."""
+        if self.first:
+            print(text, flush=True)
+
+    def check_batch(self, batch_size: int, accumulation_steps: int) -> None:
+        """ValueError unless every process has the same number of samples in every micro-batch."""
+        if batch_size % (accumulation_steps * self.world_size):
+            raise UserError(
+                f"batch_size={batch_size} (global) is not a multiple of "
+                f"accumulation_steps={accumulation_steps} × {self.world_size} processes; change "
+                "one of them."
+            )
+
+    def device(self, chosen: torch.device) -> torch.device:
+        """The GPU of this process, where `chosen` is any GPU; ValueError if there are more
+        processes than GPUs."""
+        if chosen.type != "cuda" or self.world_size == 1:
+            return chosen
+        if self.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"LOCAL_RANK={self.local_rank}, but this machine has {torch.cuda.device_count()} "
+                "GPUs; start as many processes as it has (--nproc-per-node)."
+            )
+        device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def connect(
+        self,
+        device: torch.device,
+        timeout: timedelta,
+        variables: Mapping[str, str],
+        even_alone: bool = False,
+    ) -> None:
+        """Joins the process group; of one process only if `even_alone`. ValueError if the others
+        cannot be reached."""
+        if dist.is_initialized() or (self.world_size == 1 and not even_alone):
+            return
+        exit.group_joined = True
+        os.environ.update(variables)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        how: dict[str, Any] = {"backend": backend, "timeout": timeout}
+        if device.type == "cuda":
+            how["device_id"] = torch.device("cuda", device.index or 0)
+        if self.world_size == 1:
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **how)
+            return
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise UserError(
+                    f"{name} is not set, and WORLD_SIZE is {self.world_size}; start with torchrun."
+                )
+        try:
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                how["store"] = fresh_part_of_agents_store(timeout)
+            dist.init_process_group(rank=self.rank, world_size=self.world_size, **how)
+        except (dist.DistError, RuntimeError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(
+                f"rank {self.rank} cannot reach the others at {where} within {timeout} "
+                f"({first_line(error)}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
+            ) from error
+
+    def agreed(self, choose: Callable[[], Result]) -> Result:
+        """Calls `choose` in the first process and returns its result in all of them.
+
+        A ValueError there is raised everywhere, and any other exception ends the others too.
+        """
+        if self.alone:
+            return choose()
+        chosen: list[Any] = [None, None, None]
+        failure: Exception | None = None
+        if self.first:
+            try:
+                chosen[0] = choose()
+            except ValueError as error:
+                chosen[1] = str(error)
+            except Exception as error:
+                failure, chosen[2] = error, first_line(error)
+        dist.broadcast_object_list(chosen, src=0)
+        if chosen[1] is not None:
+            raise UserError(chosen[1])
+        if chosen[2] is not None:
+            raise failure or RuntimeError(f"the first process failed: {chosen[2]}")
+        return chosen[0]
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all processes, in order; they may differ in their first dimension."""
+        return self.gathered_objects(tensor if self.alone else tensor.cpu())
+
+    def gathered_objects(self, item: Result) -> list[Result]:
+        """The objects of all processes, in order."""
+        if self.alone:
+            return [item]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, item)
+        return found
+
+    def reduced(self, values: Tensor, how: str = "mean") -> Tensor:
+        """Mean or maximum of a tensor over all processes."""
+        if self.alone:
+            return values
+        values = values.clone()
+        dist.all_reduce(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
+        return values / self.world_size if how == "mean" else values
+
+    def wait_for_all(self) -> None:
+        """Returns once every process has come here."""
+        if self.world_size > 1:
+            self.connect(torch.device("cpu"), LONGEST_WAIT, {})
+            dist.barrier()
+
+    def close(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def fresh_part_of_agents_store(timeout: timedelta) -> dist.Store:
+    """torchrun keeps one store over restarts; PyTorch 2.13 would find addresses of processes in it
+    that are gone."""
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+SINGLE = Ranks()

@@ -1,0 +1,193 @@
+"""What protects a run from bad steps: spikes are skipped, a run that only skips is stopped, memory
+errors explained."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from accel.sharding import total_norm
+from common.errors import UserError
+from common.files import make_folder, write_atomically
+from common.machine_errors import DISK, is_out_of_memory
+from data.loader import Batch
+from training.assemble import Training
+from training.checkpoint.find import goes_on
+from training.checkpoint.save import Checkpoints
+from training.distributed.stop_request import Asked
+from training.memory import lasting_bytes
+
+
+def end_if_bad(
+    training: Training,
+    folder: Path,
+    batches: Sequence[Batch],
+    checkpoints: Checkpoints,
+    asked: Asked,
+) -> None:
+    """Looks at what one of the processes has seen: ValueError if steps are only skipped, or if a
+    save has failed."""
+    stop_if_hopeless(training, folder, batches, checkpoints)
+    if asked is Asked.look:
+        checkpoints.finish(training.state.samples)
+
+
+def stop_if_hopeless(
+    training: Training, folder: Path, batches: Sequence[Batch], checkpoints: Checkpoints
+) -> None:
+    """ValueError once `guards.max_skipped_in_row` steps in a row were skipped; `folder/dumps` then
+    describes the last one, made of `batches`. All processes call it."""
+    cfg = training.cfg
+    state = training.state
+    if (skipped := state.meter.skipped_in_row) < cfg.guards.max_skipped_in_row:
+        return
+    file = dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
+    # the sentence below names the newest checkpoint, which may still be on its way to the disk
+    checkpoints.wait()
+    raise UserError(
+        f"step {state.step}: the last {skipped} steps were skipped, for their gradients were not "
+        f"finite or spikes (guards.max_skipped_in_row={cfg.guards.max_skipped_in_row}); the "
+        f"weights are those before them. {file} has the batch, its times and losses, and norms by "
+        "block. Lower optim.lr or use runtime.precision=fp32; "
+        f"{goes_on(checkpoints.folder, state.samples)}."
+    )
+
+
+def dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
+    """Repeats the step's forward and backward pass, which changes nothing, and writes what they
+    show to `file`.
+
+    `samples`: id, position in the stream, label, t and loss of each sample of the batch; `blocks`:
+    the norms of the gradient and of the parameters of each part of the model.
+    """
+    step = training.step
+    state = training.state
+    ranks = training.ranks
+    with torch.compiler.set_stance("force_eager"):
+        step.accumulate(batches)
+    scale = 1.0 if step.scaler is None else step.scaler.scale
+    parts: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in state.model.named_parameters():
+        parts.setdefault(
+            ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1]), []
+        ).append(parameter)
+    blocks = {
+        name: {
+            "gradient_norm": number(
+                total_norm([p.grad for p in parameters if p.grad is not None]) / scale
+            ),
+            "parameter_norm": number(total_norm([p.detach() for p in parameters])),
+        }
+        for name, parameters in parts.items()
+    }
+    state.optimizer.zero_grad(set_to_none=True)
+    rows = []
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for batch in batches:
+            loss, t = step.losses(batch)
+            columns = (batch.ids, batch.position, batch.labels, t, loss)
+            rows.append(torch.stack([column.double() for column in columns], dim=1))
+    found = torch.cat(ranks.gathered(torch.cat(rows).cpu()))
+    samples = [
+        {
+            "id": int(i),
+            "position": int(at),
+            "label": int(label),
+            "t": number(t),
+            "loss": number(loss),
+        }
+        for i, at, label, t, loss in found[found[:, 1].argsort()]
+    ]
+    if ranks.first:
+        make_folder(file.parent)
+        content = {
+            "step": state.step,
+            "skipped_in_row": state.meter.skipped_in_row,
+            "samples": samples,
+        }
+        write_atomically(file, json.dumps(content | {"blocks": blocks}, indent=1) + "\n")
+    return file
+
+
+def number(value: Tensor) -> float | str:
+    """JSON has no NaN and no infinity."""
+    found = value.item()
+    return found if math.isfinite(found) else str(found)
+
+
+@contextmanager
+def failures_explained(training: Training, folder: Path) -> Iterator[None]:
+    """Turns running out of memory or disk into a ValueError: where, how much was taken, what helps
+    most."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        what = error.filename or "a file"
+        raise UserError(
+            f"step {training.state.step}: {what} cannot be written ({error.strerror}); free space "
+            f"or mend the disk; {goes_on(folder / 'checkpoints', training.state.samples)}."
+        ) from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        out_of_memory(training, folder, error)
+
+
+def out_of_memory(training: Training, folder: Path, error: Exception) -> NoReturn:
+    """Raises the ValueError that says where memory ran out, what takes it, and what helps most."""
+    step = training.step
+    device = training.device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    held = lasting_bytes(training)
+    lasting = held.on_device - held.gradients
+    raise UserError(
+        f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of "
+        f"{there / 2**30:.3g} GiB were taken at the peak, {lasting / 2**30:.3g} of them by "
+        "weights, averages and the optimizer's state. What helps most: "
+        f"{', '.join(savings(training))}; "
+        f"{goes_on(folder / 'checkpoints', training.state.samples)}."
+    ) from error
+
+
+def savings(training: Training) -> list[str]:
+    """The two or three changes that save most where memory ran out, the cheapest first."""
+    cfg = training.cfg
+    ranks = training.ranks
+    phase = training.step.phase
+    runtime = cfg.runtime
+    activations = []
+    lasting = []
+    if runtime.precision.value == "fp32":
+        activations.append("runtime.precision=bf16")
+    if training.micro_batch % 2 == 0:
+        activations.append(
+            f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)"
+        )
+    if not runtime.gradient_checkpointing:
+        activations.append("runtime.gradient_checkpointing=true")
+    if ranks.world_size > 1 and runtime.parallel.mode.value in ("auto", "ddp"):
+        lasting.append("runtime.parallel.mode=fsdp")
+    if ranks.world_size > 1 and not runtime.parallel.cpu_offload:
+        lasting.append("runtime.parallel.cpu_offload=true with fsdp")
+    if ranks.world_size == 1:
+        lasting.append("more GPUs with runtime.parallel.mode=fsdp")
+    lasting.append("a smaller model")
+    if phase in ("the optimizer", "the averages"):
+        return [*lasting[:2], *activations[:1]]
+    return [*activations[:3], *lasting][: max(2, len(activations[:3]))]

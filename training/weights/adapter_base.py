@@ -1,0 +1,179 @@
+"""The trained model that an adapter goes on: which file it is, whether it fits the data, and its
+weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from common.errors import UserError
+from common.files import file_sha256
+from data.loader import LatentSpec
+from models.adapters import Adapter, attach
+from training.checkpoint.find import checkpoints_of, weights_file
+from training.config.build import build
+from training.config.compose import Composed, compose
+from training.config.schema import TrainConfig
+from training.distributed.ranks import SINGLE, Ranks
+from training.weights.pretrained import (
+    Description,
+    described,
+    read_tensors,
+    refuse_strangers,
+    told_by,
+    weights_for,
+)
+
+CLOSE = 1e-6
+"""Relative difference of statistics that are the same, written down by two programs."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A weights file, and what of it the data changes."""
+
+    file: Path
+    new_classes: bool
+    """Whether the data has classes that the model does not know; then the label table is trained
+    too."""
+
+    @cached_property
+    def sha256(self) -> str:
+        return file_sha256(self.file)
+
+
+def with_model(composed: Composed) -> Composed:
+    """The configuration with the model of `init_from`, where it says model=pretrained, and its
+    normalisation.
+
+    A run that goes on has both from its own checkpoint. Other keys of `model` stay, and change the
+    file's. ValueError for a file that is none of ours, or describes another model than it holds.
+    """
+    cfg = composed.cfg
+    node = dict(composed.cfg.model or {})
+    if node.pop("of", None) is None:
+        return composed
+    if (own := own_checkpoint(cfg)) is not None:
+        refuse_strangers(own, told := told_by(own))
+    else:
+        file, told = model_in(str(cfg.init_from))
+        with described(file, told, read_tensors(file).values()):
+            pass
+    given = {"model": told.model | node, "data": dict(cfg.data)}
+    if cfg.data.get("normalisation") == "channel":
+        given["data"]["normalisation"] = [told.spec.mean, told.spec.std]
+    return composed._replace(cfg=replace(cfg, **given), source=composed.source | given)
+
+
+def settled(words: list[str]) -> Composed:
+    """`compose`, with model=pretrained read from its file."""
+    return with_model(compose(words))
+
+
+def own_checkpoint(cfg: TrainConfig) -> Path | None:
+    """The weights in the newest checkpoint that a run goes on from, and that can be read; None for
+    one that starts."""
+    if cfg.resume == "never":
+        return None
+    found = checkpoints_of(cfg.run_dir) if cfg.run_dir else []
+    if not found and cfg.resume != "auto":
+        found = checkpoints_of(cfg.resume)
+    for folder in reversed(found):
+        try:
+            told_by(folder / "ema.safetensors")
+        except ValueError:  # `restore` tells of the damage, and takes the one before
+            continue
+        return folder / "ema.safetensors"
+    return None
+
+
+def model_in(init_from: str) -> tuple[Path, Description]:
+    """The file that `init_from` means, and what its header says; ValueError if it holds an
+    adapter."""
+    file = weights_file(init_from, "init_from").resolve()
+    if (told := told_by(file)).adapter is not None:
+        raise UserError(
+            f"init_from={init_from} is an adapter, not a model; merge it first: python -m "
+            "scripts.export run_dir=<its run> format=weights out=<file>.safetensors."
+        )
+    return file, told
+
+
+def file_of_base(cfg: TrainConfig) -> Path:
+    """The file of `init_from`; where that names a run that has trained on, the one that this run
+    started with."""
+    if (own := own_checkpoint(cfg)) is not None and (note := told_by(own).adapter) is not None:
+        kept = Path(note.base)
+        run = Path(str(cfg.init_from)).expanduser().resolve()
+        if run in kept.parents and kept.is_file() and file_sha256(kept) == note.base_sha256:
+            return kept
+    return model_in(str(cfg.init_from))[0]
+
+
+def refuse_other_encoder(given: str, then: LatentSpec, now: LatentSpec) -> None:
+    """ValueError if two sets of latents are of two encoders: by the hash of the weights, without
+    one by their names."""
+    hashes = then.encoder_sha256, now.encoder_sha256
+    if None not in hashes:
+        if hashes[0] != hashes[1]:
+            raise UserError(
+                f"{given} was trained on latents of another encoder than the data; encode the "
+                "images with that one."
+            )
+        return
+    names = [
+        [spec.encoder.get(key) for key in ("_target_", "path", "revision")] for spec in (then, now)
+    ]
+    if names[0] != names[1]:
+        called = [
+            " ".join(str(part) for part in name[name[1] is not None :] if part) for name in names
+        ]
+        raise UserError(
+            f"{given} was trained on latents of {called[0]}, and the data is of {called[1]}; "
+            "encode the images with the first, or, if both are one, import the weights with "
+            "encoder=<its folder>, which compares hashes."
+        )
+
+
+def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
+    """The base of a run on latents of `spec`, from the header of the file.
+
+    ValueError if it was trained on other latents: made by another encoder, or normalised otherwise.
+    """
+    file = ranks.agreed(lambda: file_of_base(cfg))
+    given = f"init_from={cfg.init_from}"
+    told = told_by(file)
+    refuse_other_encoder(given, told.spec, spec)
+    pairs = list(
+        zip_longest(told.spec.mean + told.spec.std, spec.mean + spec.std, fillvalue=math.inf)
+    )
+    if not all(math.isclose(then, now, rel_tol=CLOSE, abs_tol=CLOSE) for then, now in pairs):
+        raise UserError(
+            f"{given} was trained on latents normalised otherwise than the data's; use "
+            "model=pretrained, which takes the normalisation from there as well."
+        )
+    return Base(file, not set(spec.names) <= set(told.spec.names))
+
+
+def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
+    """Loads the weights of a base into a new model; rows of the label table go by the names of
+    classes. Says, to end a sentence, which rows were lost."""
+    try:
+        tensors, said = weights_for(model, spec, base.file)
+    except ValueError as error:
+        raise UserError(
+            f"init_from: {error} Use model=pretrained, which builds the model of the file."
+        ) from error
+    model.load_state_dict(tensors)
+    return said
+
+
+def put_on(model: nn.Module, node: dict[str, Any], new_classes: bool) -> None:
+    """Freezes the model and puts the adapter on that the configuration node describes."""
+    attach(model, build(node, "adapter", kind=Adapter), new_classes)
