@@ -84,7 +84,10 @@ class AdapterGradients(Technique):
         idle = {layers[name] for name in kinds if name not in (moved if updated else used)}
         every = len(set(layers.values()))
         unused = {layers[name] for name in kinds if name not in used}
-        note = f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients other than zero: "
+        note = (
+            f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients "
+            "other than zero: "
+        )
         counts = Counter(kinds.values())
         seen = {
             kind: [step for name, step in moved.items() if kinds[name] == kind] for kind in counts
@@ -97,7 +100,10 @@ class AdapterGradients(Technique):
         if idle:
             note += f"; none: {', '.join(sorted(idle)[:3])}{', …' if len(idle) > 3 else ''}"
         everything = list(cast("nn.Module", self.model).parameters())
-        note += f"; {sum(p.numel() for p in everything if p.requires_grad)} of {sum(p.numel() for p in everything)}"
+        note += (
+            f"; {sum(p.numel() for p in everything if p.requires_grad)} of "
+            f"{sum(p.numel() for p in everything)}"
+        )
         return Observation("partly" if idle else self.value, f"{note} parameters train")
 
     def together(self) -> list[Tensor]:

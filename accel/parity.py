@@ -9,8 +9,7 @@ against the definition in the next wider dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +118,10 @@ def compared(
     ):
         fault = None
         if first.shape != own.shape or first.dtype != own.dtype:
-            fault = f"has shape {list(first.shape)} and {first.dtype}, not {list(own.shape)} and {own.dtype}"
+            fault = (
+                f"has shape {list(first.shape)} and {first.dtype}, not {list(own.shape)} and "
+                f"{own.dtype}"
+            )
         elif not first.isfinite().all():
             fault = "is not finite, or has elements that no program wrote"
         elif not torch.equal(first, second):

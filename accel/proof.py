@@ -182,7 +182,10 @@ def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str
     uses: dict[str, Use] = {}
     for block, got in inputs.items():
         if not all(isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in got):
-            return "it cannot be tried, for a block takes something else than tensors of floating point by sample"
+            return (
+                "it cannot be tried, for a block takes something else than tensors of floating "
+                "point by sample"
+            )
         metas = [
             [list(t.shape), list(t.stride()), str(t.dtype).removeprefix("torch.")] for t in got
         ]

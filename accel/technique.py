@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
-
-from common.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
 
     from accel.composite_optimizer import Make
     from accel.evidence import Evidence
-    from accel.techniques.loss_scaler import LossScaler
+    from accel.loss_scaler import LossScaler
 
 
 class Observation(NamedTuple):

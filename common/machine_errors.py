@@ -27,15 +27,24 @@ def of_machine(error: Exception) -> str | None:
             "data at a time, or a smaller model."
         )
     if isinstance(error, BlockingIOError) or "can't start new thread" in text:
-        return "this user may start no more threads or processes; raise the limit (ulimit -u), or use fewer workers."
+        return (
+            "this user may start no more threads or processes; raise the limit (ulimit -u), or "
+            "use fewer workers."
+        )
     if text.startswith(("DataLoader timed out", "DataLoader worker")):
         first = text.splitlines()[0].rstrip(".")
-        return f"{first}; the same command goes on, with fewer num_workers if memory or /dev/shm ran out."
+        return (
+            f"{first}; the same command goes on, with fewer num_workers if memory or /dev/shm ran "
+            "out."
+        )
     if not isinstance(error, OSError):
         return None
     for name in CACHES:
         if os.environ.get(name) and text.endswith(f"'{os.environ[name]}'"):
-            return f"{name}={os.environ[name]} cannot be made or used ({error.strerror}); set it to another folder."
+            return (
+                f"{name}={os.environ[name]} cannot be made or used ({error.strerror}); set it to "
+                "another folder."
+            )
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {str(error.filename)[:60]}… is too long; use a shorter one."
     if error.errno in DISK:

@@ -178,12 +178,18 @@ class BlockReader:
         )
         expected = self.names | (self.names_of_std if with_std else set())
         if tensors.keys() != expected:
-            return f"holds {', '.join(sorted(tensors))}, and a block of this set {', '.join(sorted(expected))}"
+            return (
+                f"holds {', '.join(sorted(tensors))}, and a block of this set "
+                f"{', '.join(sorted(expected))}"
+            )
         for name, tensor in tensors.items():
             shape = (samples,) if name == "labels" else (samples, *self.shape)
             dtype = torch.int64 if name == "labels" else self.dtype
             if tensor.shape != shape or tensor.dtype != dtype:
-                return f"holds {name} {kind(tensor.shape, tensor.dtype)}, the manifest says {kind(shape, dtype)}"
+                return (
+                    f"holds {name} {kind(tensor.shape, tensor.dtype)}, the manifest says "
+                    f"{kind(shape, dtype)}"
+                )
             # an order of magnitude quicker than isfinite
             low, high = (extreme.item() for extreme in tensor.aminmax())
             if name == "labels" and not 0 <= low <= high < max(1, self.classes):

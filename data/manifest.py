@@ -7,11 +7,8 @@ guess it.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field

@@ -114,7 +114,10 @@ class ResidentLatents:
             raise UserError(
                 "the run was started with "
                 + ("a window of the set" if "window" in state else "all of the set")
-                + " on the device, which is another order of samples; set data.device_memory_gib so that it is again."
+                + (
+                    " on the device, which is another order of samples; set "
+                    "data.device_memory_gib so that it is again."
+                )
             )
         self.loader.load_state_dict(state)
 

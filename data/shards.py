@@ -94,9 +94,9 @@ class ShardWriter:
         sync_folder(self.file.parent)
         return Shard(
             self.file.name,
-            self.split,
+            self.split,  # pyright: ignore[reportArgumentType]
             sum(count for count, _ in self.written),
             size,
             digest,
             blocks,
-        )  # pyright: ignore[reportArgumentType]
+        )

@@ -139,7 +139,10 @@ class RemoteSource(Source):
                 failure = str(error)
                 asked = error.pause
         if asked > LONGEST_PAUSE:
-            failure += f" and asks for a pause of {asked:.0f} s, of which a reader waits {LONGEST_PAUSE:.0f}"
+            failure += (
+                f" and asks for a pause of {asked:.0f} s, of which a reader waits "
+                f"{LONGEST_PAUSE:.0f}"
+            )
         raise OSError(f"{failure} ({self.retries + 1} attempts)")
 
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:

@@ -200,7 +200,10 @@ class Members:
             end = min(tar.offset, self.size)
             start = self.after_zeros(end)
             if damaged or start - end < 2 * BLOCK:
-                self.cut = f"{self.file} was cut or is damaged: byte {end} of {self.size} is no member and no end marker"
+                self.cut = (
+                    f"{self.file} was cut or is damaged: byte {end} of {self.size} is no member "
+                    "and no end marker"
+                )
                 return
 
     def of_one(self, tar: tarfile.TarFile) -> Generator[tarfile.TarInfo, None, bool]:
@@ -238,5 +241,8 @@ class Members:
         head = self.stream.read(6)
         for magic, command in COMPRESSED.items():
             if head.startswith(magic):
-                return f"{self.file} is compressed, and images are read from their place in the file; {command} it."
+                return (
+                    f"{self.file} is compressed, and images are read from their place in the "
+                    f"file; {command} it."
+                )
         return f"{self.file} is no tar; fetch it again, or move it away."

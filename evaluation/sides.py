@@ -90,6 +90,9 @@ def figures(fake: Mapping[str, Side], real: Mapping[str, Side]) -> dict[str, dic
             expected * (1 - expected) * (1 / len(side.rows) + 1 / len(real[space].rows))
         ) ** 0.5
         if share > max(FAR * expected, expected + 5 * error):
-            why = f"copied={share:.2g}, and {expected:.2g} is expected: the model may repeat images of the reference"
+            why = (
+                f"copied={share:.2g}, and {expected:.2g} is expected: the model may repeat images "
+                "of the reference"
+            )
             found[space]["why"] = "; ".join(filter(None, (found[space].get("why"), why)))
     return found

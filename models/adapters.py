@@ -123,7 +123,7 @@ class Lora(Adapter):
 
     def __init__(
         self, rank: int = 8, alpha: float = 16.0, targets: list[str] = ["blocks.*"]
-    ) -> None:  # noqa: B006 - never changed
+    ) -> None:
         if rank < 1:
             raise UserError(f"adapter.rank={rank} must be at least 1.")
         if alpha <= 0.0:
@@ -140,7 +140,10 @@ class Lora(Adapter):
         return LoraLinear(layer, self.rank, self.alpha)
 
     def misses(self) -> str:
-        return f"adapter.targets={self.targets} match no linear layer of this model; [blocks.*] are all of its blocks."
+        return (
+            f"adapter.targets={self.targets} match no linear layer of this model; [blocks.*] are "
+            "all of its blocks."
+        )
 
 
 class Prompt(Adapter):

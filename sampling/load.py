@@ -88,7 +88,10 @@ def unclear(label: object, fits: list[int], names: list[str]) -> str:
     if isinstance(label, str) and (close := difflib.get_close_matches(label[:80], set(names))):
         return f"no class of this run; did you mean {' or '.join(close)}?"
     more = ", …" if names[10:] else ""
-    return f"no class of this run; its {len(names)} classes are, from 0 on, {', '.join(names[:10])}{more}."
+    return (
+        f"no class of this run; its {len(names)} classes are, from 0 on, "
+        f"{', '.join(names[:10])}{more}."
+    )
 
 
 def draw_latents(

@@ -79,8 +79,13 @@ def checked(cfg: ImportConfig) -> ImportConfig:
     hints = {
         "source": "source=<file or folder of latents>",
         "out": "out=<new folder>",
-        "encoder": "encoder=<sd, sdxl, flux, …, a folder or a hub id>; it is not guessed from the latents",
-        "scale": "scale=<what they were multiplied by>, 1 for latents as the encoder gives them; it is not guessed",
+        "encoder": (
+            "encoder=<sd, sdxl, flux, …, a folder or a hub id>; it is not guessed from the latents"
+        ),
+        "scale": (
+            "scale=<what they were multiplied by>, 1 for latents as the encoder gives them; it "
+            "is not guessed"
+        ),
     }
     for key, hint in hints.items():
         if getattr(cfg, key) is None:

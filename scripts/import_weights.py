@@ -104,8 +104,8 @@ def import_weights(cfg: WeightsConfig) -> Path:
 
     from common.files import make_folder, rename
     from encoding.published import DIT, EPSILON, converted, kind_of, read_checkpoint
-    from training.checkpoint.tensor_file import write_tensors
-    from training.weights.pretrained import header, load_pretrained
+    from training.checkpoint.tensor_file import header, write_tensors
+    from training.weights.pretrained import load_pretrained
 
     source = Path(str(cfg.source)).expanduser()
     out = Path(str(cfg.out)).expanduser()

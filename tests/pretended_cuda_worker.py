@@ -74,7 +74,9 @@ COMPILED |= {
     "max": "mamba max accumulation_steps=2",
     "whole model": "dit production runtime.compile_scope=model runtime.precision=fp16",
     "checkpointing": "ssd_mlp production runtime.gradient_checkpointing=true",
-    "selective": "ssd_mlp production runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective",
+    "selective": (
+        "ssd_mlp production runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective"
+    ),
     "bf16 weights": "conv production runtime.weights=bf16",
     "flex": "dit production runtime.attention=flex",
 }

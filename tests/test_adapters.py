@@ -41,11 +41,12 @@ from tests.test_models import tiny, woken
 from train import train
 from training.assemble import Training, assemble
 from training.checkpoint.find import weights_file
+from training.checkpoint.tensor_file import header
 from training.config.compose import compose
 from training.memory import lasting_bytes
 from training.weights.adapter_base import with_model
 from training.weights.adapter_file import CONFIG, PREFIX, TENSORS, load_model, write_peft
-from training.weights.pretrained import build_model, header, load_pretrained, weights_for
+from training.weights.pretrained import build_model, load_pretrained, weights_for
 
 FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")
 WORDS = [
@@ -208,7 +209,7 @@ def test_an_adapter_that_trains_nothing_is_noticed(fault, base, monkeypatch):
         product = layer.base_layer.forward
         zero = lambda x, layer=layer: (
             LoraLinear.forward(layer, x.detach() * 0.0) + layer.base_layer(x)
-        )  # noqa: E731 - two words
+        )
         monkeypatch.setattr(layer, "forward", zero if fault == "zero" else product)
     found = row(training)
     assert found.missing

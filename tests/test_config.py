@@ -562,7 +562,10 @@ def test_a_python_that_is_too_old_or_too_new_is_named():
         with pytest.raises(SystemExit) as stopped:
             refuse_python(version, "/usr/bin/python")
         this = ".".join(map(str, version))
-        said = f"error: fastlatent needs Python 3.11 to 3.13; this is {this} (/usr/bin/python); `make setup PYTHON="
+        said = (
+            f"error: fastlatent needs Python 3.11 to 3.13; this is {this} (/usr/bin/python); "
+            "`make setup PYTHON="
+        )
         assert str(stopped.value).startswith(said)
     for version in ((3, 11, 0), (3, 12, 1), (3, 13, 9)):
         refuse_python(version)

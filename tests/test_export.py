@@ -30,8 +30,9 @@ from tests.test_adapters import save_base
 from tests.test_import_weights import SHAPES, imported
 from tests.test_models import woken
 from training.assemble import assemble
+from training.checkpoint.tensor_file import header
 from training.config.compose import ROOT, compose
-from training.weights.pretrained import header, load_pretrained
+from training.weights.pretrained import load_pretrained
 
 FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")
 

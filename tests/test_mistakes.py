@@ -105,7 +105,8 @@ MISTAKES: dict[str, str] = {
     ),
     "train.py sampling.shift=0": "sampling.shift=0.0 must be above 0; 1 shifts nothing.",
     'train.py "run_dir=it\'s"': (
-        "run_dir: the word that begins so cannot be read; put the value into two kinds of quotes: run_dir=\"'…'\"."
+        "run_dir: the word that begins so cannot be read; put the value into two kinds of "
+        "quotes: run_dir=\"'…'\"."
     ),
     "train.py +batch_size=32": "+batch_size=32: the key is there already; leave out the +.",
     "train.py runtime.parallel.nccl=4": "runtime.parallel.nccl=4 must be a mapping such as {NAME: value}.",
@@ -163,7 +164,10 @@ MISTAKES: dict[str, str] = {
     "precompute_latents.py source=/nowhere out=latents": (
         "source=/nowhere does not exist; name a folder of images, or tars."
     ),
-    "scripts.sample": "run_dir is not set; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors.",
+    "scripts.sample": (
+        "run_dir is not set; say what to sample: run_dir=runs/<name>, or "
+        "weights=<file>.safetensors."
+    ),
     "scripts.sample run_dir=/nowhere": (
         "run_dir=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a "
         ".safetensors file."

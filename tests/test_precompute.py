@@ -521,7 +521,10 @@ def test_the_plan_is_said_once_before_the_encoder_is_looked_for(
     job: Job, more_photos: Path, capsys
 ):
     (more_photos / "cat" / "notes.txt").write_text("mine")
-    plan = "20 images of 2 classes in {}, 20 to encode\n  cat: 10, dog: 10\n  not used: 1 .txt (e.g. cat/notes.txt)\n"
+    plan = (
+        "20 images of 2 classes in {}, 20 to encode\n  cat: 10, dog: 10\n  not used: 1 .txt "
+        "(e.g. cat/notes.txt)\n"
+    )
     job("dry_run=true", source=more_photos)
     assert capsys.readouterr().out.count(plan.format(more_photos)) == 1
     with pytest.raises(ValueError, match=r"encoder\.path"):

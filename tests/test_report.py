@@ -298,7 +298,10 @@ def test_missing_parts_are_a_sentence(plant: Plant):
     for name in ("samples", "checkpoints", "evaluation"):
         shutil.rmtree(run / name)
     page, card = texts(run_dir=run)
-    said = "no environment.json,no summary.json,no logged step,no distance,no evaluation,no grids,no ledger."
+    said = (
+        "no environment.json,no summary.json,no logged step,no distance,no evaluation,no "
+        "grids,no ledger."
+    )
     for sentence in said.split(","):
         assert sentence in page, sentence
     for sentence in ("The run is not finished.", "not evaluated", "holds no checkpoint"):

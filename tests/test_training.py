@@ -30,6 +30,7 @@ from tests.test_models import tiny, woken
 from train import train
 from training.assemble import Training, restore
 from training.checkpoint.save import Checkpoints
+from training.checkpoint.tensor_file import header
 from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.distributed.ranks import Ranks
@@ -42,7 +43,6 @@ from training.objective import FlowMatching
 from training.optim import Schedule
 from training.state import TrainState
 from training.step import StepOutput
-from training.weights.pretrained import header
 
 CPU = torch.device("cpu")
 

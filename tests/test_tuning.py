@@ -235,9 +235,9 @@ def test_a_candidate_ends_with_all_that_it_started(monkeypatch: pytest.MonkeyPat
 
 def test_a_candidate_ends_with_its_parent(tmp_path: Path):
     """Also where the parent has no time to say so."""
-    own = (
-        STARTS
-        + "from training.tuning_candidate import end_with; end_with(int(sys.argv[2])); time.sleep(99999)"
+    own = STARTS + (
+        "from training.tuning_candidate import end_with; end_with(int(sys.argv[2])); "
+        "time.sleep(99999)"
     )
     parent = (
         "import os, subprocess, sys; one = os.path.join(sys.argv[1], "

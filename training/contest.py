@@ -305,5 +305,8 @@ class Contest:
         for name in ("losses", "norms"):
             for own, wanted in zip(said[name], self.reference[name], strict=True):
                 if not abs(own - wanted) <= tolerance * abs(wanted):
-                    return f"its {name} are {own:.6g} instead of {wanted:.6g}, more than {tolerance:.0e} apart"
+                    return (
+                        f"its {name} are {own:.6g} instead of {wanted:.6g}, more than "
+                        f"{tolerance:.0e} apart"
+                    )
         return None

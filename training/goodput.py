@@ -145,7 +145,10 @@ class Account:
             self.first = min(first, self.began)
             self.reached = {at: value for at, value in reached.items() if at <= step}
         except UNREADABLE as error:
-            what = f"{file} cannot be read ({type(error).__name__}); the account of the run's time begins anew."
+            what = (
+                f"{file} cannot be read ({type(error).__name__}); the account of the run's time "
+                "begins anew."
+            )
             warnings.warn(what, stacklevel=3)
 
     @property
@@ -225,7 +228,10 @@ def bound_of(step_ms: float, data_ms: float, busy_ms: float | None) -> str | Non
 def reason_of(bound: str, step_ms: float, data_ms: float, busy_ms: float | None) -> str:
     if bound == "data-bound":
         return f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
-    return f"the GPU works for {busy_ms:.2f} ms of a step of {step_ms:.2f} ms and waits for launches otherwise"
+    return (
+        f"the GPU works for {busy_ms:.2f} ms of a step of {step_ms:.2f} ms and waits for launches "
+        "otherwise"
+    )
 
 
 def keys_for(bound: str, left: Collection[str], data: Mapping[str, Any]) -> list[str]:

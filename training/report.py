@@ -36,7 +36,10 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     """The summary as aligned lines, the ledger left out (it was printed at the start)."""
     damaged = summary.get("skipped_data") or {}
     names = ", ".join([*damaged][:5]) + ", …" * (len(damaged) > 5)
-    told = f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged blocks: {names}"
+    told = (
+        f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged blocks: "
+        f"{names}"
+    )
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
     shown |= {"skipped_data": told if damaged else "none"}
     shown |= {"time": shares(summary["time"])} if "time" in shown else {}

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accel.loss_scaler import LossScaler
 from accel.sharding import local, replicated_like, total_norm
 from accel.techniques.fused_adamw import is_fused
-from accel.techniques.loss_scaler import LossScaler
 from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA

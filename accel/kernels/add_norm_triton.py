@@ -14,6 +14,8 @@ two: 768 = 512 + 256.
 # it is used: pyright: reportArgumentType=false, reportReturnType=false,
 # reportPossiblyUnboundVariable=false, reportOperatorIssue=false pyright:
 # reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
+# Triton takes plain integers for its `constexpr` parameters.
 from __future__ import annotations
 
 import math

@@ -7,6 +7,8 @@ backward.
 
 # A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
 # reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false
+# Triton takes plain integers for its `constexpr` parameters.
 from __future__ import annotations
 
 from typing import Any

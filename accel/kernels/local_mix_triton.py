@@ -11,6 +11,8 @@ Letters: B samples, L tokens, D width.
 
 # A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
 # reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
+# Triton takes plain integers for its `constexpr` parameters.
 from __future__ import annotations
 
 import torch

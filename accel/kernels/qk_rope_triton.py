@@ -10,6 +10,8 @@ Letters: B samples, L tokens, K heads, P head dim.
 # A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
 # reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false pyright:
 # reportUnboundVariable=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false
+# Triton takes plain integers for its `constexpr` parameters.
 from __future__ import annotations
 
 import torch

@@ -5,6 +5,8 @@ Letters: H hidden channels; rows are the tokens of all samples.
 
 # A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
 # reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
+# Triton takes plain integers for its `constexpr` parameters.
 from __future__ import annotations
 
 import triton

@@ -98,7 +98,10 @@ class AttentionBackend(Technique):
         if self.implementation:
             return without(self.implementation, self.device)
         if self.device.type != "cuda" and self.value in ("cudnn", "efficient", "flex"):
-            return f"PyTorch has no {self.value} attention with a backward pass for {self.device.type}."
+            return (
+                f"PyTorch has no {self.value} attention with a backward pass for "
+                f"{self.device.type}."
+            )
         if (
             self.device.type == "cuda"
             and self.value == "flash"

@@ -113,7 +113,10 @@ class Compile(Technique):
             wanted = max([1, *(len(calls) for calls in evidence.blocks)])
             on = self.is_compiled(evidence.ops) and regions >= wanted
             what = "the model"
-        note = f"{what} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, {regions} calls"
+        note = (
+            f"{what} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, "
+            f"{regions} calls"
+        )
         return Observation(on, f"{note}; scope {self.scope}, mode {self.mode}")
 
     def is_compiled(self, ops: Counter[str]) -> bool:

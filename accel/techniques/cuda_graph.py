@@ -46,7 +46,10 @@ class CudaGraph(Technique):
         if self.device.type != "cuda":
             return f"CUDA graphs need an NVIDIA GPU; this run is on {self.device.type}."
         if world_size() > 1:
-            return "A step that communicates with other processes is not captured; this run has several."
+            return (
+                "A step that communicates with other processes is not captured; this run has "
+                "several."
+            )
         return None
 
     def optimizer_kwargs(self) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from accel.ledger import UNSEEN, UNUSED
 from accel.profiler import observe_kernels
 from accel.technique import Observation, Technique
 
-SAME_BYTES = "off here: it chooses algorithms by their time, and work that goes on after a stop must end with the same bytes"
+SAME_BYTES = (
+    "off here: it chooses algorithms by their time, and work that goes on after a stop must end "
+    "with the same bytes"
+)
 CONVOLUTION = "aten::cudnn_convolution"
 
 
@@ -31,7 +34,10 @@ class CudnnBenchmark(Technique):
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda" or not torch.backends.cudnn.is_available():
-            return f"The cuDNN autotuner needs cuDNN on an NVIDIA GPU; this run is on {self.device.type}."
+            return (
+                "The cuDNN autotuner needs cuDNN on an NVIDIA GPU; this run is on "
+                f"{self.device.type}."
+            )
         return None
 
     def on_process(self) -> None:

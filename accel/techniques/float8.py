@@ -42,7 +42,10 @@ def unavailable(device: torch.device) -> str | None:
     """Why 8-bit products cannot be had on `device`, as a sentence."""
     instead = "use runtime.precision=bf16"
     if device.type != "cuda":
-        return f"fp8 needs the 8-bit tensor cores of an NVIDIA GPU; this run is on {device.type}; {instead}."
+        return (
+            f"fp8 needs the 8-bit tensor cores of an NVIDIA GPU; this run is on {device.type}; "
+            f"{instead}."
+        )
     if torch.cuda.get_device_capability(device) < (8, 9):
         return f"fp8 needs compute capability 8.9 or newer; {instead} on this GPU."
     if importlib.util.find_spec("torchao") is None:
@@ -119,7 +122,10 @@ class Float8Layers:
         compiled = any(op.startswith(REGION) for op in evidence.ops)
         complete = ran == wanted or (compiled and ran == wanted - repeated)
         note = f"{ran} of {evidence.products.total()} products in fp8 ({self.recipe})"
-        note += f"{f', {wanted} meant to be' * (not complete)}; {good} of {sum(self.large)} large layers ran "
+        note += (
+            f"{f', {wanted} meant to be' * (not complete)}; {good} of {sum(self.large)} large "
+            "layers ran "
+        )
         return complete and good == sum(self.large), f"{note}forward in fp8{uncompiled}"
 
     def passes(self, call: BlockEvidence) -> int:

@@ -123,7 +123,10 @@ class CheckpointBlocks(Technique):
                 for ok, *pair in zip(found, evidence.blocks, looked_into, strict=True)
             ]
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
-        note = f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to {kept[-1]:.2f} MiB for backward "
+        note = (
+            f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to "
+            f"{kept[-1]:.2f} MiB for backward "
+        )
         note += f"and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
             names = sorted(

@@ -90,7 +90,10 @@ class OffloadOptimizer(Technique):
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
-            return f"This run is on {self.device.type}, so the optimizer's state lies in host memory as it is."
+            return (
+                f"This run is on {self.device.type}, so the optimizer's state lies in host memory "
+                "as it is."
+            )
         return None
 
     def on_optimizer(self, make: Make) -> Make:
@@ -117,6 +120,9 @@ class OffloadOptimizer(Technique):
         away = [t for t in kept if t.device.type == "cpu"]
         moved = sum(state.moved for state in self.states)
         size = sum(t.nbytes for t in away)
-        note = f"{len(away)} of {len(kept)} tensors of the state lie in host memory, {size / 2**20:.1f} MiB; the step "
+        note = (
+            f"{len(away)} of {len(kept)} tensors of the state lie in host memory, "
+            f"{size / 2**20:.1f} MiB; the step "
+        )
         note += f"moved {moved / 2**20:.1f} MiB there and back"
         return Observation(len(away) == len(kept) and moved >= 2 * size > 0, note)

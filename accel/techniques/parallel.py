@@ -13,15 +13,14 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from accel.evidence import Evidence
 from accel.sharding import world_size
@@ -34,9 +33,6 @@ BUFFERS = (
 )
 REDUCTIONS = {"ddp": "all_?reduce", "fsdp": "reduce_?scatter", "hsdp": "reduce_?scatter"}
 """What must be seen of each mode, as part of an operation's name."""
-NORM_PART = 2**18
-"""Values of which PyTorch's norm on the CPU is right to 4 digits; of `dit_xl`'s largest matrix it
-is 3% too small."""
 
 
 class DataParallel(Technique):
@@ -68,7 +64,10 @@ class DataParallel(Technique):
             and self.option["reduce_dtype"] == "bf16"
             and self.device.type != "cuda"
         ):
-            return "Gradients of ddp travel in bf16 over NCCL only, which needs NVIDIA GPUs; use reduce_dtype=fp32."
+            return (
+                "Gradients of ddp travel in bf16 over NCCL only, which needs NVIDIA GPUs; use "
+                "reduce_dtype=fp32."
+            )
         return None
 
     @property

@@ -2,7 +2,7 @@
 the loss in fp32.
 
 `bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is
-scaled (accel/techniques/loss_scaler.py). What is stored stays fp32; `runtime.weights` can change
+scaled (accel/loss_scaler.py). What is stored stays fp32; `runtime.weights` can change
 that. `fp8` is `bf16`, and products of large layers in 8 bits (accel/techniques/float8.py), by
 `fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a row, and "rowwise_with_gw_hp"
 computes the weights' gradients in bf16.
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, Evidence
+from accel.loss_scaler import LossScaler
 from accel.profiler import EIGHT_BIT, WEIGHT_PRODUCTS
 from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR
-from accel.techniques.loss_scaler import LossScaler
 from accel.weight_products import WideWeightProducts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -44,7 +44,10 @@ TEMPLATES = "triton_tem_fused"
 
 class Precision(Technique):
     key = "precision"
-    summary = "`bf16`, `fp16`: products in 16 bits, all else fp32; `fp8`: of large layers in 8 bits, by `fp8_recipe`"
+    summary = (
+        "`bf16`, `fp16`: products in 16 bits, all else fp32; `fp8`: of large layers in 8 bits, "
+        "by `fp8_recipe`"
+    )
     options = ("fp8_recipe",)
     examples = (
         *({"precision": name} for name in ("bf16", "fp16")),
@@ -77,11 +80,17 @@ class Precision(Technique):
                     f"use runtime.precision=fp32 on this GPU."
                 )
         elif self.value == "fp16" and not torch.cpu._is_amx_fp16_supported():
-            return "This CPU has no native fp16 instructions (AMX-FP16), so fp16 would be slower than fp32."
+            return (
+                "This CPU has no native fp16 instructions (AMX-FP16), so fp16 would be slower "
+                "than fp32."
+            )
         elif self.value == "bf16" and not (
             torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         ):
-            return "This CPU has no native bf16 instructions (AVX512-BF16 or AMX), so bf16 would be slower than fp32."
+            return (
+                "This CPU has no native bf16 instructions (AVX512-BF16 or AMX), so bf16 would be "
+                "slower than fp32."
+            )
         return None
 
     def autocast(self) -> torch.amp.autocast:
@@ -174,10 +183,16 @@ class Precision(Technique):
             note += f", {meant} meant to be fp32 (of activations)"
         if self.wide_weights:
             names = sorted(self.wide_weights)
-            note += f"; in fp32 are products of weights: {', '.join(names[:3])}{', …' * (len(names) > 3)}"
+            note += (
+                "; in fp32 are products of weights: "
+                f"{', '.join(names[:3])}{', …' * (len(names) > 3)}"
+            )
         if unseen:
             found = evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
-            note += f"; others in Inductor's own kernels, which do not tell; {evidence.share(found)} returned {name}"
+            note += (
+                f"; others in Inductor's own kernels, which do not tell; {evidence.share(found)} "
+                f"returned {name}"
+            )
         if self.scaler:
             note += "; the loss is scaled on the device"
         complete = right + meant == dtypes.total() and (not unseen or branches.keys() == {name})

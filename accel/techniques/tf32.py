@@ -20,10 +20,16 @@ class Tf32(Technique):
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
-            return f"TF32 needs an NVIDIA GPU of compute capability 8.0 or newer; this run is on {self.device.type}."
+            return (
+                "TF32 needs an NVIDIA GPU of compute capability 8.0 or newer; this run is on "
+                f"{self.device.type}."
+            )
         capability = torch.cuda.get_device_capability(self.device)
         if capability < (8, 0):
-            return f"TF32 needs compute capability 8.0 or newer; this GPU has {capability[0]}.{capability[1]}."
+            return (
+                "TF32 needs compute capability 8.0 or newer; this GPU has "
+                f"{capability[0]}.{capability[1]}."
+            )
         return None
 
     def on_process(self) -> None:

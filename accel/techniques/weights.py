@@ -239,7 +239,10 @@ class Weights(Technique):
         narrow = [m.weight for m in self.linears if m.weight.dtype is torch.bfloat16]
         total = sum(p.numel() for p in self.parameters)
         held = sum(p.nbytes for p in self.parameters)
-        note = f"{len(narrow)} of {len(self.linears)} linear layers store bf16, {sum(w.numel() for w in narrow)} of "
+        note = (
+            f"{len(narrow)} of {len(self.linears)} linear layers store bf16, "
+            f"{sum(w.numel() for w in narrow)} of "
+        )
         note += f"{total} parameters; {held / max(1, total):.2f} bytes a parameter"
         if self.update is None:
             return Observation("mixed" if narrow else "fp32", note)
@@ -249,10 +252,16 @@ class Weights(Technique):
             right = abs(seen["unlike nearest"] - seen["expected"]) <= 10 + 6 * math.sqrt(
                 seen["expected"]
             )
-            found = f"at random: {seen['unlike nearest']} not to the nearest value, {seen['expected']} expected"
+            found = (
+                f"at random: {seen['unlike nearest']} not to the nearest value, "
+                f"{seen['expected']} expected"
+            )
         else:
             right = seen["kept"] >= 0.99 * seen["inexact"] and seen["used"] >= 0.99 * seen["rests"]
-            found = f"with compensation: {seen['kept']} of {seen['inexact']} rests kept, {seen['used']} of "
+            found = (
+                f"with compensation: {seen['kept']} of {seen['inexact']} rests kept, "
+                f"{seen['used']} of "
+            )
             found += f"{seen['rests']} from before used"
         note += f"; the update rounded {seen['rounded']} of them {found}"
         complete = len(narrow) == len(self.linears) and seen["rounded"] == meant and right

@@ -1,5 +1,7 @@
 """Checks that mixers share."""
 
+from common.errors import UserError
+
 
 def heads_of(width: int, head_dim: int, what: str) -> int:
     """Number of heads of `head_dim` in `width`; ValueError if they do not fit."""

@@ -50,7 +50,9 @@ def of_attention() -> Iterator[Practice]:
         name="flash attention, a step of dit",
         measure=measures.attention_steps,
         claimed=(1.15, 3),
-        source="https://arxiv.org/abs/2205.14135 (15 % on BERT-large at 512 tokens, 3× on GPT-2 at 1K)",
+        source=(
+            "https://arxiv.org/abs/2205.14135 (15 % on BERT-large at 512 tokens, 3× on GPT-2 at 1K)"
+        ),
         seconds=30.0,
     )
     yield Practice(
@@ -58,7 +60,10 @@ def of_attention() -> Iterator[Practice]:
         None,
         claimed=(1.5, 2),
         source="https://arxiv.org/abs/2407.08608 (FP16 on an H100)",
-        reason="`runtime.attention=flash3` needs flash_attn_interface, built from source for Hopper with CUDA ≥ 12.3",
+        reason=(
+            "`runtime.attention=flash3` needs flash_attn_interface, built from source for Hopper "
+            "with CUDA ≥ 12.3"
+        ),
     )
 
 
@@ -110,7 +115,10 @@ def of_precision() -> Iterator[Practice]:
         True,
         180.0,
         claimed=(1.5, 1.5),
-        source="https://pytorch.org/blog/training-using-float8-fsdp2/ (up to 1.5×, Llama models on many H100)",
+        source=(
+            "https://pytorch.org/blog/training-using-float8-fsdp2/ (up to 1.5×, Llama models on "
+            "many H100)"
+        ),
         key="runtime.precision",
         ways=("bf16", "fp8"),
     )
@@ -126,7 +134,10 @@ def of_compiling() -> Iterator[Practice]:
         name="compiling, a step, as PyTorch 2 was announced",
         claimed=(51, 51),
         unit="% faster",
-        source="https://pytorch.org/get-started/pytorch-2.0/ (A100, mixed precision, mean of 163 models; fp32 21 %)",
+        source=(
+            "https://pytorch.org/get-started/pytorch-2.0/ (A100, mixed precision, mean of 163 "
+            "models; fp32 21 %)"
+        ),
     )
     yield compiled._replace(
         name="compiling blocks, not the model: start-up",
@@ -142,7 +153,10 @@ def of_compiling() -> Iterator[Practice]:
         name="start-up with a warm compiler cache",
         measure=measures.compiler_cache,
         claimed=ANY,
-        source="https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html (no figure)",
+        source=(
+            "https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html (no "
+            "figure)"
+        ),
         ways=("cold", "warm"),
         of="s",
         seconds=150.0,
@@ -153,7 +167,10 @@ def of_compiling() -> Iterator[Practice]:
         needs=CUDA,
         key="runtime.compile_mode",
         claimed=ANY,
-        source="https://docs.pytorch.org/docs/stable/generated/torch.compile.html (for small batches, no figure)",
+        source=(
+            "https://docs.pytorch.org/docs/stable/generated/torch.compile.html (for small "
+            "batches, no figure)"
+        ),
         ways=("default", "reduce-overhead"),
         seconds=180.0,
     )
@@ -176,7 +193,10 @@ def of_memory() -> Iterator[Practice]:
     yield checkpointed._replace(
         name="checkpointing, a step, by its paper and Transformers",
         claimed=(20, 30),
-        source=f"https://arxiv.org/abs/1604.06174 (30 %, ResNet with 1,000 layers; 20 %: {TRANSFORMERS})",
+        source=(
+            "https://arxiv.org/abs/1604.06174 (30 %, ResNet with 1,000 layers; 20 %: "
+            f"{TRANSFORMERS})"
+        ),
     )
     words = [["runtime=fast", f"runtime.gradient_checkpointing={on}"] for on in ("false", "true")]
     yield checkpointed._replace(
@@ -191,7 +211,10 @@ def of_memory() -> Iterator[Practice]:
     yield EMPTY_CACHE._replace(
         claimed=(1, 2),
         unit="× as long",
-        source="https://github.com/huggingface/transformers/pull/31530 (a slowdown, no figure; 2× is often repeated)",
+        source=(
+            "https://github.com/huggingface/transformers/pull/31530 (a slowdown, no figure; 2× "
+            "is often repeated)"
+        ),
         key="runtime.empty_cache_at_eval",
         ways=("with", "without"),
     )
@@ -258,13 +281,19 @@ def of_data() -> Iterator[Practice]:
         "latents over pixels: numbers to store",
         measures.stored,
         claimed=(64, 64),
-        source="https://huggingface.co/blog/stable_diffusion (taking latents to have 3 channels; they have 4)",
+        source=(
+            "https://huggingface.co/blog/stable_diffusion (taking latents to have 3 channels; "
+            "they have 4)"
+        ),
         key="encoder=sd",
         ways=("pixels", "latents"),
         of="numbers",
         seconds=1,
     )
-    storage = "the guides do not say how many images of which shape and type, so it cannot be computed again"
+    storage = (
+        "the guides do not say how many images of which shape and type, so it cannot be computed "
+        "again"
+    )
     yield Practice(
         "pixels of a whole data set", None, claimed="2.15 TB", source=UNSOURCED, reason=storage
     )

@@ -180,7 +180,10 @@ def warm_ups(bench: Bench) -> Pair:
     return Pair.of(found)
 
 
-STARTED = "import sys; from scripts.bench.workload import Workload; print(Workload(sys.argv[1:]).warm_up_seconds)"
+STARTED = (
+    "import sys; from scripts.bench.workload import Workload; "
+    "print(Workload(sys.argv[1:]).warm_up_seconds)"
+)
 
 
 def compiler_cache(bench: Bench) -> Pair:

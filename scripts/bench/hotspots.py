@@ -160,7 +160,10 @@ def described(*arguments: Any) -> str:
     """ "bf16 256×384, fp32 384"; of a list with more than four tensors their number."""
 
     def one(t: Tensor) -> str:
-        return f"{name_of(str(t.dtype)).removeprefix('torch.')} {'×'.join(map(str, t.shape)) or 'scalar'}"
+        return (
+            f"{name_of(str(t.dtype)).removeprefix('torch.')} "
+            f"{'×'.join(map(str, t.shape)) or 'scalar'}"
+        )
 
     parts: list[str] = []
     for argument in arguments:

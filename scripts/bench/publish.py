@@ -164,7 +164,10 @@ def text_of(page: Page) -> str:
     older: dict[str, list[str]] = defaultdict(list)
     for line in page.lines:
         if line["run"]["code"] != run["code"] or line["run"]["versions"] != run["versions"]:
-            code = f"{line['run']['commit']}, {line['run']['date']}, torch {line['run']['versions']['torch']}"
+            code = (
+                f"{line['run']['commit']}, {line['run']['date']}, torch "
+                f"{line['run']['versions']['torch']}"
+            )
             older[code].append(line["entry"]["name"])
     lines += [
         f"Measured earlier, by code {commit}: {', '.join(names)}.\n"
@@ -176,7 +179,10 @@ def text_of(page: Page) -> str:
 def source(page: Page, folder: str = "docs/benchmarks/") -> str:
     """Hardware, version and date, with a link to the page, n and the command."""
     run = page.newest
-    link = f"[{run['hardware']}, torch {run['versions']['torch']}, {run['date']}]({folder}{page.stem}.md)"
+    link = (
+        f"[{run['hardware']}, torch {run['versions']['torch']}, "
+        f"{run['date']}]({folder}{page.stem}.md)"
+    )
     return f"{link}, {rounds_of(page)}, `{run['command']}`"
 
 

@@ -234,7 +234,10 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         if "verdict" not in e:
             found.append(entries_table({}, [e]))
             continue
-        whole = f"step, phases unmarked: {e['step_ms']:.3f} ms ({e['step_ms_q1']:.3f}–{e['step_ms_q3']:.3f})"
+        whole = (
+            f"step, phases unmarked: {e['step_ms']:.3f} ms "
+            f"({e['step_ms_q1']:.3f}–{e['step_ms_q3']:.3f})"
+        )
         judged = e["verdict"]
         judgement = f"{judged['bound']}: {judged['reason']}.\nTry next: {', '.join(judged['keys'])}"
         found += [f"{entries_table(columns, e['phases'])}\n{whole}\n", judgement]

@@ -190,8 +190,7 @@ def write_adapter(cfg: ExportConfig, folder: Path) -> None:
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
-    from training.checkpoint.tensor_file import write_tensors
-    from training.weights.pretrained import header
+    from training.checkpoint.tensor_file import header, write_tensors
 
     trained = loaded(cfg)
     told = trained.opened.told

@@ -42,7 +42,10 @@ def card(run: History, how: str = "") -> str:
     about, data, weights = of_checkpoint(run)
     facts = [row for row in run.facts().items() if row[0] not in ("command", "finished")]
     parts = {
-        "Model": f"A class-conditional model of latents, {plain(model)}, trained with {plain(objective)}. {about}",
+        "Model": (
+            f"A class-conditional model of latents, {plain(model)}, trained with "
+            f"{plain(objective)}. {about}"
+        ),
         "Data": data,
         "Training": table(("what", "value"), [*run.numbers().items(), *facts]),
         "How to sample": f"{how or f'    {sample}'}\n\n{weights}",

@@ -231,7 +231,10 @@ def test_a_read_only_folder(small_disk: Path):
 def test_two_runs_in_one_folder(whole: Callable[..., Path], tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(whole(), folder)
-    hold = "import sys; from pathlib import Path; from training.process.lock import held; h = held(Path(sys.argv[1]), '');"
+    hold = (
+        "import sys; from pathlib import Path; from training.process.lock import held; h = "
+        "held(Path(sys.argv[1]), '');"
+    )
     command = [sys.executable, "-c", hold + "print('held', flush=True); input()", str(folder)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -541,7 +541,10 @@ def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.Monkey
 
 
 def test_names_with_a_secret_lose_values_and_no_others():
-    names = "apiKey access-token PRIVATE_KEY tokens auth passphrase clientSecret X-Auth-Token authToken accesskey "
+    names = (
+        "apiKey access-token PRIVATE_KEY tokens auth passphrase clientSecret X-Auth-Token "
+        "authToken accesskey "
+    )
     names += "GITHUB_PAT creds sas sentry_dsn webhook SLACK_WEBHOOK_URL auth_header"
     assert set(redacted(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
     assert scrubbed(f"dapi{'0123456789abcdef' * 2}") == "<redacted>"

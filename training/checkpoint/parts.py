@@ -30,11 +30,23 @@ from training.distributed.ranks import SINGLE, Ranks
 class Kept(Enum):
     """How a checkpoint keeps a piece of the state."""
 
-    whole = "tensors in a file of their own, gathered and written by the first process, so that anything can read them"
-    shared = "a tree of tensors and numbers, two or three levels deep; sharded, or the same in all processes"
+    whole = (
+        "tensors in a file of their own, gathered and written by the first process, so that "
+        "anything can read them"
+    )
+    shared = (
+        "a tree of tensors and numbers, two or three levels deep; sharded, or the same in all "
+        "processes"
+    )
     values = "numbers that are the same in all processes"
-    sums = "tensors of each process, and numbers; at another number of processes each loads the mean of the tensors"
-    each = "tensors of each process; at another number of processes, rank r loads those of rank r mod the old number"
+    sums = (
+        "tensors of each process, and numbers; at another number of processes each loads the "
+        "mean of the tensors"
+    )
+    each = (
+        "tensors of each process; at another number of processes, rank r loads those of rank r "
+        "mod the old number"
+    )
 
 
 class Staged(NamedTuple):

@@ -29,11 +29,10 @@ from common.progress import Progress
 from common.text import as_json
 from training.checkpoint.find import PART, complete, damage, description, goes_on, step_of
 from training.checkpoint.parts import HostCopies, Kept, Staged, stage
-from training.checkpoint.tensor_file import write_tensors
+from training.checkpoint.tensor_file import header, write_tensors
 from training.distributed.heartbeat import Together
 from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
-from training.weights.pretrained import header
 
 FORMAT = 2
 MARGIN = 1.1

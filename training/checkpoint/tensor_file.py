@@ -31,6 +31,8 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
+KEY = "fastlatent"
+"""The entry of a header's metadata that describes the model."""
 CHUNK = 1 << 24
 """Bytes that are hashed and written at a time."""
 FLUSH = 1 << 28
@@ -89,3 +91,11 @@ def parts_of(
         content = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         for start in range(0, len(content), CHUNK):
             yield content[start : start + CHUNK]
+
+
+def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """Metadata for the header of the weights file `kind`, "model" or "ema"."""
+    told = {name: described[name] for name in ("model", "spec", "step")}
+    if described.get("adapter"):
+        told["adapter"] = described["adapter"] | {"base": described["base"]}
+    return {KEY: json.dumps({"weights": kind, **told})}

@@ -264,7 +264,10 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
             line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line
         ]
         options = options or choices_of(group)
-        return f"{group}={name}: there is no such file in conf/{group}; choose one of {', '.join(options)}{more}."
+        return (
+            f"{group}={name}: there is no such file in conf/{group}; choose one of "
+            f"{', '.join(options)}{more}."
+        )
     if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"{as_given(found[1], words)}: the key is there already; leave out the +."
     if found := re.match(r"Could not override '([^']+)'", text):
@@ -284,7 +287,10 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         return f"{blamed}: {detail}{wanted and f'; it must be {wanted}'}."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return " ".join(text.split())
-    return f"{' '.join(words)}: these words cannot be read ({' '.join(text.split())}); `--help` lists all keys."
+    return (
+        f"{' '.join(words)}: these words cannot be read ({' '.join(text.split())}); `--help` "
+        "lists all keys."
+    )
 
 
 def nearest_of(key: str, schema: type) -> str:
@@ -295,7 +301,10 @@ def nearest_of(key: str, schema: type) -> str:
     ]:
         return f"{having[0]} has it; add {' or '.join(having[:2])}."
     if choices_of(key):
-        return f"it is a group of {'train.py' if schema is PrecomputeConfig else 'precompute_latents.py'}."
+        return (
+            "it is a group of "
+            f"{'train.py' if schema is PrecomputeConfig else 'precompute_latents.py'}."
+        )
     known = known_keys("precompute_latents" if schema is PrecomputeConfig else "train")
     return nearest(key, known + [f"{group}.{key}" for group, _ in keys_of_choices(key)])
 

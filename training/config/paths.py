@@ -26,7 +26,10 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
         return
     refuse_file("run_dir", cfg.run_dir)
     if cfg.resume not in ("auto", "never"):
-        remedy = "name a run, a checkpoint such as runs/<name>/checkpoints/step-400, or use auto or never"
+        remedy = (
+            "name a run, a checkpoint such as runs/<name>/checkpoints/step-400, or use auto or "
+            "never"
+        )
         refuse_missing("resume", cfg.resume, remedy, "state.json", "checkpoints", "step-*")
     started = cfg.run_dir and any((Path(cfg.run_dir).expanduser() / "checkpoints").glob("step-*"))
     # a run that goes on needs them no more

@@ -202,7 +202,10 @@ def not_read(word: str) -> str:
     name, _, value = word.partition("=")
     if value.rstrip().endswith(","):
         return f"{name}: its value ends with a comma; leave that out."
-    return f"{name}: the word that begins so cannot be read; put the value into two kinds of quotes: {name}=\"'…'\"."
+    return (
+        f"{name}: the word that begins so cannot be read; put the value into two kinds of quotes: "
+        f"{name}=\"'…'\"."
+    )
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:

@@ -7,7 +7,6 @@ else of the run.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,11 +31,10 @@ from data.manifest import first_fault, wrong_lengths
 from models.autoencoders import Autoencoder
 from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
+from training.checkpoint.tensor_file import KEY
 from training.config.build import build
 from training.config.extensions import is_admitted
 
-KEY = "fastlatent"
-"""Of the header's metadata."""
 LONGEST = 2**24
 """Characters of a description; more would take memory before anything of it can be checked."""
 SLACK = 4
@@ -76,14 +74,6 @@ class Description:
 @cache
 def schema() -> TypeAdapter[Description]:
     return TypeAdapter(Description)
-
-
-def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Metadata for the header of the weights file `kind`, "model" or "ema"."""
-    told = {name: described[name] for name in ("model", "spec", "step")}
-    if described.get("adapter"):
-        told["adapter"] = described["adapter"] | {"base": described["base"]}
-    return {KEY: json.dumps({"weights": kind, **told})}
 
 
 def description_in(file: Path) -> Description | None:
