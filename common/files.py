@@ -12,6 +12,9 @@ from typing import Any
 
 from common.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[1]
+"""The checkout."""
+
 
 def write_atomically(file: Path, text: str) -> None:
     """Writes to a temporary file, flushes it to disk and renames it to `file`."""

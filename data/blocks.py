@@ -30,7 +30,7 @@ MOST_UNREACHABLE = 3
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 
-class DamagedBlockError(ValueError):
+class DamagedBlockError(UserError):
     """A block that is not what the manifest says; one sentence names shard and samples."""
 
 

@@ -122,7 +122,10 @@ class Lora(Adapter):
     `blocks.*.qkv`."""
 
     def __init__(
-        self, rank: int = 8, alpha: float = 16.0, targets: list[str] = ["blocks.*"]
+        self,
+        rank: int = 8,
+        alpha: float = 16.0,
+        targets: list[str] = ["blocks.*"],  # noqa: B006 - never changed
     ) -> None:
         if rank < 1:
             raise UserError(f"adapter.rank={rank} must be at least 1.")

@@ -9,15 +9,49 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from models.solver import Solver
 
 Velocity = Callable[[Tensor, float], Tensor]
+FARTHEST = 1 << 40
+"""Positions of samples lie below it: the step of a solver that adds noise is counted above."""
+
+
+class LatentSpace(Protocol):
+    """The latents of a data set; `LatentSpec` is one."""
+
+    @property
+    def channels(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def num_classes(self) -> int: ...
+
+    def denormalise(self, latents: Tensor) -> Tensor: ...
+
+
+class Settings(Protocol):
+    """How samples are drawn; `SamplingConfig` is one."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def shift(self) -> float: ...
+    @property
+    def guidance(self) -> float: ...
+    @property
+    def solver(self) -> str: ...
+    @property
+    def guidance_interval(self) -> list[float]: ...
 
 
 def shifted(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
@@ -104,3 +138,32 @@ def sample(
         x = x_next
         before = (dt, v)
     return x
+
+
+def check_guidance(spec: LatentSpace, guidance: float, key: str = "guidance") -> None:
+    """ValueError if samples cannot be guided, because the data has no classes."""
+    if not spec.num_classes and guidance != 1.0:
+        raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
+
+
+def draw_latents(
+    model: Callable[..., Tensor],
+    spec: LatentSpace,
+    labels: Int[Tensor, "B"],
+    position: Int[Tensor, "B"],
+    seed: int,
+    sampling: Settings,
+) -> Float[Tensor, "B C H W"]:
+    """Latents as the autoencoder decodes them; the noise of a sample depends on `seed` and its
+    `position` only."""
+    shape = (spec.channels, spec.height, spec.width)
+
+    def fresh(step: int) -> Tensor:
+        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
+
+    noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
+    low, high = sampling.guidance_interval
+    velocity = guided_velocity(model, labels, spec.num_classes, sampling.guidance, (low, high))
+    return spec.denormalise(
+        sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
+    )

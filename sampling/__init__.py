@@ -1,2 +1,22 @@
-"""Draws samples of a run: its model with the averaged weights, and jobs that go on where they
-stopped."""
+"""Draws samples of a run: its model with the averaged weights, and jobs that go on where they stopped.
+
+from sampling import load_run
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sampling.load import load_run
+
+__all__ = ["load_run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `load_run`, and PyTorch with it, when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sampling import load
+
+    return getattr(load, name)

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from accel.kernels.counter_noise import Purpose, counter_normal
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import AccelerationStack
 from common.errors import UserError
@@ -26,7 +25,7 @@ from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.images import to_uint8
-from models.sampler import guided_velocity, sample
+from models.sampler import check_guidance, draw_latents
 from training.checkpoint.find import read_newest, weights_file
 from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.compose import typed
@@ -47,14 +46,6 @@ TECHNIQUES = (
 )
 """The runtime keys that matter where nothing is trained."""
 UNCOMPILED = MappingProxyType({"compile": False})
-FARTHEST = 1 << 40
-"""Positions of samples lie below it: the step of a solver that adds noise is counted above."""
-
-
-def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
-    """ValueError if samples cannot be guided, because the data has no classes."""
-    if not spec.num_classes and guidance != 1.0:
-        raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
 
 
 def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
@@ -91,29 +82,6 @@ def unclear(label: object, fits: list[int], names: list[str]) -> str:
     return (
         f"no class of this run; its {len(names)} classes are, from 0 on, "
         f"{', '.join(names[:10])}{more}."
-    )
-
-
-def draw_latents(
-    model: Callable[..., Tensor],
-    spec: LatentSpec,
-    labels: Int[Tensor, "B"],
-    position: Int[Tensor, "B"],
-    seed: int,
-    sampling: SamplingConfig,
-) -> Float[Tensor, "B C H W"]:
-    """Latents as the autoencoder decodes them; the noise of a sample depends on `seed` and its
-    `position` only."""
-    shape = (spec.channels, spec.height, spec.width)
-
-    def fresh(step: int) -> Tensor:
-        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
-
-    noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
-    low, high = sampling.guidance_interval
-    velocity = guided_velocity(model, labels, spec.num_classes, sampling.guidance, (low, high))
-    return spec.denormalise(
-        sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
     )
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from common.files import ROOT
 from precompute_latents import precompute
 from tests.faults.zygote import Zygote
 from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
 from training.config import extensions
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 from training.distributed.stop_request import SIGNALS
 
 TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]

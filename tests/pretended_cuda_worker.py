@@ -35,10 +35,11 @@ import accel.techniques.offload_optimizer
 import accel.techniques.weights
 import models.mixers.attention
 from accel.techniques.fused_adamw import is_fused
+from common.files import ROOT
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 from training.counting import assumed_kernels
 from training.weights.pretrained import build_on_meta
 

@@ -207,9 +207,10 @@ def test_an_adapter_that_trains_nothing_is_noticed(fault, base, monkeypatch):
     for name in list(layers) if fault == "past the adapter" else list(layers)[:1]:
         layer = layers[name]
         product = layer.base_layer.forward
-        zero = lambda x, layer=layer: (
-            LoraLinear.forward(layer, x.detach() * 0.0) + layer.base_layer(x)
-        )
+
+        def zero(x, layer=layer):
+            return LoraLinear.forward(layer, x.detach() * 0.0) + layer.base_layer(x)
+
         monkeypatch.setattr(layer, "forward", zero if fault == "zero" else product)
     found = row(training)
     assert found.missing

@@ -16,6 +16,7 @@ from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
 from accel.techniques.compilation import Compile
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
+from common.files import ROOT
 from scripts.bench import compare, kernels, ladder, peers, seeds, step, tests, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
@@ -26,7 +27,7 @@ from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
 from scripts.bench.workload import Workload
 from scripts.timing import Spread, difference, interleaved
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 
 CPU = torch.device("cpu")
 TINY = [

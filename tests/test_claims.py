@@ -13,6 +13,7 @@ import torch
 from accel.ledger import LedgerRow
 from accel.stack import TECHNIQUES
 from accel.techniques.compilation import Compile
+from common.files import ROOT
 from scripts.bench import claim_measures as measures
 from scripts.bench import claims, practices
 from scripts.bench.claim_list import CLAIMS, UNSOURCED
@@ -21,7 +22,7 @@ from scripts.bench.rows import LEFT_OUT
 from scripts.bench.settings import BenchConfig, parse
 from scripts.capabilities import override
 from scripts.timing import Spread
-from training.config.compose import CONF, ROOT
+from training.config.compose import CONF
 from training.config.schema import RuntimeConfig
 
 CPU = torch.device("cpu")

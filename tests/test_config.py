@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from common.files import ROOT
 from common.require_python import refuse_python
 from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
-from training.config.compose import CONF, ROOT, compose, from_words, one_sentence
+from training.config.compose import CONF, compose, from_words, one_sentence
 from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import RuntimeConfig, TrainConfig

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common.files import ROOT
 from evaluation import reference
 from evaluation.distances import frechet
 from evaluation.judge import Judge, JudgeConfig
@@ -24,7 +25,7 @@ from tests.conftest import TINY_MODEL
 from tests.helpers import CPU
 from train import train
 from training.components import build_loader
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 from training.distributed.ranks import SINGLE
 
 DIGITS = {"_target_": "data.digits.DigitLatents"}

@@ -20,6 +20,7 @@ import torch
 from diffusers import AutoencoderTiny
 from safetensors.torch import load_file, save_file
 
+from common.files import ROOT
 from models.autoencoders import DiffusersAutoencoder
 from sampling.load import load_run
 from scripts.export.__main__ import ExportConfig, Format, export
@@ -31,7 +32,7 @@ from tests.test_import_weights import SHAPES, imported
 from tests.test_models import woken
 from training.assemble import assemble
 from training.checkpoint.tensor_file import header
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 from training.weights.pretrained import load_pretrained
 
 FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")

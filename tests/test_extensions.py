@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from train import train
 from training.config import extensions
-from training.config.compose import ROOT, compose, from_words
+from training.config.compose import compose, from_words
 from training.config.yaml_text import from_yaml
 from training.weights.pretrained import load_pretrained
 

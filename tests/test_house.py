@@ -8,9 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from training.config.compose import ROOT
+from common.files import ROOT
 
-PACKAGES = ("accel", "data", "models", "training", "encoding", "evaluation", "scripts")
+PACKAGES = (
+    "common",
+    "accel",
+    "data",
+    "models",
+    "training",
+    "sampling",
+    "encoding",
+    "evaluation",
+    "scripts",
+)
 CODE = [ROOT / "train.py", ROOT / "precompute_latents.py"]
 CODE += sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 NAMED = pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import mse_loss
 
+from common.files import ROOT
 from tests.block_traffic import LATENTS, Traffic, count, once, switched, uninitialised
 from tests.test_models import tiny
 from training.config.build import build
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 
 FITS = 72e9
 """Bytes that a run may take of a GPU of 80 GB."""

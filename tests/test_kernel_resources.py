@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from common.files import ROOT
 from scripts.kernel_resources import ARCHITECTURES, SHARED, cases, compiled, measure, recorded
-from training.config.compose import ROOT
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":

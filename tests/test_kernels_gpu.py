@@ -22,10 +22,10 @@ from accel.kernels.local_mix import fused_local_mix, local_mix
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
+from common.files import ROOT
 from models.mixers.attention import axial_rotations
 from scripts.bench.kernels import swiglu
 from scripts.bench.peers import ssd_by_mamba
-from training.config.compose import ROOT
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-4}

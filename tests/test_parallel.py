@@ -19,9 +19,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from common.files import ROOT
 from tests.faults.zygote import Zygote, said
 from tests.helpers import pairwise
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 from training.distributed.ranks import Ranks
 from training.environment import refuse_contradictions
 from training.evaluate import dealt

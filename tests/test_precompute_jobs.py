@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common.files import ROOT
 from data.manifest import read_manifest
 from data.shards import ShardWriter
 from encoding import images
@@ -25,7 +26,6 @@ from encoding.encoder import ShardEncoder
 from encoding.job import Plan
 from tests.helpers import TINY_JOB, Job
 from tests.test_precompute import all_of, contents, load_set, matches
-from training.config.compose import ROOT
 from training.distributed.ranks import Ranks
 
 MANY = ["shard_size=1", "batch_size=1", "block_size=1"]

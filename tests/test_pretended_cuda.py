@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from common.files import ROOT
 from tests.pretended_cuda_worker import COMPILED, STEP_COUNT, STEPS
-from training.config.compose import ROOT
 
 Results = dict[str, dict[str, Any]]
 SOURCES = Path(__file__).parent / "assets" / "pretended_cuda"

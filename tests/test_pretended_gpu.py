@@ -29,11 +29,11 @@ from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.cuda_graph import CapturedUpdate, CudaGraph
 from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
 from accel.techniques.fused_kernels import FusedScan
+from common.files import ROOT
 from data.loader import Batch
 from scripts.bench import rows
 from tests.harness import CPU, allow_any_precision, tiny_training
 from tests.pretended import Launching, backward, pretend_graphs, profiler_event
-from training.config.compose import ROOT
 from training.state import copied
 
 CUDA = torch.device("cuda")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from accel.stack import TECHNIQUES
+from common.files import ROOT
 from scripts.bench.gpu import ITEMS
 from scripts.bench.publish import (
     Page,
@@ -25,7 +26,6 @@ from scripts.bench.publish import (
     with_commit,
 )
 from scripts.bench.rows import Results, code_hash, named, shown
-from training.config.compose import ROOT
 from training.environment import git_state
 
 VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.files import ROOT
 from scripts.bench import gpu
 from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS, GpuConfig, Queue, chosen
@@ -20,7 +21,6 @@ from scripts.bench.rows import Results, expected, is_measured
 from scripts.bench.settings import parse
 from scripts.bench.tests import SMOKE
 from tests.helpers import until_dead
-from training.config.compose import ROOT
 
 ROWS = 8
 LIMIT = 6.0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accel.techniques.compilation import Compile
+from common.files import ROOT
 from precompute_latents import precompute
 from sampling.load import load_run
 from scripts.bench.__main__ import main as bench
@@ -25,7 +26,7 @@ from scripts.sample import SampleConfig, sample_run
 from tests.helpers import save_images, save_tiny_autoencoder
 from tests.published import Shape, random_weights
 from train import train
-from training.config.compose import ROOT, compose, from_words
+from training.config.compose import compose, from_words
 
 PUBLISHED = Shape(lightning=False, channels=2, rows=8, classes=4, sigma=True)
 """A SiT of the tiny autoencoder's latents."""

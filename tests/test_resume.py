@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.files import ROOT
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import outcome
 from tests.helpers import random_samples, save_latent_set
 from train import train
 from training.checkpoint.find import complete, damage, newest
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 
 STEPS = 24
 WORDS = [

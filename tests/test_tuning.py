@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from common.files import ROOT
 from scripts.bench.workload import Workload, time_steps
 from scripts.plan.__main__ import main
 from tests.helpers import until_dead
 from train import train
 from training import contest, tuning
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 from training.distributed.ranks import SINGLE
 from training.forecast import Forecast
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU
@@ -22,7 +23,7 @@ from train import train
 from training.checkpoint.find import description
 from training.checkpoint.load import same_set
 from training.components import build_loader
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 
 ASSETS = ROOT / "tests" / "assets" / "version1"
 WORDS = [

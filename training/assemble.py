@@ -23,7 +23,7 @@ from common.errors import UserError
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import passes
 from models.denoiser import Denoiser
-from sampling.load import check_guidance
+from models.sampler import check_guidance
 from training.checkpoint.find import branch_of, weights_file
 from training.checkpoint.load import identity, load, load_latest
 from training.checkpoint.save import Checkpoints

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from training.config.compose import ROOT
+from common.files import ROOT
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words
 

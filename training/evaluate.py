@@ -13,7 +13,7 @@ from torch import Tensor
 from common.progress import counted
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
-from sampling.load import draw_latents
+from models.sampler import draw_latents
 from training.assemble import Training
 from training.distributed.ranks import Ranks
 from training.goodput import CLOCK

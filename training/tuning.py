@@ -31,11 +31,10 @@ import torch
 from accel.ledger import AUTO, LedgerRow
 from accel.stack import TECHNIQUES
 from common.errors import UserError
-from common.files import cache_folder, write_atomically
+from common.files import ROOT, cache_folder, write_atomically
 from common.text import as_json
 from data.loader import LatentSpec
 from training.components import latents_of, runtime_values
-from training.config.compose import ROOT
 from training.config.schema import (
     KERNELS,
     AttentionName,

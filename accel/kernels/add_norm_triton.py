@@ -10,12 +10,13 @@ them, both powers of
 two: 768 = 512 + 256.
 """
 
-# A launch turns plain numbers into constexpr, and what stands under `if` of one is there wherever
-# it is used: pyright: reportArgumentType=false, reportReturnType=false,
-# reportPossiblyUnboundVariable=false, reportOperatorIssue=false pyright:
-# reportGeneralTypeIssues=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
 # pyright: reportArgumentType=false
-# Triton takes plain integers for its `constexpr` parameters.
+# pyright: reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import math

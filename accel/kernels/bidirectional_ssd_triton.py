@@ -17,8 +17,11 @@ The backward pass is in bidirectional_ssd_backward_triton.py.
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
+# pyright: reportArgumentType=false
+# pyright: reportReturnType=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import torch

@@ -5,10 +5,12 @@ Letters: S chunks of T tokens, K heads, P head dim, N state size; direction 0 is
 backward.
 """
 
-# A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
-# reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
 # pyright: reportArgumentType=false
-# Triton takes plain integers for its `constexpr` parameters.
+# pyright: reportReturnType=false
+# pyright: reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from typing import Any

@@ -4,8 +4,11 @@ A draw costs its own Philox block of four words, of which one is used: arithmeti
 launch.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

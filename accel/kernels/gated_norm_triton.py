@@ -6,8 +6,11 @@ added up afterwards:
 no atomics. Letters: B samples, L tokens, K heads, P head dim.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
+# pyright: reportArgumentType=false
+# pyright: reportReturnType=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import torch

@@ -9,10 +9,12 @@ round.
 Letters: B samples, L tokens, D width.
 """
 
-# A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
-# reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
 # pyright: reportArgumentType=false
-# Triton takes plain integers for its `constexpr` parameters.
+# pyright: reportReturnType=false
+# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -7,11 +7,15 @@ program and added up afterwards: no atomics.
 Letters: B samples, L tokens, K heads, P head dim.
 """
 
-# A launch turns plain numbers into constexpr: pyright: reportArgumentType=false,
-# reportReturnType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false pyright:
-# reportUnboundVariable=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
 # pyright: reportArgumentType=false
-# Triton takes plain integers for its `constexpr` parameters.
+# pyright: reportReturnType=false
+# pyright: reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

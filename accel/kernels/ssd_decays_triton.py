@@ -9,8 +9,11 @@ turned order instead of asking for `tl.cumsum(reverse=True)`, which is reported 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """
 
-# A launch turns plain numbers into constexpr:
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
+# wherever it is used:
+# pyright: reportArgumentType=false
+# pyright: reportReturnType=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import torch

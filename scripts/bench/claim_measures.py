@@ -15,13 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import default_collate
 
+from common.files import ROOT
 from scripts.bench.data import random_autoencoder
 from scripts.bench.naive import NaiveLoop
 from scripts.bench.practices import Bench, Measure, NotHereError, Pair
 from scripts.bench.step import phases_of
 from scripts.timing import fresh_compiler, rates, seconds, synchronise
 from training.components import build_loader
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 
 COMPILED = ("runtime=fast", "runtime.compile=true")
 

@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 
 from common import lock
 from common.errors import UserError
+from common.files import ROOT
 from common.processes import end
 from scripts.bench.__main__ import BENCHMARKS
 from scripts.bench.rows import LOST_DEVICE, Results, code_hash
 from scripts.bench.settings import SCRATCH
-from training.config.compose import ROOT, from_words
+from training.config.compose import from_words
 
 LIMIT = 480.0
 """Seconds after which a row is ended, and a process that has not begun with its rows."""

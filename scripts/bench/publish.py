@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from accel.stack import TECHNIQUES
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import ROOT, write_atomically
 from scripts.bench import claims
 from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS
@@ -29,7 +29,6 @@ from scripts.bench.ladder import rungs
 from scripts.bench.report import bar_chart, put_between
 from scripts.bench.rows import Line, Results, code_hash, named, shown
 from scripts.timing import NO_DIFFERENCE, difference
-from training.config.compose import ROOT
 from training.environment import git_state
 
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"

@@ -26,11 +26,10 @@ import torch
 
 from accel.techniques.cuda_graph import CapturedUpdate
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import ROOT, write_atomically
 from common.text import first_line
 from scripts.bench.report import Bar
 from scripts.bench.settings import BenchConfig
-from training.config.compose import ROOT
 from training.environment import describe_environment
 
 LOST_DEVICE = 70

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.files import ROOT
 from scripts.bench.report import table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
-from training.config.compose import ROOT
 
 SMOKE = (
     "test_draws_are_those_of_the_definition",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.files import ROOT
 from scripts.bench.report import put_between
-from training.config.compose import ROOT
 from training.environment import cpu_name
 
 PAGE = ROOT / "docs" / "reliability.md"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.files import rename, write_atomically
+from common.files import ROOT, rename, write_atomically
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import WORDS, Start, outcome, said
 from tests.faults.zygote import HANG
@@ -28,7 +28,7 @@ from training.checkpoint.find import WHOLE, belonging, complete, damage, read_ba
 from training.checkpoint.load import newest_verified
 from training.checkpoint.save import Checkpoints
 from training.checkpoint.tensor_file import DTYPES, write_tensors
-from training.config.compose import ROOT, compose
+from training.config.compose import compose
 
 FILES = [
     "model.safetensors",

@@ -23,6 +23,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from common.files import ROOT
 from data.loader import LatentSpec
 from encoding.sources import list_images
 from scripts.import_latents import ImportConfig
@@ -36,7 +37,7 @@ from training.checkpoint.find import complete, weights_file
 from training.checkpoint.load import load
 from training.config import secrets
 from training.config.build import build
-from training.config.compose import CONF, ROOT, compose, known_keys, one_sentence
+from training.config.compose import CONF, compose, known_keys, one_sentence
 from training.config.schema import NCCL
 from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
 from training.config.words import not_read

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from training.config.compose import ROOT
+from common.files import ROOT
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Of Python's audit events, those of a save."""

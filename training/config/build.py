@@ -19,7 +19,7 @@ OUTSIDERS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW
 """What a `_target_` may name outside our packages, in full."""
 
 
-MOVED = {"training.loggers": "training.loggers"}
+MOVED = {"training.process.loggers": "training.loggers"}
 """Modules that had another name in a released version -> where they are now; configurations may
 still name them."""
 

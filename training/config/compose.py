@@ -40,7 +40,6 @@ from training.config.secrets import redact_words, redacted, scrubbed
 from training.config.words import (
     CONF,
     FOREIGN_DRAWING,
-    ROOT,
     as_given,
     choices_of,
     keys_of_choices,
@@ -198,8 +197,8 @@ def refuse_strange_numbers(node: Any) -> None:
 def one_sentence() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.
 
-    What we tell users is a ValueError from a `raise` of our own; any other exception is ours to
-    mend and keeps its traceback, but for those of a machine that has no room left.
+    What we tell users is a UserError; any other exception is ours to mend and keeps its traceback,
+    but for those of a machine that has no room left.
     FASTLATENT_TRACEBACK=1 keeps all of them. Inside are functions that `hydra.main` calls, too, so
     Hydra's own exceptions are explained here as well. What is printed inside may get lost, and ends
     nothing.
@@ -231,13 +230,7 @@ def sentence_of(error: Exception) -> str | None:
     if of_library(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
         return explain(error, sys.argv[1:], schema)
-    origin = traceback.extract_tb(error.__traceback__)[-1]
-    ours = (
-        Path(origin.filename).is_relative_to(ROOT)
-        and "site-packages" not in Path(origin.filename).parts
-    )
-    deliberate = isinstance(error, ValueError) and ours and (origin.line or "").startswith("raise ")
-    return str(error) if deliberate else None
+    return str(error) if isinstance(error, UserError) else None
 
 
 def explain(error: Exception, words: list[str], schema: type) -> str:

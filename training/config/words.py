@@ -8,13 +8,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from common.errors import UserError
+from common.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 SPELLINGS = {
     "data={}": "training.loader loader",
