@@ -14,7 +14,7 @@ import pytest
 from data.synthetic import SyntheticLatents
 from tests.test_tuning import SMALL
 from train import train
-from training import goodput, metrics
+from training import goodput, meter
 from training.config.compose import compose
 from training.goodput import Account, Clock, between, told
 from training.step import TrainStep
@@ -98,7 +98,7 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> OwnTime:
         return step(self, *arguments)
 
     monkeypatch.setattr(TrainStep, "__call__", timed)
-    for module in (goodput, metrics):
+    for module in (goodput, meter):
         monkeypatch.setattr(module, "time", OWN_TIME)
     return OWN_TIME
 

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-OURS = ("accel", "data", "models", "scripts", "training")
+OURS = ("common", "accel", "data", "models", "scripts", "training")
 SHAPED = ("Float", "Int", "UInt8")
 """Annotations with a shape, of a package that the reader need not have."""
 UNUSED = ("flops", "flops_per_sample", "no_weight_decay")
