@@ -175,7 +175,7 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
     numbers = [re.match(r"blocks\.(\d+)\.", name) for name in keys.left]
     depth = 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
-    node = {"dim": dim, "depth": depth, "patch_size": patch}
+    node: dict[str, Any] = {"dim": dim, "depth": depth, "patch_size": patch}
     node |= configured(keys, rows, head_dim or width_of_head(keys, dim))
 
     # The tensors that ours are made of are taken one by one, and none may be left.
