@@ -255,7 +255,8 @@ def listed(folder: Path) -> dict[Path, Any]:
     pairs = content.get("labels") if isinstance(content, dict) else None
     if not isinstance(pairs, list) or not pairs:
         raise UserError(
-            f'{file} has no "labels": [[file, label], …]; add them, or import without: classes=none.'
+            f'{file} has no "labels": [[file, label], …]; add them, or import without: '
+            "classes=none."
         )
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):

@@ -1,5 +1,4 @@
-"""What all operators share: arithmetic in at least fp32, and what they refuse (empty tensors, and to
-be differentiated twice)."""
+"""What all operators share: arithmetic in at least fp32, and what they refuse."""
 
 import torch
 from torch import Tensor
