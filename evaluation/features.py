@@ -20,7 +20,7 @@ from common.errors import UserError
 from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
 from evaluation.space import Features, planes
 from models.autoencoders import Autoencoder
-from training.config.extensions import is_admitted
+from training.config.build import is_admitted
 
 MAX_ENCODER_FEATURES = 256
 

@@ -38,8 +38,9 @@ from training.checkpoint.load import load
 from training.checkpoint.tensor_file import KEY
 from training.config import secrets
 from training.config.build import build
-from training.config.compose import CONF, compose, known_keys, one_sentence
-from training.config.schema import NCCL
+from training.config.compose import CONF, compose, one_sentence
+from training.config.contradictions import check_nccl
+from training.config.explain import known_keys
 from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
 from training.config.words import not_read
 from training.run import default_folder
@@ -620,10 +621,9 @@ def test_nccl_loads_no_code_and_writes_no_file(name: str):
         ValueError, match=rf"runtime\.parallel\.nccl\.NCCL_{name} is none of .* NCCL_{name}=<value>"
     ):
         compose([f"+runtime.parallel.nccl.NCCL_{name}=/tmp/x"])
-    assert not any(
-        NCCL.fullmatch(f"NCCL_{name}")
-        for name in ("", "X", "DEBUG_FILE", "IB_PLUGIN", "NET_PLUGIN")
-    )
+    for unknown in ("NCCL_", "NCCL_X", "DEBUG", "NCCL_IB_PLUGIN"):
+        with pytest.raises(ValueError, match=f"{unknown} is none of"):
+            check_nccl([unknown])
     compose(
         [
             f"+runtime.parallel.nccl.{name}=1"
