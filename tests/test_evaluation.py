@@ -29,6 +29,7 @@ from evaluation.features import EncoderFeatures, Features, RandomFeatures, build
 from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
 from models.autoencoders import Autoencoder, DiffusersAutoencoder, PixelAutoencoder
 from tests.helpers import save_tiny_autoencoder
+from training.config import build
 
 NO_FILES: dict[str, str | None] = {"inception": None, "dinov2": None}
 
