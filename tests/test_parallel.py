@@ -160,7 +160,7 @@ PAIRS = """
 import os, sys, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from training.process import exit
+from training.distributed import exit
 torch.set_num_threads(1)
 def one(file, rank):
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)

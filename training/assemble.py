@@ -37,9 +37,8 @@ from training.goodput import CLOCK
 from training.hardware import peak_flops
 from training.meter import Meter
 from training.optim import Schedule, parameter_groups
-from training.spikes import SpikeGuard
 from training.state import TrainState, load_weights
-from training.step import StepOutput, StepSettings, TrainStep
+from training.step import SpikeGuard, StepOutput, StepSettings, TrainStep
 from training.weights.adapter_base import Base, find_base, load_base, put_on
 from training.weights.pretrained import build_model, weights_for
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from common.errors import UserError
 from common.files import ROOT
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words
+from training.distributed.ranks import Ranks
 
 PACKAGES = (
     "torch",
@@ -29,6 +31,22 @@ PACKAGES = (
     "safetensors",
     "wandb",
 )
+
+
+def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
+    """Finds the processes of a run and the device of this one, and connects them.
+
+    ValueError if the launcher contradicts the configuration, the batch cannot be shared, or the
+    others cannot be reached.
+    """
+    ranks = Ranks.from_environment()
+    refuse_contradictions(cfg)
+    ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
+    device = ranks.device(pick_device(cfg.runtime.device.value))
+    parallel = cfg.runtime.parallel
+    alone = parallel.mode.value not in ("auto", "none")  # one process on the path of many
+    ranks.connect(device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone)
+    return ranks, device
 
 
 def pick_device(name: str) -> torch.device:

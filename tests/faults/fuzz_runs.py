@@ -38,7 +38,7 @@ from training.checkpoint.find import weights_file
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
-from training.report import summary_table
+from training.metrics import summary_table
 from training.run import Run
 from training.step import StepOutput
 from training.weights.pretrained import build_autoencoder, load_pretrained, told_by
@@ -235,7 +235,7 @@ def go_on(folder: Path, good: Good, total: int) -> None:
         summary_table(run.show_finished())
         return
     run.show_rehearsal()
-    run.keep_metrics_before(2)
+    run.go_on_from(dataclasses.replace(good.training.state, step=2))
     run.append_metrics({"step": 3, "loss": 1.0})
     summary_table(run.summarise(good.training.state, Ledger(), run.checkpoints()))
     run.close()
