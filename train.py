@@ -75,8 +75,7 @@ def train(composed: Composed) -> dict[str, Any]:
         state.skipped_steps += metrics["skipped"]
         with meter.paused():
             scores = evaluate(training) if state.due(cfg.eval_every) else {}
-            if distances and state.due(cfg.fd_every):
-                scores |= distances()
+            scores |= distances() if distances and state.due(cfg.fd_every) else {}
             metrics |= scores | training.note_skipped_data()
             run.append_metrics(metrics)
             logger.log(metrics, state.samples)

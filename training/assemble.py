@@ -36,7 +36,7 @@ from training.ema import EMA
 from training.goodput import CLOCK
 from training.hardware import peak_flops
 from training.meter import Meter
-from training.optim import Schedule, parameter_groups
+from training.optimizers import Schedule, parameter_groups
 from training.state import TrainState, load_weights
 from training.step import SpikeGuard, StepOutput, StepSettings, TrainStep
 from training.weights.adapter_base import Base, find_base, load_base, put_on
@@ -154,7 +154,8 @@ class Training:
 
 
 class Parts(NamedTuple):
-    """How the parts are made that a plan, which has no data and trains nothing, makes otherwise."""
+    """The functions that make the parts which a plan, with no data and nothing to train, makes
+    otherwise."""
 
     loader: Callable[..., LatentLoader] = build_loader
     model: Callable[..., Denoiser] = build_model
@@ -163,12 +164,15 @@ class Parts(NamedTuple):
     weights: Callable[..., str | None] = load_base
 
 
+REAL = Parts()
+
+
 def assemble(
     cfg: TrainConfig,
     device: torch.device,
     ranks: Ranks = SINGLE,
     folder: Path | None = None,
-    parts: Parts = Parts(),  # noqa: B008 - it cannot be changed
+    parts: Parts = REAL,
 ) -> Training:
     """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a
     configuration.

@@ -82,6 +82,11 @@ class Clock:
         self.since = now
         return before
 
+    def spent(self, *kinds: str) -> float:
+        """Seconds of these kinds until now."""
+        self.switch(self.kind)
+        return sum(self.seconds[kind] for kind in kinds)
+
     @contextmanager
     def spending(self, kind: str) -> Iterator[None]:
         """Has time inside be of this kind, but what another one inside takes for itself. Also a
@@ -94,8 +99,7 @@ class Clock:
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Takes seconds that were measured otherwise from one kind to another."""
-        self.switch(self.kind)
-        seconds = min(seconds, self.seconds[source])
+        seconds = min(seconds, self.spent(source))
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
@@ -165,8 +169,7 @@ class Account:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by kind, of all processes."""
-        CLOCK.switch(CLOCK.kind)
-        return {kind: self.earlier[kind] + CLOCK.seconds[kind] for kind in KINDS}
+        return {kind: self.earlier[kind] + CLOCK.spent(kind) for kind in KINDS}
 
     @property
     def goodput(self) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from training.step import StepOutput
 
 SUMS = ("loss", "skipped", "backed_off", "in_row")
 """Device scalars of a window that a checkpoint keeps."""
+TRAINING = ("steps", "data_wait")
+"""Kinds of time that count as training."""
 
 
+@dataclass
 class Meter:
-    """Sums over a log window, kept on the device, and the clock of the window.
+    """Sums over a log window, kept on the device; its time is that of the run's clock.
 
     The loss is the mean over steps that were not skipped. Of several processes the loss is the
     mean, waiting for data and memory are the most of all; `batch_size` is global and `mfu` per
@@ -36,28 +39,22 @@ class Meter:
     9.8.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        tokens: int,
-        flops_per_sample: int,
-        peak_flops: float | None,
-        ranks: Ranks = SINGLE,
-        passes: float = 3.0,
-    ) -> None:
-        self.batch_size = batch_size
-        self.tokens = tokens
-        self.ranks = ranks
-        self.train_flops = passes * flops_per_sample
-        self.peak = peak_flops
+    batch_size: int
+    tokens: int
+    flops_per_sample: int
+    peak_flops: float | None
+    ranks: Ranks = SINGLE
+    passes: float = 3.0
+
+    def __post_init__(self) -> None:
+        self.train_flops = self.passes * self.flops_per_sample
         self.in_row: Tensor | float = 0.0
         self.in_row_seen: Tensor | None = None
         """In host memory, a few steps behind: the device copies `in_row` there when it gets to
         it."""
-        self.train_seconds = 0.0
-        """Seconds of training of this process, as the next two are."""
-        self.maintenance_seconds = 0.0
         self.trained_samples = 0
+        self.train_seconds = 0.0
+        """Seconds of training of this process that were reported."""
         self.earlier_seconds = 0.0
         """Seconds of training that earlier processes of the run had logged."""
         self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -74,7 +71,6 @@ class Meter:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         self.expected_graphs = graphs()
-        self.since = time.perf_counter()
         CLOCK.switch("steps")
 
     def restart(self) -> None:
@@ -86,9 +82,8 @@ class Meter:
         self.steps = 0
         self.carried = 0
         """Steps of the window that an earlier process took."""
-        self.wait = 0.0
-        self.moved_wait = 0.0
-        self.since = time.perf_counter()
+        self.seconds_before = CLOCK.spent(*TRAINING)
+        self.wait_before = CLOCK.spent("data_wait")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -103,35 +98,24 @@ class Meter:
             self.waits.append((began, ended))
             self.sum_waits()
         else:
-            start = time.perf_counter()
-            yield
-            self.wait += time.perf_counter() - start
+            with CLOCK.spending("data_wait"):
+                yield
 
     def sum_waits(self) -> None:
-        """Adds the waits that the device has behind it."""
+        """Has the waits that the device has behind it count as waiting, not as steps."""
         while self.waits and self.waits[0][1].query():
             began, ended = self.waits.popleft()
-            self.wait += began.elapsed_time(ended) / 1e3
-
-    def move_wait(self) -> None:
-        """Has the waits of the window that are known by now count as waiting, not as steps."""
-        self.sum_waits()
-        CLOCK.move(self.wait - self.moved_wait, "steps", "data_wait")
-        self.moved_wait = self.wait
+            CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surrounds maintenance. Also a decorator."""
         if on_gpu():
             torch.cuda.synchronize()  # what is queued is training
-        start = time.perf_counter()
         compiled = graphs()
         with CLOCK.spending("logging"):
             yield
         self.expected_graphs += graphs() - compiled
-        seconds = time.perf_counter() - start
-        self.since += seconds
-        self.maintenance_seconds += seconds
 
     def update(self, output: StepOutput) -> None:
         """Adds one step; device scalars stay on the device."""
@@ -175,15 +159,16 @@ class Meter:
         loss = float(ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64)))
         skipped = int(float(self.skipped))
         taken = self.steps - skipped
-        seconds = time.perf_counter() - self.since
+        self.sum_waits()
+        seconds = max(1e-9, CLOCK.spent(*TRAINING) - self.seconds_before)
         samples = (self.steps - self.carried) * self.batch_size
         self.train_seconds += seconds
         self.trained_samples += samples
 
-        self.move_wait()
+        wait = CLOCK.spent("data_wait") - self.wait_before
         memory = memory_reserved_peak()
-        most = torch.tensor([self.wait, memory or 0.0], dtype=torch.float64)
-        wait, most_memory = ranks.reduced(most, "max").tolist()
+        most = torch.tensor([wait, memory or 0.0], dtype=torch.float64)
+        most_wait, most_memory = ranks.reduced(most, "max").tolist()
 
         rate = samples / seconds
         flops = rate * self.train_flops
@@ -197,8 +182,8 @@ class Meter:
             "samples_per_s": rate,
             "tokens_per_s": rate * self.tokens,
             "model_tflops": flops / 1e12,
-            "mfu": flops / self.peak / ranks.world_size if self.peak else None,
-            "data_wait": wait / seconds,
+            "mfu": flops / self.peak_flops / ranks.world_size if self.peak_flops else None,
+            "data_wait": most_wait / seconds,
             "memory_reserved_peak": None if memory is None else int(most_memory),
             "graphs": graphs() - self.first_graph,
             "recompiles": self.count_recompiles(),

@@ -200,7 +200,7 @@ class Run:
 
     def write_time(self, state: TrainState, saved_step: int | None = None) -> None:
         if self.ranks.first:
-            state.meter.move_wait()
+            state.meter.sum_waits()
             self.account.write(self.folder / TIME_FILE, saved_step)
 
     def show_finished(self) -> dict[str, Any]:
@@ -268,8 +268,8 @@ class Run:
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
             "train_seconds": meter.train_seconds,
-            "warm_up_seconds": CLOCK.seconds["warm_up"],
-            "maintenance_seconds": meter.maintenance_seconds,
+            "warm_up_seconds": CLOCK.spent("warm_up"),
+            "maintenance_seconds": CLOCK.spent("evaluation", "sampling", "saving", "logging"),
             "save_stall_seconds": saved.stall_seconds,
             "goodput": self.account.goodput,
             "time": self.account.seconds,

@@ -57,20 +57,11 @@ class Together:
         as said above; any other exception is raised where it happened, and as a RuntimeError in the
         others.
         """
-        share = Share()
-        failure: BaseException | None = None
+        done: tuple[Share, BaseException | None] | None = None
 
         def run() -> None:
-            nonlocal share, failure
-            try:
-                share = Share(ended=True, result=work())
-            except OSError as error:
-                where = f": {error.filename}" if error.filename else ""
-                problem = f"{error.strerror}{where}" if error.strerror else str(error)
-                share = Share(ended=True, problem=problem)
-            except BaseException as error:
-                failure = error
-                share = Share(ended=True, failure=repr(error))
+            nonlocal done
+            done = share_of(work)
 
         # In a thread that nobody has to wait for: a disk may hang.
         self.advance()
@@ -78,26 +69,24 @@ class Together:
         thread.start()
         while True:
             thread.join(min(ROUND, self.patience / 4))
-            own = share
-            if not own.ended:
-                own = Share(still=time.monotonic() - self.advanced)
+            own, failure = done or (Share(still=time.monotonic() - self.advanced), None)
             shares = self.exchanged(own)
-            if failure is not None and own.ended:
+            if failure is not None:
                 raise failure
-            for rank, other in enumerate(shares):
-                if other.failure:
-                    raise RuntimeError(f"process {rank} failed: {other.failure}")
-                if other.still > self.patience:
+            for rank, share in enumerate(shares):
+                if share.failure:
+                    raise RuntimeError(f"process {rank} failed: {share.failure}")
+                if share.still > self.patience:
                     raise TimeoutError(
                         f"process {rank} has written nothing for {self.patience:.0f} s"
                     )
-            if all(other.ended for other in shares):
+            if all(share.ended for share in shares):
                 break
 
-        for other in shares:
-            if other.problem:
-                raise OSError(other.problem)
-        return [other.result for other in shares]
+        for share in shares:
+            if share.problem:
+                raise OSError(share.problem)
+        return [share.result for share in shares]
 
     def exchanged(self, share: Share) -> list[Share]:
         if self.group is None:
@@ -110,3 +99,16 @@ class Together:
                 f"another process has ended, or has not answered for {self.patience:.0f} s"
             ) from error
         return shares
+
+
+def share_of(work: Callable[[], Any]) -> tuple[Share, BaseException | None]:
+    """Does the work, whatever it ends with; returns what to tell of it, and a failure of our
+    own."""
+    try:
+        return Share(ended=True, result=work()), None
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        problem = f"{error.strerror}{where}" if error.strerror else str(error)
+        return Share(ended=True, problem=problem), None
+    except BaseException as error:
+        return Share(ended=True, failure=repr(error)), error
