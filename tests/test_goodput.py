@@ -14,7 +14,7 @@ import pytest
 from data.synthetic import SyntheticLatents
 from tests.test_tuning import SMALL
 from train import train
-from training import goodput, meter
+from training import goodput
 from training.config.compose import compose
 from training.goodput import Account, Clock, told
 from training.step import TrainStep
@@ -86,8 +86,7 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> OwnTime:
         return step(self, *arguments)
 
     monkeypatch.setattr(TrainStep, "__call__", timed)
-    for module in (goodput, meter):
-        monkeypatch.setattr(module, "time", OWN_TIME)
+    monkeypatch.setattr(goodput, "time", OWN_TIME)
     return OWN_TIME
 
 

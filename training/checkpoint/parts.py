@@ -125,30 +125,27 @@ def stage(
 
     staged = Staged({}, {}, {}, {"leaves": {}})
     for piece, how in kept.items():
-        if how is Kept.whole and first:
-            staged.whole[piece] = {}
-        if how in WITH_NUMBERS:
-            staged.values[piece] = {}
+        if how is Kept.whole:
+            # One by one, so that no device holds more than one gathered tensor.
+            gathered = ((name, whole(tensor)) for name, tensor in state[piece].items())
+            found = {name: host(f"{piece}.{name}", tensor) for name, tensor in gathered if first}
+            staged.whole.update({piece: found} if first else {})
+            continue
 
+        numbers: dict[str, Any] = {}
         for name, leaf in state[piece].items():
             path = f"{piece}.{name}"
-            if how is Kept.whole:
-                # One by one, so that no device holds more than one gathered tensor.
-                gathered = whole(leaf)
-                if first:
-                    staged.whole[piece][name] = host(path, gathered)
+            if not isinstance(leaf, Tensor):
+                numbers[name if how in WITH_NUMBERS else path] = leaf
             elif isinstance(leaf, DTensor):
                 start = rows_of(leaf)
                 if start is not None:
-                    staged.own[path] = host(path, local(leaf))
                     staged.rows[path] = start
-            elif isinstance(leaf, Tensor):
-                if first or how is not Kept.shared:
-                    staged.own[path] = host(path, leaf)
-            elif how in WITH_NUMBERS:
-                staged.values[piece][name] = leaf
-            else:
-                staged.values["leaves"][path] = leaf
+                    staged.own[path] = host(path, local(leaf))
+            elif first or how is not Kept.shared:
+                staged.own[path] = host(path, leaf)
+        place = piece if how in WITH_NUMBERS else "leaves"
+        staged.values[place] = staged.values.get(place, {}) | numbers
     if copies is not None:
         copies.mark()
     return staged
