@@ -169,7 +169,8 @@ class Account:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by kind, of all processes."""
-        return {kind: self.earlier[kind] + CLOCK.spent(kind) for kind in KINDS}
+        CLOCK.switch(CLOCK.kind)
+        return {kind: self.earlier[kind] + CLOCK.seconds[kind] for kind in KINDS}
 
     @property
     def goodput(self) -> float:

@@ -137,8 +137,8 @@ def branch_of(resume: str, own: Path) -> Path | None:
     named = checkpoints_of(resume)
     if not named:
         raise UserError(
-            f"resume={resume} is or has no usable checkpoint; name a run folder, or a checkpoint in "
-            "it."
+            f"resume={resume} is or has no usable checkpoint; name a run folder, or a checkpoint "
+            "in it."
         )
     branch = named[-1].resolve()
     found = complete(own)
