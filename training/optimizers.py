@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,17 +43,15 @@ def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any
     return [group for group in groups if group["params"]]
 
 
+@dataclass(frozen=True)
 class Schedule:
     """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine
     to `final` of it."""
 
-    def __init__(
-        self, kind: str, total_samples: int, warmup_samples: int = 0, final: float = 0.0
-    ) -> None:
-        self.kind = kind
-        self.total_samples = total_samples
-        self.warmup_samples = warmup_samples
-        self.final = final
+    kind: str
+    total_samples: int
+    warmup_samples: int = 0
+    final: float = 0.0
 
     def __call__(self, samples: float, batch_size: int = 0) -> float:
         """Factor for the step of `batch_size` samples that ends at `samples`.
@@ -64,16 +63,16 @@ class Schedule:
         if self.kind == ScheduleKind.constant:
             return 1.0
         samples = min(samples, self.total_samples - batch_size / 2)
-        progress = (samples - self.warmup_samples) / max(
-            1, self.total_samples - self.warmup_samples
-        )
-        return self.final + (1.0 - self.final) * 0.5 * (
-            1.0 + math.cos(math.pi * min(progress, 1.0))
-        )
+        length = max(1, self.total_samples - self.warmup_samples)
+        progress = min((samples - self.warmup_samples) / length, 1.0)
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class LibraryAdamW(Members):
-    """A library's AdamW."""
+    """A library's AdamW: the class of this name in it."""
+
+    library: Callable[[], Any]
+    """Imports the library; ValueError without it."""
 
     def __init__(
         self,
@@ -83,12 +82,9 @@ class LibraryAdamW(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        made = self.kind()(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        kind = getattr(self.library(), type(self).__name__)
+        made = kind(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(groups, [made])
-
-    def kind(self) -> Callable[..., torch.optim.Optimizer]:
-        """The library's class; ValueError without the library."""
-        raise NotImplementedError
 
 
 class AdamW8bit(LibraryAdamW):
@@ -99,9 +95,7 @@ class AdamW8bit(LibraryAdamW):
     """
 
     form = "8bit"
-
-    def kind(self) -> Callable[..., torch.optim.Optimizer]:
-        return bitsandbytes_optim().AdamW8bit
+    library = staticmethod(bitsandbytes_optim)
 
 
 class TorchaoAdamW(LibraryAdamW):
@@ -110,10 +104,7 @@ class TorchaoAdamW(LibraryAdamW):
     Moments of parameters below 4,096 elements, and of those that blocks do not divide, stay fp32.
     """
 
-    name: str
-
-    def kind(self) -> Callable[..., torch.optim.Optimizer]:
-        return getattr(torchao_optim(), self.name)
+    library = staticmethod(torchao_optim)
 
     def around(self, member: torch.optim.Optimizer) -> AbstractContextManager[object]:
         on_gpu = member.param_groups[0]["params"][0].is_cuda
@@ -123,7 +114,6 @@ class TorchaoAdamW(LibraryAdamW):
 class AdamW4bit(TorchaoAdamW):
     """AdamW with both moments in 4 bits, in blocks of 128, by torchao."""
 
-    name = "AdamW4bit"
     form = "4bit"
     block = 128
 
@@ -131,7 +121,6 @@ class AdamW4bit(TorchaoAdamW):
 class AdamWFp8(TorchaoAdamW):
     """AdamW with both moments in fp8 (e4m3), in blocks of 256, by torchao."""
 
-    name = "AdamWFp8"
     form = "fp8"
     block = 256
 

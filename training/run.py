@@ -176,8 +176,8 @@ class Run:
         dropped, and will be logged again."""
         self.account.resume(self.folder / TIME_FILE, state.step)
         kept = self.metrics.drop_after(state.step) if self.ranks.first else []
-        seconds = kept[-1].get("train_seconds") if kept else None
-        state.meter.earlier_seconds = float(seconds or 0.0)
+        if kept:
+            state.meter.earlier_seconds = float(kept[-1].get("train_seconds") or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Logs a line, and says what its figures suggest to try."""
@@ -193,15 +193,11 @@ class Run:
             if line:
                 print(line, flush=True)
 
-    def keep_time(self, state: TrainState, saved: bool = False) -> None:
-        """Writes where the time of the run went, every few seconds and after each save."""
-        if saved or self.account.due:
-            self.write_time(state, state.step if saved else None)
-
-    def write_time(self, state: TrainState, saved_step: int | None = None) -> None:
-        if self.ranks.first:
+    def keep_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
+        """Writes where the time of the run went: every few seconds, after each save, or now."""
+        if self.ranks.first and (saved or now or self.account.due):
             state.meter.sum_waits()
-            self.account.write(self.folder / TIME_FILE, saved_step)
+            self.account.write(self.folder / TIME_FILE, state.step if saved else None)
 
     def show_finished(self) -> dict[str, Any]:
         """Says that the run is finished, with its summary, and touches nothing. ValueError for
@@ -230,10 +226,10 @@ class Run:
 
     def stop(self, state: TrainState) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
-        self.write_time(state)
-        kept = "saved" if self.cfg.save_every and state.step else "nothing is saved"
+        self.keep_time(state, now=True)
+        kept = "saved" if state.step else "nothing is saved"
         if not self.cfg.save_every:
-            kept += ", for save_every=0"
+            kept = "nothing is saved, for save_every=0"
         self.ranks.say(
             f"\nasked to stop at step {state.step}; {kept}. The same command again resumes."
         )
@@ -243,7 +239,7 @@ class Run:
     def summarise(self, state: TrainState, ledger: Ledger, saved: Checkpoints) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the
         times."""
-        self.write_time(state)
+        self.keep_time(state, now=True)
         latest: dict[str, Any] = {}
         for line in read_metrics(self.metrics.file).lines:
             latest |= line

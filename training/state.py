@@ -106,16 +106,13 @@ class TrainState:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def copied(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same state with its tensors copied to host memory."""
-
-    def copy(leaf: Any) -> Any:
-        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
-    return {
-        piece: {name: copy(leaf) for name, leaf in leaves.items()}
-        for piece, leaves in state.items()
-    }
+def copied(node: Any) -> Any:
+    """The same tree with its tensors copied to host memory."""
+    if isinstance(node, Tensor):
+        return node.detach().to("cpu", copy=True)
+    if isinstance(node, Mapping):
+        return {key: copied(value) for key, value in node.items()}
+    return node
 
 
 def saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -149,21 +146,21 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
         return
 
     current = optimizer.state_dict()
-    own = current["state"]
+    own = dict(flat(current["state"]))
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in own.items()}
+        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in current["state"].items()}
     parameters = parameters_of(optimizer)
     for i, entries in saved.items():
         saved[i] = {name: cut(value, parameters[i]) for name, value in entries.items()}
 
-    values = [value for entries in own.values() for value in entries.values()]
-    if saved.keys() != own.keys() or not all(isinstance(value, Tensor) for value in values):
-        optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
+    same = saved.keys() == current["state"].keys()
+    if not (same and all(isinstance(value, Tensor) for value in own.values())):
+        optimizer.load_state_dict(current | {"state": saved})
         return
-    for i, entries in own.items():
-        for name, tensor in entries.items():
-            value = saved[i][name]
-            tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
+    values = dict(flat(saved))
+    for name, tensor in own.items():
+        value = values[name]
+        tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
 
 
 def rng_state() -> dict[str, Tensor]:
@@ -201,6 +198,21 @@ class Piece(NamedTuple):
     save: Callable[[TrainState], Mapping[str, Any]]
     load: Callable[[TrainState, Any], None]
 
+    @classmethod
+    def of(cls, name: str, kept: Kept, part: str) -> Piece:
+        """A part of the state that saves and loads itself, if there is one."""
+
+        def save(state: TrainState) -> Mapping[str, Any]:
+            own = getattr(state, part)
+            return {} if own is None else own.state_dict()
+
+        def load(state: TrainState, saved: Any) -> None:
+            own = getattr(state, part)
+            if own is not None:
+                own.load_state_dict(saved)
+
+        return cls(name, kept, save, load)
+
 
 PIECES = (
     Piece(
@@ -209,12 +221,7 @@ PIECES = (
         lambda s: saved_weights(s.model),
         lambda s, saved: load_weights(s.model, saved),
     ),
-    Piece(
-        "ema",
-        Kept.whole,
-        lambda s: s.ema.state_dict(),
-        lambda s, saved: s.ema.load_state_dict(saved),
-    ),
+    Piece.of("ema", Kept.whole, "ema"),
     Piece(
         "optimizer",
         Kept.shared,
@@ -227,30 +234,15 @@ PIECES = (
         lambda s: dict(flat(s.stack.state_dict())),
         lambda s, saved: s.stack.load_state_dict(nested(saved)),
     ),
-    Piece(
-        "guards",
-        Kept.shared,
-        lambda s: s.spikes.state_dict() if s.spikes else {},
-        lambda s, saved: s.spikes.load_state_dict(saved) if s.spikes else None,
-    ),
-    Piece(
-        "loader",
-        Kept.values,
-        lambda s: s.loader.state_dict(),
-        lambda s, saved: s.loader.load_state_dict(saved),
-    ),
+    Piece.of("guards", Kept.shared, "spikes"),
+    Piece.of("loader", Kept.values, "loader"),
     Piece(
         "counters",
         Kept.values,
         lambda s: {name: getattr(s, name) for name in COUNTERS},
         load_counters,
     ),
-    Piece(
-        "window",
-        Kept.sums,
-        lambda s: s.meter.state_dict(),
-        lambda s, saved: s.meter.load_state_dict(saved),
-    ),
+    Piece.of("window", Kept.sums, "meter"),
     Piece("rng", Kept.each, lambda s: rng_state(), lambda s, saved: load_rng_state(saved)),
 )
 """A new piece of state is one more entry. The names and kinds are the format of checkpoints."""
