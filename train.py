@@ -133,7 +133,7 @@ def train(composed: Composed) -> dict[str, Any]:
     progress.close()
 
     # 6. What came of it.
-    summary = run.summarise(state, ledger, checkpoints)
+    summary = run.summarise(state, ledger)
     logger.finish(summary)
     ranks.say(f"\nsummary\n{summary_table(summary)}")
     run.close()

@@ -37,8 +37,8 @@ def end_if_bad(
     checkpoints: Checkpoints,
     asked: Asked,
 ) -> None:
-    """Ends a run that cannot get on: ValueError once the last `guards.max_skipped_in_row` steps were
-    skipped, or if a save has failed in the background. All processes call it.
+    """Ends a run that cannot get on: ValueError once `guards.max_skipped_in_row` steps were skipped
+    one after the other, or if a save has failed in the background. All processes call it.
 
     `folder/dumps` then describes the last step, made of `batches`.
     """

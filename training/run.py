@@ -236,7 +236,7 @@ class Run:
         self.close()
         raise SystemExit(EXIT_CODE)
 
-    def summarise(self, state: TrainState, ledger: Ledger, saved: Checkpoints) -> dict[str, Any]:
+    def summarise(self, state: TrainState, ledger: Ledger) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the
         times."""
         self.keep_time(state, now=True)
@@ -266,7 +266,7 @@ class Run:
             "train_seconds": meter.train_seconds,
             "warm_up_seconds": CLOCK.spent("warm_up"),
             "maintenance_seconds": CLOCK.spent("evaluation", "sampling", "saving", "logging"),
-            "save_stall_seconds": saved.stall_seconds,
+            "save_stall_seconds": CLOCK.spent("saving"),
             "goodput": self.account.goodput,
             "time": self.account.seconds,
             "ledger": ledger.as_dict(),

@@ -237,5 +237,5 @@ def go_on(folder: Path, good: Good, total: int) -> None:
     run.show_rehearsal()
     run.go_on_from(dataclasses.replace(good.training.state, step=2))
     run.append_metrics({"step": 3, "loss": 1.0})
-    summary_table(run.summarise(good.training.state, Ledger(), run.checkpoints()))
+    summary_table(run.summarise(good.training.state, Ledger()))
     run.close()

@@ -150,9 +150,8 @@ class Checkpoints:
         """Samples that training had seen when it last saved or waited."""
         self.size = 0
         """Bytes of this process's share of the save in flight."""
-        self.stall_seconds = 0.0
-        """Seconds that training has waited for saves."""
-        self.logged_stall = 0.0
+        self.logged_stall = CLOCK.spent("saving")
+        """Seconds that training had waited for saves at the last call of `figures`."""
         self.save_seconds = 0.0
         """Seconds that the last save took."""
 
@@ -180,7 +179,6 @@ class Checkpoints:
         ones stay.
         """
         self.finish(state.samples)
-        began = time.perf_counter()
         staged = stage(state.state_dict(), state.kept, self.ranks.first, self.copies)
         described = {
             "format": FORMAT,
@@ -195,8 +193,6 @@ class Checkpoints:
         name = f"checkpoint-{state.step}"
         self.thread = threading.Thread(target=self.write, args=(save,), name=name)
         self.thread.start()
-        self.stall_seconds += time.perf_counter() - began
-
         if self.copies is None:
             self.finish()
         return save.folder
@@ -228,7 +224,6 @@ class Checkpoints:
         `finish`."""
         if self.thread is None:
             return
-        began = time.perf_counter()
         unit = f"MiB of {self.thread.name}"
         done = self.together.done >> 20
         progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
@@ -237,7 +232,6 @@ class Checkpoints:
             progress.advance((self.together.done >> 20) - progress.count)
         progress.close()
         self.thread = None
-        self.stall_seconds += time.perf_counter() - began
 
     def failed(self) -> bool:
         """Whether a save in the background has failed; `save` and `finish` say how."""
@@ -246,8 +240,9 @@ class Checkpoints:
     def figures(self) -> dict[str, float]:
         """What saving cost since the last call: seconds that training waited, and how long the last
         save took."""
-        stall = self.stall_seconds - self.logged_stall
-        self.logged_stall = self.stall_seconds
+        waited = CLOCK.spent("saving")
+        stall = waited - self.logged_stall
+        self.logged_stall = waited
         return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
 
     def write(self, save: Save) -> None:
@@ -301,12 +296,8 @@ class Checkpoints:
         try:
             found = complete(self.folder)
             scores = {folder: score_of(folder, self.best_by) for folder in found}
-            best = sorted(
-                (score, step_of(folder), folder)
-                for folder, score in scores.items()
-                if score is not None
-            )
-            kept = {*found[-self.keep :], *(folder for _, _, folder in best[:1])}
+            known = {folder: score for folder, score in scores.items() if score is not None}
+            kept = {*found[-self.keep :], min(known, key=known.__getitem__, default=newest)}
             if self.keep_every:
                 kept |= {folder for folder in found if step_of(folder) % self.keep_every == 0}
             old = [folder for folder in found if folder not in kept]

@@ -33,16 +33,15 @@ class Ranks:
     def from_environment(cls) -> Ranks:
         """From RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's; ValueError if they contradict each
         other."""
-        slurm = {
-            "rank": "SLURM_PROCID",
-            "world_size": "SLURM_NTASKS",
-            "local_rank": "SLURM_LOCALID",
+        names = {
+            "rank": ("RANK", "SLURM_PROCID"),
+            "world_size": ("WORLD_SIZE", "SLURM_NTASKS"),
+            "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
         }
-        found = {name: os.environ.get(name.upper()) for name in slurm}
-        if found["world_size"] is None:
-            if "SLURM_PROCID" not in os.environ or "MASTER_ADDR" not in os.environ:
-                return cls()
-            found = {name: os.environ.get(theirs) for name, theirs in slurm.items()}
+        by_slurm = "WORLD_SIZE" not in os.environ
+        if by_slurm and not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
+            return cls()
+        found = {field: os.environ.get(pair[by_slurm]) for field, pair in names.items()}
         try:
             ranks = cls(**{name: int(value or 0) for name, value in found.items()})
         except ValueError as error:
