@@ -50,6 +50,7 @@ KINDS = (
     "redone",
     "idle",
 )
+MAINTENANCE = ("evaluation", "sampling", "saving", "logging")
 EVERY = 5.0
 """Seconds after which the account is written again."""
 MOST = 512
@@ -175,7 +176,8 @@ class Account:
     @property
     def goodput(self) -> float:
         """The share of steps in all the time since the first start."""
-        return self.seconds["steps"] / max(1e-9, sum(self.seconds.values()))
+        seconds = self.seconds
+        return seconds["steps"] / max(1e-9, sum(seconds.values()))
 
     @property
     def due(self) -> bool:

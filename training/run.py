@@ -29,7 +29,7 @@ from training.config.yaml_text import as_yaml, from_yaml, read_config
 from training.distributed.stop_request import EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
 from training.forecast import predicted
-from training.goodput import CLOCK, UNREADABLE, Account
+from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE
 from training.loggers import SafeLogger
 from training.metrics import FILE as METRICS_FILE
@@ -244,6 +244,7 @@ class Run:
         for line in read_metrics(self.metrics.file).lines:
             latest |= line
         meter = state.meter
+        own = CLOCK.seconds
         rate = latest.get("samples_per_s")
         if meter.train_seconds:
             rate = meter.trained_samples / meter.train_seconds
@@ -264,9 +265,9 @@ class Run:
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
             "train_seconds": meter.train_seconds,
-            "warm_up_seconds": CLOCK.spent("warm_up"),
-            "maintenance_seconds": CLOCK.spent("evaluation", "sampling", "saving", "logging"),
-            "save_stall_seconds": CLOCK.spent("saving"),
+            "warm_up_seconds": own["warm_up"],
+            "maintenance_seconds": sum(own[kind] for kind in MAINTENANCE),
+            "save_stall_seconds": own["saving"],
             "goodput": self.account.goodput,
             "time": self.account.seconds,
             "ledger": ledger.as_dict(),
