@@ -24,8 +24,8 @@ from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance
-from training.checkpoint.find import branch_of, weights_file
-from training.checkpoint.load import identity, load, load_latest
+from training.checkpoint.find import branch_of, verified, weights_file
+from training.checkpoint.load import identity, load, newest_verified
 from training.checkpoint.save import Checkpoints
 from training.components import build_loader, prove_kernels, runtime_values, spine
 from training.config.build import build, resolve_target
@@ -194,7 +194,8 @@ def assemble(
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
     base = find_base(cfg, loader.spec, ranks) if cfg.adapter else None
     if base is not None:
-        if rows := parts.weights(model, loader.spec, base):
+        rows = parts.weights(model, loader.spec, base)
+        if rows:
             ranks.say(f"the adapter's base is {base.file}{rows}")
         put_on(model, cfg.adapter, base.new_classes)
     model = stack.on_model(model)
@@ -260,24 +261,23 @@ def restore(
     command again continues that run from its own newest checkpoint. An older checkpoint of the same
     run is a ValueError: later ones would be lost or win.
     """
-    branch = checkpoints.ranks.agreed(lambda: branch_of(cfg.resume, checkpoints.folder))
-    latest = (
-        None
-        if cfg.resume == "never"
-        else load_latest(checkpoints.folder, state, described, checkpoints.ranks)
-    )
-    if latest is None and branch is not None:
-        latest = branch, load(branch, state, described, checkpoints.ranks)
-    if latest is not None:
-        folder, changes = latest
-        return f"resumed from {folder} at step {state.step}" + (
-            f"; since then {changes}" if changes else ""
-        )
+    ranks = checkpoints.ranks
+
+    def find() -> Path | None:
+        branch = branch_of(cfg.resume, checkpoints.folder)
+        own = None if cfg.resume == "never" else newest_verified(checkpoints.folder)
+        return own or (branch and verified(branch))
+
+    folder = ranks.agreed(find)
+    if folder is not None:
+        changes = load(folder, state, described, ranks)
+        told = f"resumed from {folder} at step {state.step}"
+        return f"{told}; since then {changes}" if changes else told
     if cfg.adapter:
         count = sum(p.numel() for p in state.ema.parameters)
         return f"starting with an adapter of {count} parameters on {described['base']}"
     if cfg.init_from is not None:
-        file = checkpoints.ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
+        file = ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
         try:
             tensors, rows = weights_for(state.model, state.loader.spec, file)
         except ValueError as error:

@@ -111,12 +111,13 @@ def git_state() -> dict[str, Any] | None:
 def refuse_contradictions(cfg: TrainConfig) -> None:
     """ValueError for a launcher's variables that say something else than the runtime keys; both
     would be believed."""
-    precision = {"no": "fp32"}.get(found := os.environ.get("ACCELERATE_MIXED_PRECISION", ""), found)
+    found = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     wanted = cfg.runtime.precision.value
-    if precision and precision != wanted:
+    theirs = "no" if wanted == "fp32" else wanted
+    if found not in ("", theirs, wanted):
         raise UserError(
             f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one "
-            f"(accelerate launch --mixed_precision {'no' if wanted == 'fp32' else wanted})."
+            f"(accelerate launch --mixed_precision {theirs})."
         )
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "false").lower() in ("true", "1"):

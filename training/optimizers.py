@@ -140,12 +140,15 @@ class Muon(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        members: list[Any] = []
-        if matrices := of_class(groups, lambda p: p.ndim == 2):
-            how: dict[str, Any] = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-            members.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **how))
-        if others := of_class(groups, lambda p: p.ndim != 2):
-            members.append(
-                torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        matrices = of_class(groups, lambda p: p.ndim == 2)
+        others = of_class(groups, lambda p: p.ndim != 2)
+        shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        members: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw", **shared
             )
+            members.append(muon)
+        if others:
+            members.append(torch.optim.AdamW(others, betas=betas, eps=eps, **shared))
         super().__init__(groups, members)

@@ -34,7 +34,7 @@ from tests.test_proof import GOOD
 from tests.test_report import FIGURES, PROTOCOL
 from train import train
 from training.assemble import Training, assemble, describe_run, restore
-from training.checkpoint.find import weights_file
+from training.checkpoint.find import verified, weights_file
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
@@ -184,7 +184,7 @@ def checkpoint(rng: Random, folder: Path, say: Say) -> None:
         return
     saved = Checkpoints(folder / "checkpoints")
     if kind == "load":
-        load(folder / place, state, good.described)
+        load(verified(folder / place), state, good.described)
     elif restore(good.composed.cfg, state, saved, good.described) == "starting from scratch":
         raise AssertionError("a checkpoint is passed over without a word")
     good.training.step.schedule(state.samples)

@@ -108,7 +108,8 @@ def goes_on(folder: Path, samples: int) -> str:
 
 def verified(folder: Path) -> Path:
     """The checkpoint itself; ValueError if it is damaged."""
-    if problem := damage(folder):
+    problem = damage(folder)
+    if problem:
         raise UserError(
             f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run."
         )

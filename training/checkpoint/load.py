@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from common.errors import UserError
 from common.files import rename
 from common.text import first_line
-from training.checkpoint.find import complete, damage, description, verified
+from training.checkpoint.find import complete, damage, description
 from training.checkpoint.parts import assembled, flat
 from training.checkpoint.save import Savable
 from training.config.schema import RuntimeConfig
@@ -48,22 +48,13 @@ HASH = 64
 follow."""
 
 
-def load_latest(
-    folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE
-) -> tuple[Path, str] | None:
-    """Loads the newest checkpoint that verifies; returns it and the settings changed since, None
-    without any.
+def newest_verified(folder: Path) -> Path | None:
+    """The newest checkpoint that verifies, None where there is no checkpoint.
 
     One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is
     tried. ValueError if there were some and none verifies: starting over is for the user to decide.
+    Clears half-done saves and removals away: the caller holds the lock.
     """
-    found = ranks.agreed(lambda: newest_verified(folder))
-    return None if found is None else (found, load_verified(found, state, run, ranks))
-
-
-def newest_verified(folder: Path) -> Path | None:
-    """The newest checkpoint that verifies. Clears half-done saves and removals away: the caller
-    holds the lock."""
     for half in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
         shutil.rmtree(half, ignore_errors=True)
 
@@ -89,12 +80,8 @@ def newest_verified(folder: Path) -> Path | None:
 
 
 def load(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads a checkpoint, returns the settings changed since; ValueError if it is damaged or
-    belongs to another run."""
-    return load_verified(verified(folder), state, run, ranks)
-
-
-def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks) -> str:
+    """Loads a checkpoint that was verified, and returns the settings changed since; ValueError if
+    it belongs to another run, or to no version of ours."""
     try:
         described = {"adapter": {}} | description(folder)  # earlier versions had none
         other = other_than(described, run)

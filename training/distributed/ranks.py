@@ -135,21 +135,23 @@ class Ranks:
         """
         if self.alone:
             return choose()
-        chosen: list[Any] = [None, None, None]
+        told: list[Any] = [None]
         failure: Exception | None = None
         if self.first:
             try:
-                chosen[0] = choose()
+                told = [(choose(), None, None)]
             except ValueError as error:
-                chosen[1] = str(error)
+                told = [(None, str(error), None)]
             except Exception as error:
-                failure, chosen[2] = error, first_line(error)
-        dist.broadcast_object_list(chosen, src=0)
-        if chosen[1] is not None:
-            raise UserError(chosen[1])
-        if chosen[2] is not None:
-            raise failure or RuntimeError(f"the first process failed: {chosen[2]}")
-        return chosen[0]
+                failure = error
+                told = [(None, None, first_line(error))]
+        dist.broadcast_object_list(told, src=0)
+        result, mistake, defect = told[0]
+        if mistake is not None:
+            raise UserError(mistake)
+        if defect is not None:
+            raise failure or RuntimeError(f"the first process failed: {defect}")
+        return result
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, in order; they may differ in their first dimension."""
