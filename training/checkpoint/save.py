@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,6 +117,7 @@ class Save:
             raise
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one run, `folder/step-N` for N = the number of steps done.
 
@@ -126,24 +127,18 @@ class Checkpoints:
     of all.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int = 1,
-        ranks: Ranks = SINGLE,
-        *,
-        keep_every: int = 0,
-        best_by: str = "eval_loss",
-        in_background: bool = False,
-        patience: timedelta = PATIENCE,
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.keep_every = keep_every
-        self.best_by = best_by
-        self.ranks = ranks
-        self.copies = HostCopies() if in_background else None
-        self.together = Together(ranks, patience)
+    folder: Path
+    keep: int = 1
+    ranks: Ranks = SINGLE
+    _: KW_ONLY
+    keep_every: int = 0
+    best_by: str = "eval_loss"
+    in_background: bool = False
+    patience: timedelta = PATIENCE
+
+    def __post_init__(self) -> None:
+        self.copies = HostCopies() if self.in_background else None
+        self.together = Together(self.ranks, self.patience)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.samples = 0
@@ -251,6 +246,8 @@ class Checkpoints:
         began = time.perf_counter()
         pauses = list(PAUSES)
         try:
+            if self.copies is not None:
+                self.copies.ready()
             while problem := self.attempt(save):
                 told = f"{save.folder} cannot be saved ({problem})"
                 if isinstance(problem, TimeoutError):
@@ -269,21 +266,12 @@ class Checkpoints:
         first = self.ranks.first
         together = self.together
         together.done = 0
-
-        def write_files() -> dict[str, Any]:
-            if self.copies is not None:
-                self.copies.ready()
-            return save.write_files(together.advance)
-
-        def commit(files: dict[str, Any]) -> None:
-            save.commit(files)
-            self.remove_old(save.folder)
-
         try:
             together.results(lambda: save.prepare() if first else None)
-            shares = together.results(write_files)
+            shares = together.results(lambda: save.write_files(together.advance))
             files = {name: of for share in shares for name, of in share.items()}
-            together.results(lambda: commit(files) if first else None)
+            together.results(lambda: save.commit(files) if first else None)
+            together.results(lambda: self.remove_old(save.folder) if first else None)
         except OSError as problem:
             if first and not isinstance(problem, TimeoutError):  # what hangs there is still at work
                 shutil.rmtree(save.temporary, ignore_errors=True)
