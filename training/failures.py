@@ -3,7 +3,6 @@ errors explained."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -15,10 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
-from accel.composite_optimizer import kept_by, parameters_of
-from accel.sharding import local, total_norm
+from accel.sharding import total_norm
 from common.errors import UserError
 from common.files import make_folder, write_atomically
 from common.machine_errors import DISK, is_out_of_memory
@@ -27,7 +24,7 @@ from training.assemble import Training
 from training.checkpoint.find import goes_on
 from training.checkpoint.save import Checkpoints
 from training.distributed.stop_request import Asked
-from training.state import TrainState
+from training.memory import lasting_bytes
 
 
 def end_if_bad(
@@ -153,7 +150,8 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    lasting = lasting_bytes(training.state, device)
+    held = lasting_bytes(training)
+    lasting = held.on_device - held.gradients
     raise UserError(
         f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of "
         f"{there / 2**30:.3g} GiB were taken at the peak, {lasting / 2**30:.3g} of them by "
@@ -161,17 +159,6 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
         f"{', '.join(savings(training))}; "
         f"{goes_on(folder / 'checkpoints', training.state.samples)}."
     ) from error
-
-
-def lasting_bytes(state: TrainState, device: torch.device) -> int:
-    """Bytes of weights, averages and the optimizer's state that lie on the device."""
-    kept = [kept_by(state.optimizer, p).values() for p in parameters_of(state.optimizer)]
-    tensors = [*state.model.parameters(), *state.ema.averages, *itertools.chain(*kept)]
-    return sum(
-        local(t.detach()).nbytes
-        for t in tensors
-        if isinstance(t, Tensor) and t.device.type == device.type
-    )
 
 
 def savings(training: Training) -> list[str]:
