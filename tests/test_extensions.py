@@ -26,7 +26,7 @@ from torch import nn
 class Shuffle(nn.Module):
     """A mixer of one's own: adds what a linear layer makes of the token before."""
 
-    def __init__(self, dim: int, head_dim: int, grid: tuple[int, int], strength: float = 1.0) -> None:
+    def __init__(self, dim: int, head_dim: int, grid: tuple, strength: float = 1.0) -> None:
         super().__init__()
         self.proj = nn.Linear(dim, dim)
         self.strength = strength

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.sharding import total_norm
 from data.resident import read_split
-from encoding.statistics import ChannelSums, channel_statistics
+from encoding.job import ChannelSums, channel_statistics
 from evaluation.distances import Moments, frechet, squared_mmd
 from training.distributed.ranks import SINGLE
 from training.ema import EMA

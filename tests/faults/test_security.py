@@ -34,6 +34,7 @@ from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description
 from tests.test_house import PACKAGES
 from train import train
 from training.checkpoint.find import complete, verified, weights_file
+from training.checkpoint.tensor_file import KEY
 from training.config import secrets
 from training.config.build import build
 from training.config.compose import CONF, compose, known_keys, one_sentence
@@ -41,13 +42,7 @@ from training.config.schema import NCCL
 from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
 from training.config.words import not_read
 from training.run import default_folder
-from training.weights.pretrained import (
-    KEY,
-    build_autoencoder,
-    build_model,
-    load_pretrained,
-    weights_for,
-)
+from training.weights.pretrained import build_autoencoder, build_model, load_pretrained, weights_for
 
 
 class Evil:
