@@ -20,8 +20,7 @@ from training.distributed.ranks import SINGLE
 from training.ema import EMA
 from training.evaluate import evaluate
 from training.meter import Meter
-from training.spikes import SpikeGuard
-from training.step import StepOutput, TrainStep
+from training.step import SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9

@@ -33,8 +33,7 @@ from tests.faults.fuzz import DEEP, as_json, tried
 from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
 from tests.test_house import PACKAGES
 from train import train
-from training.checkpoint.find import complete, weights_file
-from training.checkpoint.load import load
+from training.checkpoint.find import complete, verified, weights_file
 from training.checkpoint.tensor_file import KEY
 from training.config import secrets
 from training.config.build import build
@@ -289,7 +288,7 @@ def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
         (checkpoint / file.name).write_bytes(file.read_bytes())
     (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(Evil(made)))
     with pytest.raises(ValueError, match=r"rank-0-of-1\.safetensors does not match"):
-        load(checkpoint, None, {})  # pyright: ignore[reportArgumentType]
+        verified(checkpoint)
     assert not made.exists()
 
 
@@ -306,7 +305,7 @@ def test_a_manifest_stays_in_its_folder(tmp_path: Path):
     with pytest.raises(
         ValueError, match=r"no usable checkpoint: its manifest lacks or adds \.\./secret"
     ):
-        load(checkpoint, None, {})  # pyright: ignore[reportArgumentType]
+        verified(checkpoint)
 
 
 @pytest.mark.fault(
