@@ -1,30 +1,42 @@
-"""The manifest of a latent set, and opening the set with it.
+"""The files of a latent set: what they are, writing them, and opening a set by its manifest.
 
-`manifest.json` lies beside the shards, which hold raw latents. It says how precompute_latents.py
-made them, how to normalise them, and what every shard holds, so that nobody has to remember or
-guess it.
+A shard is a WebDataset tar whose members are *blocks*: safetensors files of some hundred samples
+with raw `latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`, `mirrored`,
+`mirrored_std`. Reading a member per sample instead of blocks takes 26 times as long. `mtime=0`
+makes equal content equal bytes.
+
+`manifest.json` lies beside the shards. It says how precompute_latents.py made them, how to
+normalise them, and what every shard holds, so that nobody has to remember or guess it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+import tarfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save
+from torch import Tensor
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import file_sha256, rename, sync_folder, write_atomically
 from data.loader import Above0, Count, Finite, LatentSpec, Size
 from data.source import Source, open_source, unreadable
 
 FORMAT = 2
 NAME = "manifest.json"
+SUFFIX = "safetensors"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
 """Which mean and std per channel, or both: [[means], [stds]]."""
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
@@ -51,6 +63,79 @@ class Shard:
     bytes: Size
     sha256: str
     blocks: list[Block]
+
+
+class ShardWriter:
+    """Writes one shard to a temporary name; `close()` syncs it to disk and renames it.
+
+    Without `close()` (an exception, a kill) no file is there that a reader would take for a shard.
+    """
+
+    def __init__(self, file: Path, split: str, block_size: int) -> None:
+        os.environ.setdefault("WDS_SECURE", "1")  # before the import: no pickles, no pipes
+        from webdataset.writer import TarWriter
+
+        self.file = file
+        self.split: Any = split
+        self.block_size = block_size
+        self.temporary = file.with_name(f"{file.name}.tmp")
+        self.stream = self.temporary.open("wb")
+        self.tar = TarWriter(
+            self.stream, encoder=False, mtime=0, user="fastlatent", group="fastlatent"
+        )
+        self.pending: dict[str, Tensor] = {}
+        self.written: list[tuple[int, str]] = []
+        """Samples and hash of each block."""
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Appends samples: tensors of one length n along their first axis, on the CPU."""
+        self.pending = {
+            name: torch.cat([self.pending[name], tensor]) if self.pending else tensor
+            for name, tensor in tensors.items()
+        }
+        while len(self.pending["labels"]) >= self.block_size:
+            self.write_block()
+
+    def write_block(self) -> None:
+        size = self.block_size
+        payload = save({name: tensor[:size].contiguous() for name, tensor in self.pending.items()})
+        self.tar.write({"__key__": f"{self.file.stem}-{len(self.written):06d}", SUFFIX: payload})
+        samples = len(self.pending["labels"][:size])
+        self.written.append((samples, hashlib.sha256(payload).hexdigest()))
+        self.pending = {name: tensor[size:] for name, tensor in self.pending.items()}
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Deletes the unfinished file after an exception."""
+        if kind is None:
+            return
+        for open_ in (self.tar, self.stream):
+            with contextlib.suppress(OSError):  # a full disk raises once more
+                open_.close()
+        self.temporary.unlink(missing_ok=True)
+
+    def close(self) -> Shard:
+        """Finishes the file and describes it."""
+        if len(self.pending.get("labels", ())):
+            self.write_block()
+        self.tar.close()
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        self.stream.close()
+
+        digest = file_sha256(self.temporary)
+        with tarfile.open(self.temporary) as tar:
+            blocks = [
+                Block(member.offset_data, member.size, *of)
+                for member, of in zip(tar, self.written, strict=True)
+            ]
+        size = self.temporary.stat().st_size
+        rename(self.temporary, self.file)
+        sync_folder(self.file.parent)
+        count = sum(block.samples for block in blocks)
+        return Shard(self.file.name, self.split, count, size, digest, blocks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,166 @@
 """The loader of latents that lie on the device: all of them where they fit, else a chunk of them at
-a time."""
+a time (`ChunkOrder` in data/order.py)."""
 
 from __future__ import annotations
 
+import math
 import os
+import weakref
 from collections.abc import Iterator
-from typing import Literal
+from concurrent.futures import Future
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from common.errors import UserError
-from data.blocks import BlockReader, OnCorrupt, add_skipped
-from data.chunked import ChunkedLatents
-from data.loader import Batch, InMemoryLatents, Int8Latents, LatentTensors, LoaderArgs
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped
+from data.loader import Batch, InMemoryLatents, Int8Latents, LatentSpec, LatentTensors, LoaderArgs
 from data.manifest import Normalisation, open_set
+from data.order import Chunk, ChunkOrder
 
 GIB = 2**30
 Storage = Literal["native", "int8"]
+
+
+class Buffer:
+    """Device memory for one chunk."""
+
+    def __init__(self, chunk_size: int, like: dict[str, Tensor], device: torch.device) -> None:
+        self.tensors = {
+            name: t.new_empty((chunk_size, *t.shape[1:]), device=device) for name, t in like.items()
+        }
+        self.order = torch.empty(0, dtype=torch.long)
+        self.chunk: Chunk | None = None
+        self.filled: Future[Any] | None = None
+        """The thread's work, until a batch first uses the chunk; its result is the CUDA event of
+        the last copy."""
+
+
+class ChunkedLatents(BlockLoader):
+    """A `LatentLoader` of a set that does not fit: `chunk_size` samples lie on the device, beside
+    room for as many that come next.
+
+    Batches come from one buffer, while a thread fills the other one through pinned memory, on a
+    CUDA stream of its own.
+    """
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        train: BlockReader,
+        held_out: BlockReader,
+        chunk_size: int,
+        args: LoaderArgs,
+    ) -> None:
+        super().__init__(spec, args, train, held_out)
+        self.copies = torch.cuda.Stream(args.device) if args.device.type == "cuda" else None
+        self.readers = Readers(1, "chunk")
+        self.stop = weakref.finalize(self, end_copies, self.readers, self.copies)
+        self.buffers: list[Buffer] = []
+        self.allocate(chunk_size)
+
+    def allocate(self, chunk_size: int) -> None:
+        """Makes two buffers for chunks of at most `chunk_size` samples, in place of those there
+        were."""
+        for buffer in self.buffers:
+            buffer.chunk = None  # the thread stops filling it at the next block
+        self.readers.submit(lambda: None).result()
+        if self.copies is not None:
+            self.copies.synchronize()
+        # Their memory is free before the new ones take theirs.
+        self.buffers = []
+        counts = [place.block.samples for place in self.blocks.places]
+        self.order = ChunkOrder(counts, self.seed, chunk_size)
+        like = self.blocks.read(0)
+        self.buffers = [Buffer(chunk_size, like, self.device) for _ in range(2)]
+
+    def batch_at(self, start: int) -> Batch:
+        position = torch.arange(start, start + self.batch_size, device=self.device)
+        found = []
+        left = self.batch_size
+        while left:
+            chunk, offset = self.order.locate(start)
+            buffer = self.buffer_with(chunk)
+            rows = buffer.order[offset : offset + left]
+            found.append([tensor.index_select(0, rows) for tensor in buffer.tensors.values()])
+            start += len(rows)
+            left -= len(rows)
+        tensors = [torch.cat(parts) if parts[1:] else parts[0] for parts in zip(*found, strict=True)]
+        named = dict(zip(self.buffers[0].tensors, tensors, strict=True))
+        return self.batch(LatentTensors(**named), position)
+
+    def buffer_with(self, chunk: Chunk) -> Buffer:
+        """Waits for the buffer that holds `chunk`, and lets the thread fill the other one with the
+        chunk after it."""
+        buffer = self.assign(chunk, keep=None)
+        if buffer.filled is not None:
+            copied = buffer.filled.result()  # raises what the thread raised
+            buffer.filled = None
+            if copied is not None:
+                torch.cuda.current_stream(self.device).wait_event(copied)
+            add_skipped(self.skipped, self.blocks.take_reports())
+        self.assign(self.order.after(chunk), keep=buffer)
+        return buffer
+
+    def assign(self, chunk: Chunk, keep: Buffer | None) -> Buffer:
+        """Finds the buffer of `chunk`; if there is none, the thread starts to fill one, but not
+        `keep`."""
+        for buffer in self.buffers:
+            if buffer.chunk == chunk:
+                return buffer
+        buffer = self.buffers[0] if keep is not self.buffers[0] else self.buffers[1]
+        buffer.chunk = chunk
+        used = self.copies and torch.cuda.current_stream(self.device).record_event()
+        buffer.filled = self.readers.submit(self.fill, buffer, chunk, used)
+        return buffer
+
+    def fill(self, buffer: Buffer, chunk: Chunk, used: Any) -> Any:
+        """Copies the blocks of `chunk` into `buffer` after the event `used`; returns the event of
+        the last copy."""
+        first = 0
+        with torch.cuda.stream(self.copies):  # does nothing on a CPU
+            if self.copies is not None:
+                self.copies.wait_event(used)
+            for number in chunk.blocks:
+                if buffer.chunk != chunk or self.readers.closed.is_set():
+                    return None  # the loader wants another chunk here by now, or nothing more
+                tensors = self.blocks.read(number)
+                rows = slice(first, first + len(tensors["ids"]))
+                first = rows.stop
+
+                # At most the block on its way and the one that was read lie in pinned memory.
+                if self.copies is not None:
+                    self.copies.synchronize()
+                for name, tensor in tensors.items():
+                    buffer.tensors[name][rows].copy_(self.pinned(tensor), non_blocking=True)
+            order = self.pinned(self.order.permutation(chunk))
+            buffer.order = order.to(self.device, non_blocking=True)
+            return self.copies and self.copies.record_event()
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The tensor in memory from which a GPU copies while the thread goes on."""
+        return tensor if self.copies is None else tensor.pin_memory()
+
+    def state_dict(self) -> dict[str, int]:
+        # The first version called a chunk so.
+        return super().state_dict() | {"window": self.order.chunk_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues with the chunk size that the run began with, because the order of samples
+        depends on it."""
+        super().load_state_dict(state)
+        if state["window"] != self.order.chunk_size:
+            self.allocate(state["window"])
+
+
+def end_copies(readers: Readers, copies: torch.cuda.Stream | None) -> None:
+    """Ends the thread that fills buffers, and what it has queued; `weakref.finalize` calls this
+    when the process ends, too, for a copy that outlives the CUDA context ends the process with an
+    error."""
+    readers.close(wait=True)
+    if copies is not None:
+        copies.synchronize()
 
 
 class ResidentLatents:
@@ -59,9 +202,10 @@ class ResidentLatents:
         allowed = memory_allowed(device, device_memory_gib, world_size)
         a_sample = bytes_of_a_sample(train, storage)
         whole = a_sample * (train.count + held_out.count)
+        self.loader: InMemoryLatents | ChunkedLatents
         if whole <= allowed:
             what = "all of it on the device"
-            tensors, ids, error = read_split(train, device, storage)
+            tensors, error = read_split(train, device, storage)
             if storage == "int8":
                 worst = (error / torch.tensor(manifest.std)).max()
                 print(
@@ -69,24 +213,23 @@ class ResidentLatents:
                     "channel)",
                     flush=True,
                 )
-            held_out_tensors, held_out_ids, _ = read_split(held_out, device, storage)
-            self.loader: InMemoryLatents | ChunkedLatents = InMemoryLatents(
-                self.spec, tensors, held_out_tensors, args, ids, held_out_ids
-            )
+            kept_out, _ = read_split(held_out, device, storage)
+            self.loader = InMemoryLatents(self.spec, tensors, kept_out, args)
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
+        elif storage == "int8":
+            raise UserError(
+                f"data.storage=int8: {gib(a_sample * train.count)} do not fit into the "
+                f"{gib(allowed)} allowed; use storage=native, which takes a window at a time, "
+                "or raise data.device_memory_gib."
+            )
         else:
-            if storage == "int8":
-                raise UserError(
-                    f"data.storage=int8: {gib(a_sample * train.count)} do not fit into the "
-                    f"{gib(allowed)} allowed; use storage=native, which takes a window at a time, "
-                    "or raise data.device_memory_gib."
-                )
             chunk_size = min(train.count, int(allowed // (2 * a_sample)))
             what = f"a window of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(self.spec, train, held_out, chunk_size, args)
+
         self.held_out_count = held_out.count
         if rank == 0:
-            how = "as given" if device_memory_gib is not None else "half of what is free"
+            how = "half of what is free" if device_memory_gib is None else "as given"
             print(
                 f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed "
                 f"({how})",
@@ -111,13 +254,10 @@ class ResidentLatents:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if ("window" in state) != isinstance(self.loader, ChunkedLatents):
+            what = "a window of the set" if "window" in state else "all of the set"
             raise UserError(
-                "the run was started with "
-                + ("a window of the set" if "window" in state else "all of the set")
-                + (
-                    " on the device, which is another order of samples; set "
-                    "data.device_memory_gib so that it is again."
-                )
+                f"the run was started with {what} on the device, which is another order of "
+                "samples; set data.device_memory_gib so that it is again."
             )
         self.loader.load_state_dict(state)
 
@@ -161,37 +301,30 @@ def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
 
 def read_split(
     blocks: BlockReader, device: torch.device, storage: Storage
-) -> tuple[LatentTensors, Tensor | None, Tensor]:
-    """Reads a split onto `device`: its tensors, its ids if some samples replace others, the RMS
-    error per channel.
+) -> tuple[LatentTensors, Tensor]:
+    """Reads a split onto `device`: its tensors, and the RMS error per channel of `storage`.
 
     It goes block by block, so two copies of the split are never in memory.
     """
-    split: dict[str, Tensor | Int8Latents] = {}
-    ids = torch.arange(blocks.count)
+    # An empty split has no block that would say what it lacks.
+    split: dict[str, Any] = {
+        "latents": torch.empty(0, *blocks.shape),
+        "labels": torch.empty(0, dtype=torch.long),
+    }
     squares = torch.zeros(blocks.shape[0], dtype=torch.float64)
-    numbers = 0
     for number, place in enumerate(blocks.places):
-        tensors = blocks.read(number)
         rows = slice(place.first, place.first + place.block.samples)
-        ids[rows] = tensors.pop("ids")
-        for name, tensor in tensors.items():
-            small = storage == "int8" and tensor.ndim == 4
-            values = Int8Latents.of(tensor) if small else tensor
-            if isinstance(values, Int8Latents) and name == "latents":
+        for name, tensor in blocks.read(number).items():
+            values: Any = tensor
+            if storage == "int8" and tensor.ndim == 4:
+                values = Int8Latents.of(tensor)
+            if name == "latents":
                 squares += (values[:] - tensor.float()).double().square().sum((0, 2, 3))
-                numbers += tensor[:, 0].numel()
-            if name not in split:
+            if number == 0:
                 split[name] = empty_like(values, blocks.count, device)
-            split[name][rows] = values.to(device)  # pyright: ignore[reportArgumentType]
-    if not split:
-        return (
-            LatentTensors(torch.zeros(0, *blocks.shape), torch.zeros(0, dtype=torch.long)),
-            None,
-            squares,
-        )
-    replaced = None if torch.equal(ids, torch.arange(blocks.count)) else ids
-    return LatentTensors(**split), replaced, (squares / max(1, numbers)).sqrt()  # pyright: ignore[reportArgumentType]
+            split[name][rows] = values.to(device)
+    numbers = max(1, blocks.count * math.prod(blocks.shape[1:]))
+    return LatentTensors(**split), (squares / numbers).sqrt()
 
 
 def empty_like(
@@ -199,7 +332,5 @@ def empty_like(
 ) -> Tensor | Int8Latents:
     """Uninitialised memory for `count` samples such as these."""
     if isinstance(like, Int8Latents):
-        return Int8Latents(
-            *(t.new_empty((count, *t.shape[1:]), device=device) for t in vars(like).values())
-        )
+        return Int8Latents(*(empty_like(part, count, device) for part in vars(like).values()))  # pyright: ignore[reportArgumentType]
     return like.new_empty((count, *like.shape[1:]), device=device)

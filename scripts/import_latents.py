@@ -270,7 +270,7 @@ def write(
     import torch
 
     from data.manifest import Manifest
-    from data.shards import ShardWriter
+    from data.manifest import ShardWriter
     from encoding.job import facts
     from encoding.statistics import ChannelSums
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from accel.techniques.compilation import Compile
-from data.chunked import ChunkedLatents
+from data.resident import ChunkedLatents
 from data.loader import LatentSpec
 from models.sampler import sample
 from sampling import load as sampling
