@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -80,15 +80,16 @@ class EpochOrder(Order[Int[Tensor, "N"]]):
         return torch.cat(found)
 
 
-class Chunk(NamedTuple):
-    """Blocks that lie on the device together."""
+@dataclass
+class Chunk:
+    """Blocks that lie on the device together, `size` samples."""
 
     epoch: int
     number: int
-    blocks: list[int]
     first: int
     """Position of its first sample in the epoch."""
-    size: int
+    size: int = 0
+    blocks: list[int] = field(default_factory=list)
 
 
 class ChunkOrder(Order[list[Chunk]]):
@@ -106,17 +107,15 @@ class ChunkOrder(Order[list[Chunk]]):
         self.chunk_size = chunk_size
 
     def draw(self, epoch: int) -> list[Chunk]:
+        chunk = Chunk(epoch, 0, 0)
+        chunks = [chunk]
         order = torch.randperm(len(self.counts), generator=seeded(self.seed, epoch))
-        chunks = [Chunk(epoch, 0, [], 0, 0)]
         for block in order.tolist():
-            last = chunks[-1]
-            size = last.size + self.counts[block]
-
-            if size > self.chunk_size:
-                last = Chunk(epoch, len(chunks), [], last.first + last.size, 0)
-                size = self.counts[block]
-                chunks.append(last)
-            chunks[-1] = last._replace(blocks=[*last.blocks, block], size=size)
+            if chunk.size + self.counts[block] > self.chunk_size:
+                chunk = Chunk(epoch, len(chunks), chunk.first + chunk.size)
+                chunks.append(chunk)
+            chunk.blocks.append(block)
+            chunk.size += self.counts[block]
         return chunks
 
     def locate(self, position: int) -> tuple[Chunk, int]:
@@ -163,13 +162,12 @@ class StreamOrder(Order[tuple[Tensor, Tensor]]):
     def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Numbers of the blocks in the order of an epoch, and the first sample of each in that
         order."""
-        firsts = list(accumulate(self.blocks_of_shard, initial=0))
         generator = seeded(self.seed, epoch)
-        shards = torch.randperm(len(self.blocks_of_shard), generator=generator).tolist()
+        shards = torch.arange(len(self.counts)).split(self.blocks_of_shard)
         order = torch.cat(
             [
-                torch.randperm(self.blocks_of_shard[shard], generator=generator) + firsts[shard]
-                for shard in shards
+                shards[shard][torch.randperm(len(shards[shard]), generator=generator)]
+                for shard in torch.randperm(len(shards), generator=generator).tolist()
             ]
         )
         counts = torch.tensor(self.counts)[order]

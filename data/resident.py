@@ -7,7 +7,6 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any, Literal
 
 import torch
@@ -23,26 +22,12 @@ GIB = 2**30
 Storage = Literal["native", "int8"]
 
 
-class Buffer:
-    """Device memory for one chunk."""
-
-    def __init__(self, chunk_size: int, like: dict[str, Tensor], device: torch.device) -> None:
-        self.tensors = {
-            name: t.new_empty((chunk_size, *t.shape[1:]), device=device) for name, t in like.items()
-        }
-        self.order = torch.empty(0, dtype=torch.long)
-        self.chunk: Chunk | None = None
-        self.filled: Future[Any] | None = None
-        """The thread's work, until a batch first uses the chunk; its result is the CUDA event of
-        the last copy."""
-
-
 class ChunkedLatents(BlockLoader):
-    """A `LatentLoader` of a set that does not fit: `chunk_size` samples lie on the device, beside
-    room for as many that come next.
+    """The loader of a set that does not fit: `chunk_size` samples lie on the device, beside room
+    for as many that come next.
 
-    Batches come from one buffer, while a thread fills the other one through pinned memory, on a
-    CUDA stream of its own.
+    Batches come from the first of two buffers, while a thread fills the second one through pinned
+    memory, on a CUDA stream of its own.
     """
 
     def __init__(
@@ -57,23 +42,26 @@ class ChunkedLatents(BlockLoader):
         self.copies = torch.cuda.Stream(args.device) if args.device.type == "cuda" else None
         self.readers = Readers(1, "chunk")
         self.stop = weakref.finalize(self, end_copies, self.readers, self.copies)
-        self.buffers: list[Buffer] = []
         self.allocate(chunk_size)
 
     def allocate(self, chunk_size: int) -> None:
         """Makes two buffers for chunks of at most `chunk_size` samples, in place of those there
         were."""
-        for buffer in self.buffers:
-            buffer.chunk = None  # the thread stops filling it at the next block
+        self.current: Chunk | None = None
+        self.coming: Chunk | None = None  # the thread stops filling at the next block
         self.readers.submit(lambda: None).result()
         if self.copies is not None:
             self.copies.synchronize()
         # Their memory is free before the new ones take theirs.
-        self.buffers = []
+        self.buffers: list[dict[str, Tensor]] = []
         counts = [place.block.samples for place in self.blocks.places]
         self.order = ChunkOrder(counts, self.seed, chunk_size)
         like = self.blocks.read(0)
-        self.buffers = [Buffer(chunk_size, like, self.device) for _ in range(2)]
+        like["order"] = like["ids"]
+        for _ in range(2):
+            self.buffers.append(
+                {name: empty_like(t, chunk_size, self.device) for name, t in like.items()}
+            )
 
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)
@@ -82,40 +70,35 @@ class ChunkedLatents(BlockLoader):
         while left:
             chunk, offset = self.order.locate(start)
             buffer = self.buffer_with(chunk)
-            rows = buffer.order[offset : offset + left]
-            found.append([tensor.index_select(0, rows) for tensor in buffer.tensors.values()])
+            rows = buffer["order"][offset : min(chunk.size, offset + left)]
+            found.append({name: t[rows] for name, t in buffer.items() if name != "order"})
             start += len(rows)
             left -= len(rows)
-        tensors = [torch.cat(parts) if parts[1:] else parts[0] for parts in zip(*found, strict=True)]
-        named = dict(zip(self.buffers[0].tensors, tensors, strict=True))
-        return self.batch(LatentTensors(**named), position)
+        tensors = {name: torch.cat([part[name] for part in found]) for name in found[0]}
+        return self.batch(LatentTensors(**tensors), position)
 
-    def buffer_with(self, chunk: Chunk) -> Buffer:
+    def buffer_with(self, chunk: Chunk) -> dict[str, Tensor]:
         """Waits for the buffer that holds `chunk`, and lets the thread fill the other one with the
         chunk after it."""
-        buffer = self.assign(chunk, keep=None)
-        if buffer.filled is not None:
-            copied = buffer.filled.result()  # raises what the thread raised
-            buffer.filled = None
+        if chunk != self.current:
+            if chunk != self.coming:  # at the start, and after a resume
+                self.begin(chunk)
+            copied = self.filled.result()
             if copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(copied)
             add_skipped(self.skipped, self.blocks.take_reports())
-        self.assign(self.order.after(chunk), keep=buffer)
-        return buffer
+            self.buffers.reverse()
+            self.current = chunk
+            self.begin(self.order.after(chunk))
+        return self.buffers[0]
 
-    def assign(self, chunk: Chunk, keep: Buffer | None) -> Buffer:
-        """Finds the buffer of `chunk`; if there is none, the thread starts to fill one, but not
-        `keep`."""
-        for buffer in self.buffers:
-            if buffer.chunk == chunk:
-                return buffer
-        buffer = self.buffers[0] if keep is not self.buffers[0] else self.buffers[1]
-        buffer.chunk = chunk
+    def begin(self, chunk: Chunk) -> None:
+        """Lets the thread fill the second buffer with `chunk`."""
+        self.coming = chunk
         used = self.copies and torch.cuda.current_stream(self.device).record_event()
-        buffer.filled = self.readers.submit(self.fill, buffer, chunk, used)
-        return buffer
+        self.filled = self.readers.submit(self.fill, chunk, self.buffers[1], used)
 
-    def fill(self, buffer: Buffer, chunk: Chunk, used: Any) -> Any:
+    def fill(self, chunk: Chunk, buffer: dict[str, Tensor], used: Any) -> Any:
         """Copies the blocks of `chunk` into `buffer` after the event `used`; returns the event of
         the last copy."""
         first = 0
@@ -123,8 +106,8 @@ class ChunkedLatents(BlockLoader):
             if self.copies is not None:
                 self.copies.wait_event(used)
             for number in chunk.blocks:
-                if buffer.chunk != chunk or self.readers.closed.is_set():
-                    return None  # the loader wants another chunk here by now, or nothing more
+                if chunk != self.coming or self.readers.closed.is_set():
+                    return None  # the loader wants another chunk by now, or nothing more
                 tensors = self.blocks.read(number)
                 rows = slice(first, first + len(tensors["ids"]))
                 first = rows.stop
@@ -133,9 +116,9 @@ class ChunkedLatents(BlockLoader):
                 if self.copies is not None:
                     self.copies.synchronize()
                 for name, tensor in tensors.items():
-                    buffer.tensors[name][rows].copy_(self.pinned(tensor), non_blocking=True)
+                    buffer[name][rows].copy_(self.pinned(tensor), non_blocking=True)
             order = self.pinned(self.order.permutation(chunk))
-            buffer.order = order.to(self.device, non_blocking=True)
+            buffer["order"][: chunk.size].copy_(order, non_blocking=True)
             return self.copies and self.copies.record_event()
 
     def pinned(self, tensor: Tensor) -> Tensor:
@@ -318,7 +301,7 @@ def read_split(
             values: Any = tensor
             if storage == "int8" and tensor.ndim == 4:
                 values = Int8Latents.of(tensor)
-            if name == "latents":
+            if isinstance(values, Int8Latents) and name == "latents":
                 squares += (values[:] - tensor.float()).double().square().sum((0, 2, 3))
             if number == 0:
                 split[name] = empty_like(values, blocks.count, device)
@@ -327,10 +310,8 @@ def read_split(
     return LatentTensors(**split), (squares / numbers).sqrt()
 
 
-def empty_like(
-    like: Tensor | Int8Latents, count: int, device: torch.device
-) -> Tensor | Int8Latents:
+def empty_like(like: Any, count: int, device: torch.device) -> Any:
     """Uninitialised memory for `count` samples such as these."""
     if isinstance(like, Int8Latents):
-        return Int8Latents(*(empty_like(part, count, device) for part in vars(like).values()))  # pyright: ignore[reportArgumentType]
+        return Int8Latents(*(empty_like(part, count, device) for part in vars(like).values()))
     return like.new_empty((count, *like.shape[1:]), device=device)
