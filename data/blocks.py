@@ -24,7 +24,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.text import first_line, printable
-from data.loader import BaseLoader, Batch, LatentSpec, LoaderArgs
+from data.loader import Batch, LatentLoader, LatentSpec, LoaderArgs
 from data.manifest import Block, Manifest, Shard
 from data.source import Source, unreadable
 
@@ -291,7 +291,7 @@ def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
         del future, function, arguments  # while a thread waits, it keeps no owner alive
 
 
-class BlockLoader(BaseLoader):
+class BlockLoader(LatentLoader):
     """Base of the loaders that read blocks while they run: it knows the blocks of both splits."""
 
     def __init__(

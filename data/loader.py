@@ -1,5 +1,4 @@
-"""The protocol of a loader, a base class, and the simplest loader: it holds every sample on the
-device.
+"""The base class of loaders, and the simplest one: it holds every sample on the device.
 
 Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
 """
@@ -8,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Int8
@@ -75,12 +74,12 @@ class LatentSpec:
         """The name of each class; its number where the set names none."""
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
-    def ordered(self, suffix: str) -> LatentSpec:
-        """The spec of the same set in an order, or with an error, that no other run may resume
-        on."""
-        earlier = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{suffix}"
+    def ordered(self, suffix: str, earlier: str | None = None) -> LatentSpec:
+        """The spec of the same set in an order, or with an error, that no other run may resume on;
+        `earlier` is what earlier versions called it, if not the same."""
+        known = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
         return replace(
-            self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=earlier
+            self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=known
         )
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -103,39 +102,6 @@ class LatentSpec:
         return asdict(self)
 
 
-class LatentLoader(Protocol):
-    """Endless batches: one rank's samples of each global batch.
-
-    The order is a pure function of (seed, samples seen): the n-th training sample is the same one
-    at any batch size, world size and after any resume. Each epoch has every sample once; batches
-    run across the ends of epochs.
-    """
-
-    spec: LatentSpec
-    held_out_count: int
-    """Samples that `held_out` gives."""
-    skipped: dict[str, int]
-    """Blocks that could not be used and that others stand in for -> their samples; empty for most
-    loaders."""
-    patience: float
-    """Seconds to wait for a batch whose readers have stopped giving any."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def __next__(self) -> Batch: ...
-
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """The held-out split, once, in a fixed order and without augmentation; the last batch may
-        be smaller."""
-        ...
-
-    def state_dict(self) -> dict[str, int]:
-        """A few integers from which `load_state_dict` continues exactly."""
-        ...
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
-
-
 class LoaderArgs(NamedTuple):
     """The arguments that every loader takes from the run, beside those of its configuration."""
 
@@ -147,17 +113,30 @@ class LoaderArgs(NamedTuple):
     world_size: int = 1
 
 
-class BaseLoader:
-    """Keeps the state that all loaders have; a subclass adds `batch_at` and `held_out` to make a
-    `LatentLoader`."""
+def refuse_below(least: int, **values: int | None) -> None:
+    """ValueError if a value of the `data` keys that is set is below `least`."""
+    for key, value in values.items():
+        if value is not None and value < least:
+            raise UserError(f"data.{key}={value} must be at least {least}.")
+
+
+class LatentLoader:
+    """Base of all loaders: endless batches, of which each has one rank's samples of a global batch.
+
+    The order is a pure function of (seed, samples seen): the n-th training sample is the same one
+    at any batch size, world size and after any resume. Each epoch has every sample once; batches
+    run across the ends of epochs. A subclass adds `batch_at` and `held_out`.
+    """
 
     held_out_count: int = 0
-    """Of a subclass that does not say: evaluation then shows no time left."""
+    """Samples that `held_out` gives; evaluation shows no time left where it is 0."""
     patience: float = 1800.0
+    """Seconds to wait for a batch whose readers have stopped giving any."""
 
     def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
+        """Blocks that could not be used and that others stand in for -> their samples."""
         self.batch_size, self.seed, self.device, self.rank, self.world_size = args
         self.normalise = spec.normaliser(args.device)
         self.samples_seen = 0
@@ -180,7 +159,13 @@ class BaseLoader:
         latents = self.normalise(sampled(rows, self.seed, position))
         return Batch(latents, rows.labels, rows.ids, position)
 
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        """The held-out split, once, in a fixed order and without augmentation; the last batch may
+        be smaller."""
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, int]:
+        """A few integers from which `load_state_dict` continues exactly."""
         return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -271,8 +256,8 @@ def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float
     return raw.float() + std.float() * noise
 
 
-class InMemoryLatents(BaseLoader):
-    """A `LatentLoader` over tensors on the device: a batch is one gather."""
+class InMemoryLatents(LatentLoader):
+    """The loader of tensors on the device: a batch is one gather."""
 
     def __init__(
         self, spec: LatentSpec, train: LatentTensors, held_out: LatentTensors, args: LoaderArgs

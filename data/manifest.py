@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -36,7 +37,6 @@ from data.source import Source, open_source, unreadable
 
 FORMAT = 2
 NAME = "manifest.json"
-SUFFIX = "safetensors"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
 """Which mean and std per channel, or both: [[means], [stds]]."""
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
@@ -72,20 +72,14 @@ class ShardWriter:
     """
 
     def __init__(self, file: Path, split: str, block_size: int) -> None:
-        os.environ.setdefault("WDS_SECURE", "1")  # before the import: no pickles, no pipes
-        from webdataset.writer import TarWriter
-
         self.file = file
         self.split: Any = split
         self.block_size = block_size
         self.temporary = file.with_name(f"{file.name}.tmp")
         self.stream = self.temporary.open("wb")
-        self.tar = TarWriter(
-            self.stream, encoder=False, mtime=0, user="fastlatent", group="fastlatent"
-        )
+        self.tar = tarfile.open(fileobj=self.stream, mode="w")
         self.pending: dict[str, Tensor] = {}
-        self.written: list[tuple[int, str]] = []
-        """Samples and hash of each block."""
+        self.blocks: list[Block] = []
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Appends samples: tensors of one length n along their first axis, on the CPU."""
@@ -97,24 +91,30 @@ class ShardWriter:
             self.write_block()
 
     def write_block(self) -> None:
-        size = self.block_size
-        payload = save({name: tensor[:size].contiguous() for name, tensor in self.pending.items()})
-        self.tar.write({"__key__": f"{self.file.stem}-{len(self.written):06d}", SUFFIX: payload})
-        samples = len(self.pending["labels"][:size])
-        self.written.append((samples, hashlib.sha256(payload).hexdigest()))
-        self.pending = {name: tensor[size:] for name, tensor in self.pending.items()}
+        block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
+        self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
+        payload = save(block)
+        size = len(payload)
+        member = tarfile.TarInfo(f"{self.file.stem}-{len(self.blocks):06d}.safetensors")
+        member.size = size
+        member.mode = 0o444
+        member.uname = member.gname = "fastlatent"
+        self.tar.addfile(member, io.BytesIO(payload))
+
+        # The tar goes on at a multiple of 512 bytes.
+        offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
+        digest = hashlib.sha256(payload).hexdigest()
+        self.blocks.append(Block(offset, size, len(block["labels"]), digest))
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Deletes the unfinished file after an exception."""
-        if kind is None:
-            return
-        for open_ in (self.tar, self.stream):
+        if kind is not None:
             with contextlib.suppress(OSError):  # a full disk raises once more
-                open_.close()
-        self.temporary.unlink(missing_ok=True)
+                self.stream.close()
+            self.temporary.unlink(missing_ok=True)
 
     def close(self) -> Shard:
         """Finishes the file and describes it."""
@@ -123,19 +123,13 @@ class ShardWriter:
         self.tar.close()
         self.stream.flush()
         os.fsync(self.stream.fileno())
+        size = self.stream.tell()
         self.stream.close()
-
         digest = file_sha256(self.temporary)
-        with tarfile.open(self.temporary) as tar:
-            blocks = [
-                Block(member.offset_data, member.size, *of)
-                for member, of in zip(tar, self.written, strict=True)
-            ]
-        size = self.temporary.stat().st_size
         rename(self.temporary, self.file)
         sync_folder(self.file.parent)
-        count = sum(block.samples for block in blocks)
-        return Shard(self.file.name, self.split, count, size, digest, blocks)
+        count = sum(block.samples for block in self.blocks)
+        return Shard(self.file.name, self.split, count, size, digest, self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)

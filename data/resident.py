@@ -14,7 +14,15 @@ from torch import Tensor
 
 from common.errors import UserError
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped
-from data.loader import Batch, InMemoryLatents, Int8Latents, LatentSpec, LatentTensors, LoaderArgs
+from data.loader import (
+    Batch,
+    InMemoryLatents,
+    Int8Latents,
+    LatentLoader,
+    LatentSpec,
+    LatentTensors,
+    LoaderArgs,
+)
 from data.manifest import Normalisation, open_set
 from data.order import Chunk, ChunkOrder
 
@@ -146,7 +154,7 @@ def end_copies(readers: Readers, copies: torch.cuda.Stream | None) -> None:
         copies.synchronize()
 
 
-class ResidentLatents:
+class ResidentLatents(LatentLoader):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
     The device holds all of it if that takes at most `device_memory_gib` (null: half of the free
@@ -177,15 +185,17 @@ class ResidentLatents:
         if storage not in ("native", "int8"):
             raise UserError(f"data.storage={storage} is unknown; choose native or int8.")
         source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
-        self.spec = spec if storage == "native" else spec.ordered(storage)
+        if storage == "int8":
+            spec = spec.ordered(storage)
         train, held_out = (
             BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
         )
         args = LoaderArgs(batch_size, seed, device, rank, world_size)
+        super().__init__(spec, args)
         allowed = memory_allowed(device, device_memory_gib, world_size)
         a_sample = bytes_of_a_sample(train, storage)
         whole = a_sample * (train.count + held_out.count)
-        self.loader: InMemoryLatents | ChunkedLatents
+        self.loader: LatentLoader
         if whole <= allowed:
             what = "all of it on the device"
             tensors, error = read_split(train, device, storage)
@@ -197,7 +207,7 @@ class ResidentLatents:
                     flush=True,
                 )
             kept_out, _ = read_split(held_out, device, storage)
-            self.loader = InMemoryLatents(self.spec, tensors, kept_out, args)
+            self.loader = InMemoryLatents(spec, tensors, kept_out, args)
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
         elif storage == "int8":
             raise UserError(
@@ -208,8 +218,9 @@ class ResidentLatents:
         else:
             chunk_size = min(train.count, int(allowed // (2 * a_sample)))
             what = f"a window of {chunk_size} samples on the device, and the next one on its way"
-            self.loader = ChunkedLatents(self.spec, train, held_out, chunk_size, args)
+            self.loader = ChunkedLatents(spec, train, held_out, chunk_size, args)
 
+        self.skipped = self.loader.skipped
         self.held_out_count = held_out.count
         if rank == 0:
             how = "half of what is free" if device_memory_gib is None else "as given"
@@ -219,21 +230,14 @@ class ResidentLatents:
                 flush=True,
             )
 
-    @property
-    def skipped(self) -> dict[str, int]:
-        return self.loader.skipped
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self.loader)
+    def batch_at(self, start: int) -> Batch:
+        return self.loader.batch_at(start)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         return self.loader.held_out(batch_size)
 
     def state_dict(self) -> dict[str, int]:
-        return self.loader.state_dict()
+        return self.loader.state_dict() | super().state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if ("window" in state) != isinstance(self.loader, ChunkedLatents):
@@ -243,6 +247,7 @@ class ResidentLatents:
                 "samples; set data.device_memory_gib so that it is again."
             )
         self.loader.load_state_dict(state)
+        super().load_state_dict(state)
 
 
 def gib(size: float) -> str:

@@ -235,18 +235,18 @@ def check_reply(reply: Any, in_part: bool) -> None:
         )
 
 
-def check_part(content: bytes, told: str | None, offset: int, size: int) -> None:
-    """OSError if `content` is another part of a file than was asked for; `told` is its
+def check_part(content: bytes, said: str | None, offset: int, size: int) -> None:
+    """OSError if `content` is another part of a file than was asked for; `said` is its
     Content-Range."""
     end = offset + len(content)
     if len(content) > size:
         raise OSError(f"the server sends more than the {size} bytes that were asked for")
-    if told is None:
+    if said is None:
         return
-    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", told)
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
     if not found or int(found[1]) != offset or int(found[2]) + 1 != end:
         raise OSError(
-            f"the server sends {len(content)} bytes as {told!r}, and {size} bytes from {offset} "
+            f"the server sends {len(content)} bytes as {said!r}, and {size} bytes from {offset} "
             "were asked for"
         )
     if len(content) < size and found[3] != str(end):
@@ -286,8 +286,6 @@ class CachedSource(Source):
     def __init__(self, source: RemoteSource, folder: Path) -> None:
         self.source = source
         self.folder = folder / hashlib.sha256(source.given.encode()).hexdigest()[:16]
-        self.seen: dict[str, int] = {}
-        """Inode of each copy at the last read."""
 
     def __str__(self) -> str:
         return str(self.source)
@@ -301,7 +299,6 @@ class CachedSource(Source):
                 if not file.is_file():
                     self.fetch(file)
             try:
-                self.seen[name] = file.stat().st_ino
                 return LocalSource(self.folder).read(name, offset, size)
             except FileNotFoundError:
                 continue  # another process found the copy damaged and dropped it
@@ -322,10 +319,5 @@ class CachedSource(Source):
             ) from error
 
     def forget(self, name: str) -> bool:
-        """Drops only the copy that this process read; another process may have fetched a better one
-        since."""
-        file = self.folder / name
-        with contextlib.suppress(FileNotFoundError):
-            if file.stat().st_ino == self.seen.get(name):
-                file.unlink()
+        (self.folder / name).unlink(missing_ok=True)
         return True

@@ -12,7 +12,6 @@ import math
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from data.blocks import (
     from_bytes,
     to_bytes,
 )
-from data.loader import Batch, LatentTensors, LoaderArgs
+from data.loader import Batch, LatentTensors, LoaderArgs, refuse_below
 from data.manifest import Normalisation, open_set
 from data.order import RankPositions, StreamOrder
 
@@ -71,36 +70,16 @@ def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterat
         position += (window.size - offset) * order.streams
 
 
-class StreamReader:
-    """Reads one stream in order. While batches use up a window, a thread reads the next one."""
-
-    def __init__(
-        self, order: StreamOrder, blocks: BlockReader, readers: Readers, position: int
-    ) -> None:
-        self.streams = order.streams
-        self.readers = readers
-        self.windows = windows_of(order, blocks, position)
-        self.ahead = readers.submit(next, self.windows)
-        self.unused = torch.empty(0)
-        self.position = position
-        """The rows of the current window that no batch has had yet, and the position of the
-        first."""
-
-    def take(self, positions: range) -> Iterator[Tensor]:
-        """Yields the rows of the samples at `positions`; what comes before is for other ranks."""
-        others = (positions.start - self.position) // self.streams
-        left = len(positions)
-        self.position = positions[-1] + self.streams
-        while left:
-            if not len(self.unused):
-                self.unused = self.ahead.result()
-                self.ahead = self.readers.submit(next, self.windows)
-            dropped = min(others, len(self.unused))
-            rows = self.unused[dropped : dropped + left]
-            yield rows
-            self.unused = self.unused[dropped + len(rows) :]
-            others -= dropped
-            left -= len(rows)
+def rows_of(
+    windows: Iterator[Tensor], position: int, streams: int, readers: Readers, ahead: Future[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields (position, row) of a stream; while it uses up a window, a thread reads the next."""
+    while True:
+        window = ahead.result()
+        ahead = readers.submit(next, windows)
+        for row in window:
+            yield position, row
+            position += streams
 
 
 class WorkerBatch(NamedTuple):
@@ -132,12 +111,12 @@ class StreamDataset(IterableDataset):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         own = self.of_rank.own_streams() or range(self.order.streams)
         readers = Readers(READERS, "reader")
-        streams: dict[int, StreamReader] = {}
+        streams: dict[int, Iterator[tuple[int, Tensor]]] = {}
         start = self.start
         try:
             while True:
-                wanted = {n: self.of_rank.positions(start, n) for n in own[worker::workers]}
-                yield self.batch(streams, readers, {n: p for n, p in wanted.items() if p})
+                wanted = [self.of_rank.positions(start, number) for number in own[worker::workers]]
+                yield self.batch(streams, readers, wanted)
                 start += self.of_rank.global_batch
         except UserError as error:
             yield str(error)
@@ -145,19 +124,25 @@ class StreamDataset(IterableDataset):
             readers.close()
 
     def batch(
-        self, streams: dict[int, StreamReader], readers: Readers, wanted: dict[int, range]
+        self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[range]
     ) -> WorkerBatch:
-        """The samples at the positions that are `wanted` of each stream."""
-        for number in wanted.keys() - streams.keys():
-            start = wanted[number].start
-            streams[number] = StreamReader(self.order, self.blocks, readers, start)
-        taken = [rows for number in wanted for rows in streams[number].take(wanted[number])]
+        """The samples at `wanted` positions, a range a stream; reads in `streams`, and adds to
+        them."""
+        every = self.order.streams
+        for first in (positions.start for positions in wanted if positions):
+            if first % every not in streams:
+                windows = windows_of(self.order, self.blocks, first)
+                ahead = readers.submit(next, windows)
+                streams[first % every] = rows_of(windows, first, every, readers, ahead)
+
+        # What comes before a position in its stream is for other ranks.
+        flat = [p for positions in wanted for p in positions]
+        taken = [next(row for at, row in streams[p % every] if at == p) for p in flat]
         reports = self.blocks.take_reports()
         if not taken:
             return WorkerBatch(torch.empty(0), reports)
-        position = torch.tensor([p for positions in wanted.values() for p in positions])
-        rows = torch.cat([position.view(torch.uint8).view(-1, 8), torch.cat(taken)], dim=1)
-        return WorkerBatch(rows, reports)
+        position = torch.tensor(flat).view(torch.uint8).view(-1, 8)
+        return WorkerBatch(torch.cat([position, torch.stack(taken)], dim=1), reports)
 
 
 def next_of_all(items: Iterator[WorkerBatch | str], workers: int) -> list[WorkerBatch]:
@@ -224,18 +209,12 @@ class StreamedLatents(BlockLoader):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        sizes = (("streams", streams, 1), ("window", window, 1), ("num_workers", num_workers, 0))
-        for key, value, least in (*sizes, ("prefetch_factor", prefetch_factor, 1)):
-            if value is not None and value < least:
-                raise UserError(f"data.{key}={value} must be at least {least}.")
+        refuse_below(1, streams=streams, window=window, prefetch_factor=prefetch_factor)
+        refuse_below(0, num_workers=num_workers)
         remote = {"cache": cache, "timeout": timeout, "retries": retries}
         expected = (normalisation, encoder, latent_scale)
         source, manifest, spec = open_set("webdataset", path, *expected, **remote)
-        spec = replace(
-            spec,
-            fingerprint=f"{spec.fingerprint}-{window}",
-            earlier_fingerprint=f"{spec.earlier_fingerprint}-{streams or MOST_STREAMS}-{window}",
-        )
+        spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
         train, held_out = (
             BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
         )
