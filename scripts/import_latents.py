@@ -315,7 +315,7 @@ def write_shards(cfg: ImportConfig, foreign: Foreign, out: Path) -> Written:
     own."""
     import torch
 
-    from data.shards import ShardWriter
+    from data.manifest import ShardWriter
     from encoding.job import ChannelSums
 
     # Shard 0 is the held-out one.

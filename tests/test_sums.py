@@ -250,7 +250,7 @@ def test_the_error_of_latents_in_8_bits():
             "labels": torch.zeros(8, dtype=torch.long),
         },
     )
-    split, _, found = read_split(reader, CPU, "int8")
+    split, found = read_split(reader, CPU, "int8")
     off = (split.latents[:] - latents.float()).transpose(0, 1).flatten(1)
     exact = [
         math.sqrt(math.fsum(channel.tolist()) / len(channel)) for channel in off.double().square()
