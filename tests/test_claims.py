@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripts.bench.claim_list import CLAIMS, UNSOURCED
+from scripts.bench.practices import Bench, NotHereError, Pair, Practice, rows_of
+from scripts.bench.rows import LEFT_OUT
+from scripts.bench.settings import BenchConfig, parse
 
 from accel.ledger import LedgerRow
 from accel.stack import TECHNIQUES
 from accel.techniques.compilation import Compile
 from scripts.bench import claim_measures as measures
 from scripts.bench import claims, practices
-from scripts.bench.claim_list import CLAIMS, UNSOURCED
-from scripts.bench.practices import Bench, NotHereError, Pair, Practice, rows_of
-from scripts.bench.rows import LEFT_OUT
-from scripts.bench.settings import BenchConfig, parse
 from scripts.capabilities import override
 from scripts.timing import Spread
 from training.config.compose import CONF, ROOT

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from scripts.bench.peers import ssd_by_mamba
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
@@ -24,7 +25,6 @@ from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
 from models.mixers.attention import axial_rotations
 from scripts.bench.kernels import swiglu
-from scripts.bench.peers import ssd_by_mamba
 from training.config.compose import ROOT
 
 pytestmark = pytest.mark.gpu

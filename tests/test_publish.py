@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts.bench.gpu import ITEMS
+from scripts.bench.rows import Results, code_hash, named, shown
 
 from accel.stack import TECHNIQUES
-from scripts.bench.gpu import ITEMS
 from scripts.bench.publish import (
     Page,
     card_of,
@@ -24,7 +25,6 @@ from scripts.bench.publish import (
     text_of,
     with_commit,
 )
-from scripts.bench.rows import Results, code_hash, named, shown
 from training.config.compose import ROOT
 from training.environment import git_state
 

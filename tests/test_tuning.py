@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench.workload import Workload, time_steps
+from scripts.bench.step import Workload, time_steps
 from scripts.plan.__main__ import main
 from tests.helpers import until_dead
 from train import train

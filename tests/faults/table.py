@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench.report import put_between
+from scripts.tables import put_between
 from training.config.compose import ROOT
 from training.environment import cpu_name
 
