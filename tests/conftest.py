@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from accel.stack import TECHNIQUES
+from accel.techniques import float8
 from common.files import ROOT
 from precompute_latents import precompute
 from tests.faults.zygote import Zygote
@@ -84,6 +86,17 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return train(compose([*TINY_RUN, f"run_dir={tmp_path / folder}", *overrides]))
 
     return start
+
+
+@pytest.fixture
+def techniques_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Techniques whose losses and bytes a CPU shows as well as the GPU that they are meant for, to
+    be had anywhere."""
+    for kind in TECHNIQUES:
+        if kind.key in ("precision", "offload_optimizer", "offload_activations"):
+            monkeypatch.setattr(kind, "unavailable", lambda self: None)
+    # layers of the small models that a CPU trains
+    monkeypatch.setattr(float8, "LEAST", float8.MULTIPLE)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripts.bench.naive import NaiveLoop, stream_order
+from scripts.bench.report import entries_table, table
+from scripts.bench.rows import Results, Row, figures_of
+from scripts.bench.settings import SETTINGS, BenchConfig, parse
+from scripts.bench.workload import Workload
 
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
@@ -20,12 +25,7 @@ from common.files import ROOT
 from scripts.bench import compare, kernels, ladder, peers, seeds, step, tests, trace, variants
 from scripts.bench.__main__ import COMMANDS
 from scripts.bench.__main__ import main as bench
-from scripts.bench.naive import NaiveLoop, stream_order
-from scripts.bench.report import entries_table, table
-from scripts.bench.rows import Results, Row, figures_of
-from scripts.bench.settings import SETTINGS, BenchConfig, parse
 from scripts.bench.step import PhaseClock, Work, verdict
-from scripts.bench.workload import Workload
 from scripts.timing import Spread, difference, interleaved
 from training.config.compose import compose
 

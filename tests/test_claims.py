@@ -9,6 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripts.bench.claim_list import CLAIMS, UNSOURCED
+from scripts.bench.practices import Bench, NotHereError, Pair, Practice, rows_of
+from scripts.bench.rows import LEFT_OUT
+from scripts.bench.settings import BenchConfig, parse
 
 from accel.ledger import LedgerRow
 from accel.stack import TECHNIQUES
@@ -16,10 +20,6 @@ from accel.techniques.compilation import Compile
 from common.files import ROOT
 from scripts.bench import claim_measures as measures
 from scripts.bench import claims, practices
-from scripts.bench.claim_list import CLAIMS, UNSOURCED
-from scripts.bench.practices import Bench, NotHereError, Pair, Practice, rows_of
-from scripts.bench.rows import LEFT_OUT
-from scripts.bench.settings import BenchConfig, parse
 from scripts.capabilities import override
 from scripts.timing import Spread
 from training.config.compose import CONF

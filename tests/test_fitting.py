@@ -6,12 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
-
-from accel.evidence import observe_step
-from accel.saved_tensors import keeping
-from data.loader import Batch
-from scripts.bench import fitting
 from scripts.bench.fitting import (
     Needs,
     fitted,
@@ -22,6 +16,12 @@ from scripts.bench.fitting import (
     predicted,
 )
 from scripts.bench.settings import SETTINGS
+from torch import nn
+
+from accel.evidence import observe_step
+from accel.saved_tensors import keeping
+from data.loader import Batch
+from scripts.bench import fitting
 from training.assemble import assemble
 from training.config.compose import compose
 

@@ -16,7 +16,6 @@ from accel.composite_optimizer import kept_by
 from accel.techniques.compilation import Compile
 from accel.techniques.offload_optimizer import OffloadOptimizer
 from data.loader import Batch
-from scripts.capabilities import pretended
 from training.assemble import assemble
 from training.config.compose import compose
 from training.counting import PARTITIONER
@@ -122,6 +121,7 @@ def marked(seed: int) -> Any:
     )
 
 
+@pytest.mark.usefixtures("techniques_of_a_gpu")
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(30)])
 def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.MonkeyPatch):
     words = sampled(seed)
@@ -129,10 +129,7 @@ def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.Mo
         pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(Compile, "backend", PARTITIONER)
 
-    def both() -> tuple[Any, float]:
-        cfg = compose(words).cfg
-        spec = assemble(cfg, CPU).loader.spec
-        return Forecast(cfg, spec, gpu=False), counted_peak(words)
-
-    forecast, counted = pretended(both)()
+    cfg = compose(words).cfg
+    forecast = Forecast(cfg, assemble(cfg, CPU).loader.spec, gpu=False)
+    counted = counted_peak(words)
     assert forecast.needs.total == pytest.approx(counted, rel=0.05), (words, forecast.phases)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripts.bench.hotspots import Call, Recorder, plan, ranked, spent, texts
+from scripts.bench.settings import BenchConfig, parse
 from torch.autograd import DeviceType
 
 from accel.kernels.add_norm import fused_add_norm
@@ -15,8 +17,6 @@ from accel.kernels.bidirectional_ssd import bidirectional_ssd_flops
 from accel.kernels.local_mix import local_mix_flops
 from accel.kernels.ssd_mixed import fused_mixed_ssd
 from scripts.bench import hotspots
-from scripts.bench.hotspots import Call, Recorder, plan, ranked, spent, texts
-from scripts.bench.settings import BenchConfig, parse
 from tests.harness import tiny_training
 
 CPU = torch.device("cpu")

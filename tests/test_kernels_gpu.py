@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from scripts.bench.peers import ssd_by_mamba
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
@@ -25,7 +26,6 @@ from accel.kernels.swiglu import fused_swiglu
 from common.files import ROOT
 from models.mixers.attention import axial_rotations
 from scripts.bench.kernels import swiglu
-from scripts.bench.peers import ssd_by_mamba
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-4}

@@ -232,13 +232,10 @@ MISTAKES: dict[str, str] = {
     "scripts.import_latents source=/nowhere out=x encoder=sd scale=1": (
         "source=/nowhere does not exist; name a file or folder of latents."
     ),
-    "scripts.bench compare /nowhere /nowhere": (
-        "/nowhere is no finished run: config.yaml cannot be read; name two run folders."
-    ),
-    "scripts.bench compair a b": (
-        "bench compair: there is no such command; choose one of ladder, kernels, data, step, "
-        "saves, hotspots, claims, tests, plan, doctor, calibration, techniques, mixers, "
-        "precision, memory, antipatterns, gpu, publish, trace, compare."
+    "scripts.bench compare a b": (
+        "bench compare: there is no such command; choose one of doctor, calibration, tests, "
+        "ladder, techniques, kernels, mixers, data, step, profile, saves, precision, memory, "
+        "plan, gpu, publish."
     ),
 }
 

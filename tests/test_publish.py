@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts.bench.gpu import ITEMS
+from scripts.bench.rows import Results, code_hash, named, shown
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
-from scripts.bench.gpu import ITEMS
 from scripts.bench.publish import (
     Page,
     card_of,
@@ -25,7 +26,6 @@ from scripts.bench.publish import (
     text_of,
     with_commit,
 )
-from scripts.bench.rows import Results, code_hash, named, shown
 from training.environment import git_state
 
 VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}

@@ -12,14 +12,14 @@ from math import inf
 from pathlib import Path
 
 import pytest
-
-from common.files import ROOT
-from scripts.bench import gpu
-from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from scripts.bench.gpu import ITEMS, GpuConfig, Queue, chosen
 from scripts.bench.rows import Results, expected, is_measured
 from scripts.bench.settings import parse
 from scripts.bench.tests import SMOKE
+
+from common.files import ROOT
+from scripts.bench import gpu
+from scripts.bench.__main__ import BENCHMARKS, benchmark_of
 from tests.helpers import until_dead
 
 ROWS = 8

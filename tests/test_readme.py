@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scripts.bench.rows import Results
 
 from accel.techniques.compilation import Compile
 from common.files import ROOT
 from precompute_latents import precompute
 from sampling.load import load_run
 from scripts.bench.__main__ import main as bench
-from scripts.bench.rows import Results
 from scripts.doctor import main as doctor
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.export.__main__ import ExportConfig, export

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from common.files import ROOT
-from scripts.bench.workload import Workload, time_steps
+from scripts.bench.step import Workload, time_steps
 from scripts.plan.__main__ import main
 from tests.helpers import until_dead
 from train import train

@@ -16,8 +16,7 @@ from __future__ import annotations
 import sys
 
 from common.errors import UserError
-from scripts.bench.settings import own_and_others
-from training.config.compose import one_sentence
+from training.config.compose import one_sentence, own_and_others
 
 
 def main(words: list[str]) -> None:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from common.errors import UserError
-from scripts.bench.report import table
 from scripts.plan.network import exposed
 from scripts.plan.scale import known_card
+from scripts.tables import table
 from training.components import latents_of
 from training.config.schema import KERNELS, TrainConfig
 from training.forecast import CONTEXT, SLACK, Forecast

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from common.errors import UserError
-from scripts.bench.report import table
 from scripts.plan.network import GPUS_A_MACHINE, collectives, exposed
+from scripts.tables import table
 from training.components import latents_of
 from training.forecast import Forecast
 from training.hardware import CARDS, GIB, Card

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
-from scripts.bench.report import table
+from scripts.tables import table
 from training.config.words import CONF
 from training.config.yaml_text import as_yaml
 from training.distributed.ranks import SINGLE

@@ -24,7 +24,6 @@ from accel.proof import Question, prove
 from evaluation.in_run import PROTOCOL as PROTOCOL_FILE
 from evaluation.in_run import InRun
 from sampling.load import load_run
-from scripts.bench.compare import comparison
 from scripts.report.__main__ import ReportConfig, report
 from tests.conftest import TINY_RUN
 from tests.faults.fuzz import ODD, Say, as_json, mutate_bytes, mutate_tree
@@ -85,10 +84,10 @@ def forward(training: Training) -> tuple[torch.nn.Module, Callable[[], Any]]:
 
 
 READERS = {
-    "config.yaml": ["report", "compare", "sampling", "the same command"],
-    "environment.json": ["report", "compare", "more samples"],
+    "config.yaml": ["report", "sampling", "the same command"],
+    "environment.json": ["report", "more samples"],
     "ledger.json": ["report"],
-    "summary.json": ["report", "compare", "the same command", "more samples"],
+    "summary.json": ["report", "the same command", "more samples"],
     "metrics.jsonl": ["report", "more samples"],
     "evaluation/final.json": ["report"],
     PROTOCOL_FILE: ["distances", "report"],
@@ -211,7 +210,6 @@ def run_folder(rng: Random, folder: Path, say: Say) -> None:
     write(run, files)
     readers: dict[str, Callable[[], Any]] = {
         "report": lambda: report(ReportConfig(str(run), rng.choice((None, str(folder / "other"))))),
-        "compare": lambda: comparison(*rng.sample([str(run), str(folder / "other")], 2)),
         "sampling": lambda: load_run(run, device="cpu").sample([1], steps=1),
         "the same command": lambda: go_on(run, good, 16),
         "more samples": lambda: go_on(run, good, 24),
@@ -220,7 +218,7 @@ def run_folder(rng: Random, folder: Path, say: Say) -> None:
     }
     reader = rng.choice(READERS[name])
     say(f"{name}: {words}; {reader}")
-    write(folder / "other", good.files if reader in ("report", "compare") else {})
+    write(folder / "other", good.files if reader == "report" else {})
     with patch("accel.proof.tried", tried), patch.dict("os.environ", XDG_CACHE_HOME=str(folder)):
         readers[reader]()
 
