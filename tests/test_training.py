@@ -470,8 +470,8 @@ def test_weights_that_do_not_fit_are_named_by_the_first_tensor(tmp_path):
         (
             deeper,
             True,
-            r"modulation.weight has shape \(1280, 64\) in the file and has shape \(896, 64\) in the "
-            r"model\.$",
+            r"modulation.weight has shape \(1280, 64\) in the file and has shape \(896, 64\) in "
+            r"the model\.$",
         ),
         (
             wider,
