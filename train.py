@@ -45,8 +45,7 @@ def train(composed: Composed) -> dict[str, Any]:
     run.show_rehearsal()
     logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. What we train, on what, and what makes it fast. One observed step shows which of it is
-    #    really on.
+    # 2. What we train, on what, and what makes it fast. One observed step shows what is really on.
     cfg = run.tuned()
     training = assemble(cfg, run.device, ranks, run.folder)
     state = training.state
@@ -103,13 +102,14 @@ def train(composed: Composed) -> dict[str, Any]:
         run.go_on_from(state)
         meter.start()
         batches = []
+
         while True:
+            # What is due after the step before, in this order.
             asked = stop.asked()
             ending = state.done and state.moved
             report_due = ending or state.due(cfg.log_every, cfg.eval_every, cfg.fd_every)
             stop_due = asked is Asked.stop and state.moved and cfg.save_every > 0
             save_due = stop_due or state.due(cfg.save_every)
-
             scores = report() if report_due else {}
             if ending or asked is Asked.look:
                 end_if_bad(training, run.folder, batches, checkpoints, asked)
@@ -124,6 +124,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 checkpoints.finish()
                 run.stop(state)
 
+            # A step.
             with meter.waiting():
                 batches = training.next_batches()
             step.schedule(state.samples)

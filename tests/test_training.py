@@ -470,14 +470,14 @@ def test_weights_that_do_not_fit_are_named_by_the_first_tensor(tmp_path):
         (
             deeper,
             True,
-            r"modulation.weight has shape \(1280, 64\) in the file and has shape "
-            r"\(896, 64\) in the model\.$",
+            r"modulation.weight has shape \(1280, 64\) in the file and has shape \(896, 64\) in "
+            r"the model\.$",
         ),
         (
             wider,
             True,
-            r"pos_embed has shape \(1, 4, 96\) in the file and has shape \(1, 4, 64\) "
-            r"in the model\.$",
+            r"pos_embed has shape \(1, 4, 96\) in the file and has shape \(1, 4, 64\) in the "
+            r"model\.$",
         ),
         (
             other,
