@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped, open_set
 from data.loader import (
     Batch,
     InMemoryLatents,
@@ -23,7 +23,7 @@ from data.loader import (
     LatentTensors,
     LoaderArgs,
 )
-from data.manifest import Normalisation, open_set
+from data.manifest import Normalisation
 from data.order import Chunk, ChunkOrder
 
 GIB = 2**30
@@ -62,8 +62,7 @@ class ChunkedLatents(BlockLoader):
             self.copies.synchronize()
         # Their memory is free before the new ones take theirs.
         self.buffers: list[dict[str, Tensor]] = []
-        counts = [place.block.samples for place in self.blocks.places]
-        self.order = ChunkOrder(counts, self.seed, chunk_size)
+        self.order = ChunkOrder(self.blocks.counts, self.seed, chunk_size)
         like = self.blocks.read(0)
         like["order"] = like["ids"]
         for _ in range(2):
@@ -184,12 +183,10 @@ class ResidentLatents(LatentLoader):
     ) -> None:
         if storage not in ("native", "int8"):
             raise UserError(f"data.storage={storage} is unknown; choose native or int8.")
-        source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
+        expected = (normalisation, encoder, latent_scale)
+        spec, train, held_out = open_set("resident", path, *expected, on_corrupt)
         if storage == "int8":
             spec = spec.ordered(storage)
-        train, held_out = (
-            BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
-        )
         args = LoaderArgs(batch_size, seed, device, rank, world_size)
         super().__init__(spec, args)
         allowed = memory_allowed(device, device_memory_gib, world_size)
@@ -200,7 +197,7 @@ class ResidentLatents(LatentLoader):
             what = "all of it on the device"
             tensors, error = read_split(train, device, storage)
             if storage == "int8":
-                worst = (error / torch.tensor(manifest.std)).max()
+                worst = (error / torch.tensor(train.manifest.std)).max()
                 print(
                     f"data: int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst "
                     "channel)",

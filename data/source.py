@@ -199,6 +199,8 @@ class HttpSource(RemoteSource):
                 # A byte more than was asked for shows a server that sends others.
                 amount = None if size is None else size + 1
                 content = reply.raw.read(amount, decode_content=True)
+                if amount == len(content):
+                    raise OSError(f"the server sends more than the {size} bytes that were asked for")
         except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
             # urllib3's reason says more than requests' "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)
@@ -239,20 +241,15 @@ def check_part(content: bytes, said: str | None, offset: int, size: int) -> None
     """OSError if `content` is another part of a file than was asked for; `said` is its
     Content-Range."""
     end = offset + len(content)
-    if len(content) > size:
-        raise OSError(f"the server sends more than the {size} bytes that were asked for")
-    if said is None:
-        return
-    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
-    if not found or int(found[1]) != offset or int(found[2]) + 1 != end:
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said or f"bytes {offset}-{end - 1}/{end}")
+    if (
+        not found
+        or (int(found[1]), int(found[2]) + 1) != (offset, end)
+        or (len(content) < size and found[3] != str(end))  # the file goes on
+    ):
         raise OSError(
             f"the server sends {len(content)} bytes as {said!r}, and {size} bytes from {offset} "
             "were asked for"
-        )
-    if len(content) < size and found[3] != str(end):
-        raise OSError(
-            f"the server sends {len(content)} of the {size} bytes that were asked for, and the "
-            "file goes on"
         )
 
 

@@ -30,10 +30,11 @@ from data.blocks import (
     Skipped,
     add_skipped,
     from_bytes,
+    open_set,
     to_bytes,
 )
 from data.loader import Batch, LatentTensors, LoaderArgs, refuse_below
-from data.manifest import Normalisation, open_set
+from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 
 GIB = 2**30
@@ -213,11 +214,8 @@ class StreamedLatents(BlockLoader):
         refuse_below(0, num_workers=num_workers)
         remote = {"cache": cache, "timeout": timeout, "retries": retries}
         expected = (normalisation, encoder, latent_scale)
-        source, manifest, spec = open_set("webdataset", path, *expected, **remote)
+        spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
         spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
-        train, held_out = (
-            BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
-        )
         super().__init__(spec, LoaderArgs(batch_size, seed, device, rank, world_size), train, held_out)
 
         self.num_workers = num_workers
@@ -233,11 +231,10 @@ class StreamedLatents(BlockLoader):
         """Cuts the set into `given` streams, or as many as fit, and prints the memory that they
         take."""
         places = self.blocks.places
-        counts = [place.block.samples for place in places]
         a_stream = memory_of_a_stream(self.blocks, self.window)
         streams = fitting_streams(given, len(places), a_stream, self.allowed_gib)
         self.order = StreamOrder(
-            self.blocks.blocks_of_shard, counts, self.seed, streams, self.window
+            self.blocks.blocks_of_shard, self.blocks.counts, self.seed, streams, self.window
         )
         self.of_rank = RankPositions(self.batch_size, self.rank, self.world_size, streams)
         if self.rank:
@@ -340,7 +337,7 @@ class StreamedLatents(BlockLoader):
 
 def memory_of_a_stream(blocks: BlockReader, window: int) -> int:
     """Bytes of a stream's two windows, and of the block that the later one ends in."""
-    largest = max(place.block.samples for place in blocks.places)
+    largest = max(blocks.counts)
     a_sample = max(place.block.size / place.block.samples for place in blocks.places)
     return math.ceil((2 * window + largest) * a_sample)
 
