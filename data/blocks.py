@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.text import first_line, printable
-from data.loader import Batch, LatentLoader, LatentSpec, LoaderArgs
+from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs
 from data.manifest import Block, Manifest, Normalisation, Shard, read_manifest, spec_of
 from data.source import Source, open_source, unreadable
 
@@ -145,6 +146,32 @@ class BlockReader:
                 raise
         return self.checked(number)
 
+    @cached_property
+    def like(self) -> dict[str, Tensor]:
+        """A sample; the tensors of the others have its names, dtypes and shapes."""
+        return {name: tensor[:1].clone() for name, tensor in sorted(self.read(0).items())}
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.like.values())
+
+    def rows(self, number: int) -> UInt8[Tensor, "n bytes"]:
+        """Reads a block as bytes, a row a sample: one slice, one copy and one file descriptor, not
+        many."""
+        tensors = self.read(number)
+        flat = [tensors[name].flatten().view(torch.uint8) for name in self.like]
+        return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
+
+    def latents_in(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
+        """The samples whose bytes `rows` holds, on any device."""
+        parts = rows.split([tensor.nbytes for tensor in self.like.values()], dim=1)
+        return LatentTensors(
+            **{
+                name: part.contiguous().flatten().view(like.dtype).view(-1, *like.shape[1:])
+                for (name, like), part in zip(self.like.items(), parts, strict=True)
+            }
+        )
+
     def take_reports(self) -> list[Skipped]:
         reports = self.reports
         self.reports = []
@@ -256,24 +283,6 @@ def open_set(
     return spec_of(manifest, source, normalisation), train, held_out
 
 
-def to_bytes(tensors: dict[str, Tensor]) -> UInt8[Tensor, "n bytes"]:
-    """Joins all tensors of some samples, a row a sample: one slice, one copy and one file
-    descriptor, not many."""
-    names = sorted(tensors)  # a safetensors file has no order
-    flat = [tensors[name].contiguous().flatten().view(torch.uint8) for name in names]
-    return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
-
-
-def from_bytes(rows: UInt8[Tensor, "n bytes"], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inverts `to_bytes`, on any device; dtypes and shapes are those of `like`, one sample."""
-    names = sorted(like)
-    parts = rows.split([like[name].nbytes for name in names], dim=1)
-    return {
-        name: part.contiguous().flatten().view(like[name].dtype).view(-1, *like[name].shape[1:])
-        for name, part in zip(names, parts, strict=True)
-    }
-
-
 def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
     """Adds to `found`, place -> samples, the blocks that `data.on_corrupt=skip` left out, and
     prints each new one."""
@@ -349,24 +358,21 @@ class BlockLoader(LatentLoader):
         """See `LatentLoader`; a thread reads a block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
-        futures = (readers.submit(blocks.read, number) for number in range(len(blocks.places)))
+        futures = (readers.submit(blocks.rows, number) for number in range(len(blocks.places)))
         start = 0
-        rest: dict[str, Tensor] = {}
+        parts: list[Tensor] = []
         try:
             ahead = next(futures, None)
             while ahead is not None:
-                tensors = ahead.result()
+                rows = torch.cat([*parts, ahead.result()])
                 ahead = next(futures, None)
-                rest = {
-                    name: torch.cat([rest[name], tensors[name]]) if rest else tensors[name]
-                    for name in ("latents", "labels", "ids")
-                }
-                while len(rest["labels"]) >= (1 if ahead is None else batch_size):
-                    latents, labels, ids = (t[:batch_size].to(self.device) for t in rest.values())
-                    rest = {name: tensor[batch_size:] for name, tensor in rest.items()}
-                    position = torch.arange(start, start + len(labels), device=self.device)
-                    start += len(labels)
-                    yield Batch(self.normalise(latents), labels, ids, position)
+                whole = list(rows.split(batch_size))
+                parts = [] if ahead is None else [whole.pop()]  # the next block goes on with it
+                for part in whole:
+                    found = blocks.latents_in(part.to(self.device))
+                    position = torch.arange(start, start + len(part), device=self.device)
+                    start += len(part)
+                    yield Batch(self.normalise(found.latents), found.labels, found.ids, position)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())

@@ -77,16 +77,9 @@ def open_source(
         )
     if "://" not in url:
         return LocalSource(Path(url).expanduser())
-    if web and "#" in url:
-        raise UserError(
-            f"data.path={shown(url)} has a fragment behind a #; leave it out (a # in a name is "
-            "%23)."
-        )
-    if "?" in url and not web:
-        raise UserError(
-            f"data.path={shown(url)} has a query behind a ?; only http and https have one, leave "
-            "it out."
-        )
+    mark, what = ("#", "fragment") if web else ("?", "query")
+    if mark in url:
+        raise UserError(f"data.path={shown(url)} has a {what} behind a {mark}; leave it out.")
     source = (HttpSource if web else FsspecSource)(url, timeout, retries)
     return source if cache is None else CachedSource(source, Path(cache).expanduser())
 

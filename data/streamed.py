@@ -29,11 +29,9 @@ from data.blocks import (
     Readers,
     Skipped,
     add_skipped,
-    from_bytes,
     open_set,
-    to_bytes,
 )
-from data.loader import Batch, LatentTensors, LoaderArgs, refuse_below
+from data.loader import Batch, LoaderArgs, refuse_below
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 
@@ -59,7 +57,7 @@ def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterat
         done = 0
         for block, row, rows in order.blocks_of(window):
             if block != last:
-                content = to_bytes(blocks.read(block))
+                content = blocks.rows(block)
                 last = block
             if shuffled is None:
                 shuffled = content.new_empty((window.size, content.shape[1]))
@@ -255,14 +253,12 @@ class StreamedLatents(BlockLoader):
 
     def start_reading(self) -> None:
         """Starts the workers, and the thread that takes from them."""
-        like = self.blocks.read(0)
-        self.like = {name: tensor[:1].clone() for name, tensor in like.items()}
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                self.batch_size * (8 + to_bytes(self.like).shape[1]),
+                self.batch_size * (8 + self.blocks.row_bytes),
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
         loader = DataLoader(
@@ -307,8 +303,7 @@ class StreamedLatents(BlockLoader):
     def batch_of(self, rows: UInt8[Tensor, "n bytes"]) -> Batch:
         """The batch that the rows of all workers make, in the order of positions."""
         position, order = rows[:, :8].contiguous().view(torch.long).flatten().sort()
-        tensors = from_bytes(rows.index_select(0, order)[:, 8:], self.like)
-        return self.batch(LatentTensors(**tensors), position)
+        return self.batch(self.blocks.latents_in(rows.index_select(0, order)[:, 8:]), position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}
