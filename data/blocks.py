@@ -14,7 +14,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import accumulate
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.text import first_line, printable
-from data.loader import Batch, LatentLoader, LatentSpec, LoaderArgs
-from data.manifest import Block, Manifest, Shard
-from data.source import Source, unreadable
+from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs
+from data.manifest import Block, Manifest, Normalisation, Shard, read_manifest, spec_of
+from data.source import Source, open_source, unreadable
 
 OnCorrupt = Literal["error", "skip"]
 MOST_UNREACHABLE = 3
@@ -72,28 +73,31 @@ class BlockReader:
         if on_corrupt not in ("error", "skip"):
             raise UserError(f"data.on_corrupt={on_corrupt} is unknown; choose error or skip.")
         self.source = source
+        self.manifest = manifest
         self.on_corrupt = on_corrupt
         self.damaged: dict[int, str] = {}
         """Number of a block that the reader never tries again -> the fault it found."""
         self.reports: list[Skipped] = []
         """The blocks skipped since the last `take_reports`."""
 
+        self.places: list[Place] = []
+        self.count = 0
         shards = [shard for shard in manifest.shards if shard.split == split]
-        blocks = [(shard, block) for shard in shards for block in shard.blocks]
-        firsts = [0, *accumulate(block.samples for _, block in blocks)]
-        self.count = firsts.pop()
-        self.places = [Place(*pair, first) for pair, first in zip(blocks, firsts, strict=True)]
+        for shard in shards:
+            for block in shard.blocks:
+                self.places.append(Place(shard, block, self.count))
+                self.count += block.samples
         self.blocks_of_shard = [len(shard.blocks) for shard in shards]
+        self.counts = [place.block.samples for place in self.places]
 
         self.shape = (manifest.channels, manifest.height, manifest.width)
-        self.dtype = getattr(torch, manifest.dtype)
-        self.classes = len(manifest.class_names)
-        self.names = {"labels", "latents"} | ({"mirrored"} if manifest.flips else set())
-        """Of the tensors in every block."""
-        self.names_of_std = {"std"} | ({"mirrored_std"} if manifest.flips else set())
-        """Of those that the blocks of a variational encoder have beside them."""
-        self.with_std: bool | None = None if manifest.kind == "mean_std" else False
-        """Whether the blocks of this set have them; None until the first good block shows it."""
+        latents = {"latents", "mirrored"} if manifest.flips else {"latents"}
+        self.contents = [latents | {"labels"}]
+        """Names of the tensors that a block may have: with those of a variational encoder or
+        without; the first good block shows which."""
+        if manifest.kind == "mean_std":
+            stds = {"std", "mirrored_std"} if manifest.flips else {"std"}
+            self.contents.append(self.contents[0] | stds)
 
     def read(self, number: int) -> dict[str, Tensor]:
         """Reads all tensors of a block, and the `ids` of its samples.
@@ -142,6 +146,32 @@ class BlockReader:
                 raise
         return self.checked(number)
 
+    @cached_property
+    def like(self) -> dict[str, Tensor]:
+        """A sample; the tensors of the others have its names, dtypes and shapes."""
+        return {name: tensor[:1].clone() for name, tensor in sorted(self.read(0).items())}
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.like.values())
+
+    def rows(self, number: int) -> UInt8[Tensor, "n bytes"]:
+        """Reads a block as bytes, a row a sample: one slice, one copy and one file descriptor, not
+        many."""
+        tensors = self.read(number)
+        flat = [tensors[name].flatten().view(torch.uint8) for name in self.like]
+        return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
+
+    def latents_in(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
+        """The samples whose bytes `rows` holds, on any device."""
+        parts = rows.split([tensor.nbytes for tensor in self.like.values()], dim=1)
+        return LatentTensors(
+            **{
+                name: part.contiguous().flatten().view(like.dtype).view(-1, *like.shape[1:])
+                for (name, like), part in zip(self.like.items(), parts, strict=True)
+            }
+        )
+
     def take_reports(self) -> list[Skipped]:
         reports = self.reports
         self.reports = []
@@ -174,38 +204,39 @@ class BlockReader:
         except Exception as error:  # of safetensors, and of torch for a dtype that it does not know
             raise DamagedBlockError(f"is no safetensors file: {first_line(error)}") from error
 
-        with_std = self.with_std
-        if with_std is None:
-            with_std = bool(self.names_of_std & tensors.keys())
-        expected = self.names | (self.names_of_std if with_std else set())
-        if tensors.keys() != expected:
+        if tensors.keys() not in self.contents:
+            expected = " or ".join(", ".join(sorted(names)) for names in self.contents)
             raise DamagedBlockError(
-                f"holds {printable(', '.join(sorted(tensors)))}, and a block of this set "
-                f"{', '.join(sorted(expected))}"
+                f"holds {printable(', '.join(sorted(tensors)))}, and a block of this set {expected}"
             )
         for name, tensor in tensors.items():
             self.check(name, tensor, block.samples)
-        self.with_std = with_std
+        self.contents = [set(tensors)]
         return tensors
 
     def check(self, name: str, tensor: Tensor, samples: int) -> None:
         """DamagedBlockError if a tensor has another dtype, shape or range than the set has."""
-        found = kind(tensor.shape, tensor.dtype)
-        expected = kind((samples, *self.shape), self.dtype)
+        shape = (samples, *self.shape)
+        dtype = getattr(torch, self.manifest.dtype)
         if name == "labels":
-            expected = kind((samples,), torch.int64)
-        if found != expected:
-            raise DamagedBlockError(f"holds {name} {found}, the manifest says {expected}")
+            shape = (samples,)
+            dtype = torch.int64
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise DamagedBlockError(
+                f"holds {name} {kind(tensor.shape, tensor.dtype)}, the manifest says "
+                f"{kind(shape, dtype)}"
+            )
 
         # An order of magnitude quicker than isfinite.
         low, high = (extreme.item() for extreme in tensor.aminmax())
-        if name == "labels" and not 0 <= low <= high < max(1, self.classes):
+        classes = len(self.manifest.class_names)
+        if name == "labels" and not 0 <= low <= high < max(1, classes):
             raise DamagedBlockError(
-                f"holds labels from {low} to {high}, but there are {self.classes} classes"
+                f"holds labels from {low} to {high}, but there are {classes} classes"
             )
         if not math.isfinite(low) or not math.isfinite(high):
             raise DamagedBlockError(f"holds {name} that are not finite")
-        if name in self.names_of_std and low < 0.0:
+        if name.endswith("std") and low < 0.0:
             raise DamagedBlockError(f"holds {name} below 0")
 
 
@@ -213,22 +244,46 @@ def kind(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def to_bytes(tensors: dict[str, Tensor]) -> UInt8[Tensor, "n bytes"]:
-    """Joins all tensors of some samples, a row a sample: one slice, one copy and one file
-    descriptor, not many."""
-    names = sorted(tensors)  # a safetensors file has no order
-    flat = [tensors[name].contiguous().flatten().view(torch.uint8) for name in names]
-    return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
+def open_set(
+    group: str,
+    path: str | None,
+    normalisation: Normalisation,
+    encoder: str | None,
+    latent_scale: float | None,
+    on_corrupt: OnCorrupt = "error",
+    **remote: Any,
+) -> tuple[LatentSpec, BlockReader, BlockReader]:
+    """Opens the set at `path` for `data=<group>`: its spec, and readers of its training and held-out
+    split.
 
-
-def from_bytes(rows: UInt8[Tensor, "n bytes"], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inverts `to_bytes`, on any device; dtypes and shapes are those of `like`, one sample."""
-    names = sorted(like)
-    parts = rows.split([like[name].nbytes for name in names], dim=1)
-    return {
-        name: part.contiguous().flatten().view(like[name].dtype).view(-1, *like[name].shape[1:])
-        for name, part in zip(names, parts, strict=True)
-    }
+    ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
+    `remote`: see `open_source`.
+    """
+    if path is None:
+        raise UserError(
+            f"data={group} needs data.path=<folder of latents>; make one with "
+            f"`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
+        )
+    source = open_source(path, **remote)
+    manifest = read_manifest(source)
+    made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
+    if encoder is not None and made_with not in (
+        encoder,
+        str(Path(encoder).expanduser().resolve()),
+    ):
+        raise UserError(
+            f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of "
+            "them."
+        )
+    if latent_scale is not None and latent_scale != manifest.scaling_factor:
+        raise UserError(
+            f"data.latent_scale={latent_scale}, but the encoder of {source} has "
+            f"{manifest.scaling_factor}; change one of them."
+        )
+    train, held_out = (
+        BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
+    )
+    return spec_of(manifest, source, normalisation), train, held_out
 
 
 def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
@@ -306,24 +361,21 @@ class BlockLoader(LatentLoader):
         """See `LatentLoader`; a thread reads a block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
-        futures = (readers.submit(blocks.read, number) for number in range(len(blocks.places)))
+        futures = (readers.submit(blocks.rows, number) for number in range(len(blocks.places)))
         start = 0
-        rest: dict[str, Tensor] = {}
+        parts: list[Tensor] = []
         try:
             ahead = next(futures, None)
             while ahead is not None:
-                tensors = ahead.result()
+                rows = torch.cat([*parts, ahead.result()])
                 ahead = next(futures, None)
-                rest = {
-                    name: torch.cat([rest[name], tensors[name]]) if rest else tensors[name]
-                    for name in ("latents", "labels", "ids")
-                }
-                while len(rest["labels"]) >= (1 if ahead is None else batch_size):
-                    latents, labels, ids = (t[:batch_size].to(self.device) for t in rest.values())
-                    rest = {name: tensor[batch_size:] for name, tensor in rest.items()}
-                    position = torch.arange(start, start + len(labels), device=self.device)
-                    start += len(labels)
-                    yield Batch(self.normalise(latents), labels, ids, position)
+                whole = list(rows.split(batch_size))
+                parts = [] if ahead is None else [whole.pop()]  # the next block goes on with it
+                for part in whole:
+                    found = blocks.latents_in(part.to(self.device))
+                    position = torch.arange(start, start + len(part), device=self.device)
+                    start += len(part)
+                    yield Batch(self.normalise(found.latents), found.labels, found.ids, position)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())

@@ -32,7 +32,7 @@ class DigitLatents(InMemoryLatents):
         world_size: int = 1,
     ) -> None:
         kept = list(range(10)) if classes is None else sorted(classes)
-        if not kept or not set(kept) <= set(range(10)) or len(set(kept)) < len(kept):
+        if not kept or kept != sorted({*kept} & {*range(10)}):
             raise UserError(
                 f"data.classes={classes} must be digits from 0 to 9, each once, such as "
                 "[0,1,2,3,4]."

@@ -240,14 +240,13 @@ def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float
 
     Both draws are functions of (seed, position): any rank, worker or restart makes the same.
     """
-    raw = rows.floating()
+    raw: Any = rows.latents
     std: Any = rows.std
-    if rows.mirrored is not None:
-        mirrored: Any = (rows.mirrored, rows.mirrored_std)
+    mirrored: Any = (rows.mirrored, rows.mirrored_std)
+    if mirrored[0] is not None:
         flip = counter_uniform(seed, Purpose.MIRROR, position).view(-1, 1, 1, 1) < 0.5
         raw = torch.where(flip, mirrored[0], raw)
-        if std is not None and mirrored[1] is not None:
-            std = torch.where(flip, mirrored[1], std)
+        std = None if std is None else torch.where(flip, mirrored[1], std)
     if std is None:
         return raw
     noise = counter_normal(seed, Purpose.POSTERIOR, position, raw.shape[1:])

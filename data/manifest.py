@@ -1,4 +1,4 @@
-"""The files of a latent set: what they are, writing them, and opening a set by its manifest.
+"""The files of a latent set: what they are, writing shards, and reading a manifest.
 
 A shard is a WebDataset tar whose members are *blocks*: safetensors files of some hundred samples
 with raw `latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`, `mirrored`,
@@ -19,7 +19,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,11 @@ FORMAT = 2
 NAME = "manifest.json"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
 """Which mean and std per channel, or both: [[means], [stds]]."""
+FACTS = (
+    "channels height width class_names kind dtype flips mean std "
+    "scaling_factor shift_factor encoder_sha256"
+)
+"""What training sees of a set beside its samples."""
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
 """No folder, and no letter that means something in a URL."""
 
@@ -181,73 +186,52 @@ class Manifest:
     def fingerprint(self) -> str:
         """Hashes what training sees: the shards, their order, the class names, the statistics and
         the encoder."""
-        names = (
-            "channels",
-            "height",
-            "width",
-            "class_names",
-            "kind",
-            "dtype",
-            "flips",
-            "mean",
-            "std",
-        )
-        facts = {
-            name: getattr(self, name)
-            for name in (*names, "scaling_factor", "shift_factor", "encoder_sha256")
-        }
+        facts = {name: getattr(self, name) for name in FACTS.split()}
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
     def earlier_fingerprint(self) -> str:
         """The fingerprint in checkpoints of earlier versions, which left statistics and splits
         out."""
-        parts = (
-            [shard.sha256 for shard in self.shards] + self.class_names + [str(self.encoder_sha256)]
-        )
+        hashes = [shard.sha256 for shard in self.shards]
+        parts = [*hashes, *self.class_names, str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    @property
-    def smallest_sample(self) -> int:
-        """Bytes that a sample takes in a block at least: its latents and its int64 label."""
-        width = {"float16": 2, "bfloat16": 2, "float32": 4}[self.dtype]
-        return (1 + self.flips) * self.channels * self.height * self.width * width + 8
-
-    def faults(self) -> list[str]:
-        """Sentences about fields that contradict each other; empty for a good manifest."""
-        shards = self.shards
-        found = wrong_lengths(self)
+    def faults(self) -> Iterator[str]:
+        """Sentences about fields that contradict each other; none for a good manifest."""
+        yield from wrong_lengths(self)
         for what, names in (
-            ("shard", [shard.file for shard in shards]),
-            ("class", map(repr, self.class_names)),
+            ("shard", [shard.file for shard in self.shards]),
+            ("class", [repr(name) for name in self.class_names]),
         ):
-            found += [
-                f"the {what} {name} is there {n} times"
-                for name, n in Counter(names).items()
-                if n > 1
-            ]
-        for shard in shards:
-            if not SHARD_NAME.fullmatch(shard.file):
-                found.append(f"the shard {shard.file!r} is outside its folder or no .tar")
-            ends = [0, *(block.offset + block.size for block in shard.blocks)]
-            if sum(block.samples for block in shard.blocks) != shard.count:
-                found.append(
-                    f"the blocks of {shard.file} do not hold its count of {shard.count} samples"
-                )
-            if (
-                any(b.offset < end for b, end in zip(shard.blocks, ends, strict=False))
-                or ends[-1] > shard.bytes
-            ):
-                found.append(
-                    f"the blocks of {shard.file} overlap, or lie beyond its {shard.bytes} bytes"
-                )
-            if any(block.samples * self.smallest_sample > block.size for block in shard.blocks):
-                found.append(f"a block of {shard.file} is too small for its samples")
+            for name, times in Counter(names).items():
+                if times > 1:
+                    yield f"the {what} {name} is there {times} times"
+        for shard in self.shards:
+            yield from self.faults_of(shard)
         for split, said in (("train", self.count), ("held_out", self.held_out)):
-            held = sum(shard.count for shard in shards if shard.split == split)
+            held = sum(shard.count for shard in self.shards if shard.split == split)
             if held != said:
-                found.append(f"the {split} shards hold {held} samples, and it says {said}")
-        return found
+                yield f"the {split} shards hold {held} samples, and it says {said}"
+
+    def faults_of(self, shard: Shard) -> Iterator[str]:
+        if not SHARD_NAME.fullmatch(shard.file):
+            yield f"the shard {shard.file!r} is outside its folder or no .tar"
+        if sum(block.samples for block in shard.blocks) != shard.count:
+            yield f"the blocks of {shard.file} do not hold its count of {shard.count} samples"
+
+        # A sample has at least its latents and an int64 label.
+        values = (1 + self.flips) * self.channels * self.height * self.width
+        smallest = values * getattr(torch, self.dtype).itemsize + 8
+        end = 0
+        for block in shard.blocks:
+            if block.samples * smallest > block.size:
+                yield f"a block of {shard.file} is too small for its samples"
+            if block.offset < end:
+                yield f"the blocks of {shard.file} overlap"
+            end = block.offset + block.size
+        if end > shard.bytes:
+            yield f"the blocks of {shard.file} lie beyond its {shard.bytes} bytes"
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
@@ -277,7 +261,8 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
         manifest = schema().validate_json(content, strict=True)
     except ValidationError as error:
         raise UserError(f"{file} {first_fault(error)}; {again}.") from error
-    if faults := manifest.faults():
+    faults = list(manifest.faults())
+    if faults:
         more = f" (and {len(faults) - 1} more faults)" if faults[1:] else ""
         raise UserError(f"{file}: {faults[0]}{more}; {again}.")
     return manifest
@@ -306,43 +291,6 @@ def first_fault(error: ValidationError, kind: str = "manifest") -> str:
     return f"is no {kind}: {field or 'it'} {problem}, and is {json.dumps(fault['input'])[:60]}"
 
 
-def open_set(
-    group: str,
-    path: str | None,
-    normalisation: Normalisation,
-    encoder: str | None,
-    latent_scale: float | None,
-    **remote: Any,
-) -> tuple[Source, Manifest, LatentSpec]:
-    """Opens the set at `path` for `data=<group>`: its source, manifest and spec.
-
-    ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
-    `remote`: see `open_source`.
-    """
-    if path is None:
-        raise UserError(
-            f"data={group} needs data.path=<folder of latents>; make one with "
-            f"`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
-        )
-    source = open_source(path, **remote)
-    manifest = read_manifest(source)
-    made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
-    if encoder is not None and made_with not in (
-        encoder,
-        str(Path(encoder).expanduser().resolve()),
-    ):
-        raise UserError(
-            f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of "
-            "them."
-        )
-    if latent_scale is not None and latent_scale != manifest.scaling_factor:
-        raise UserError(
-            f"data.latent_scale={latent_scale}, but the encoder of {source} has "
-            f"{manifest.scaling_factor}; change one of them."
-        )
-    return source, manifest, spec_of(manifest, source, normalisation)
-
-
 def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
     """The spec of the training split with the mean and std per channel that `normalisation`
     chooses, or is."""
@@ -350,13 +298,20 @@ def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) ->
     std = manifest.std
     told = str(normalisation)
     if isinstance(normalisation, list):
-        mean, std = statistics_in(normalisation, manifest.channels)
+        if [len(part) for part in normalisation] != [manifest.channels] * 2 or (
+            min(normalisation[1]) <= 0.0
+        ):
+            raise UserError(
+                f"data.normalisation={normalisation} must be [[means],[stds]] of "
+                f"{manifest.channels} channels, the latter above 0; or channel or scale_shift."
+            )
+        mean, std = normalisation
         told = f"given-{hashlib.sha256(repr((mean, std)).encode()).hexdigest()[:16]}"
     elif normalisation not in ("channel", "scale_shift"):
         raise UserError(
             f"data.normalisation={normalisation} is unknown; choose channel or scale_shift."
         )
-    if normalisation == "scale_shift":
+    elif normalisation == "scale_shift":
         if manifest.scaling_factor is None:
             raise UserError(
                 f"data.normalisation=scale_shift, but the encoder of {source} has no scaling "
@@ -378,14 +333,3 @@ def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) ->
         fingerprint=f"{manifest.fingerprint()}-{told}",
         earlier_fingerprint=f"{manifest.earlier_fingerprint()}-{told}",
     )
-
-
-def statistics_in(given: list[list[float]], channels: int) -> tuple[list[float], list[float]]:
-    """Mean and std per channel from `[[means], [stds]]`; ValueError if they are not one a channel,
-    or a std not > 0."""
-    if [len(part) for part in given] != [channels, channels] or min(given[1]) <= 0.0:
-        raise UserError(
-            f"data.normalisation={given} must be [[means],[stds]] of {channels} channels, the "
-            "latter above 0; or channel or scale_shift."
-        )
-    return given[0], given[1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped, open_set
 from data.loader import (
     Batch,
     InMemoryLatents,
@@ -23,7 +23,7 @@ from data.loader import (
     LatentTensors,
     LoaderArgs,
 )
-from data.manifest import Normalisation, open_set
+from data.manifest import Normalisation
 from data.order import Chunk, ChunkOrder
 
 GIB = 2**30
@@ -61,14 +61,15 @@ class ChunkedLatents(BlockLoader):
         if self.copies is not None:
             self.copies.synchronize()
         # Their memory is free before the new ones take theirs.
-        self.buffers: list[dict[str, Tensor]] = []
-        counts = [place.block.samples for place in self.blocks.places]
-        self.order = ChunkOrder(counts, self.seed, chunk_size)
-        like = self.blocks.read(0)
-        like["order"] = like["ids"]
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+        """Bytes of samples, and the order in which batches take them."""
+        self.order = ChunkOrder(self.blocks.counts, self.seed, chunk_size)
         for _ in range(2):
+            rows = torch.empty(
+                chunk_size, self.blocks.row_bytes, dtype=torch.uint8, device=self.device
+            )
             self.buffers.append(
-                {name: empty_like(t, chunk_size, self.device) for name, t in like.items()}
+                (rows, torch.empty(chunk_size, dtype=torch.long, device=self.device))
             )
 
     def batch_at(self, start: int) -> Batch:
@@ -77,15 +78,13 @@ class ChunkedLatents(BlockLoader):
         left = self.batch_size
         while left:
             chunk, offset = self.order.locate(start)
-            buffer = self.buffer_with(chunk)
-            rows = buffer["order"][offset : min(chunk.size, offset + left)]
-            found.append({name: t[rows] for name, t in buffer.items() if name != "order"})
-            start += len(rows)
-            left -= len(rows)
-        tensors = {name: torch.cat([part[name] for part in found]) for name in found[0]}
-        return self.batch(LatentTensors(**tensors), position)
+            rows, order = self.buffer_with(chunk)
+            found.append(rows.index_select(0, order[offset : min(chunk.size, offset + left)]))
+            start += len(found[-1])
+            left -= len(found[-1])
+        return self.batch(self.blocks.latents_in(torch.cat(found)), position)
 
-    def buffer_with(self, chunk: Chunk) -> dict[str, Tensor]:
+    def buffer_with(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Waits for the buffer that holds `chunk`, and lets the thread fill the other one with the
         chunk after it."""
         if chunk != self.current:
@@ -104,10 +103,10 @@ class ChunkedLatents(BlockLoader):
         """Lets the thread fill the second buffer with `chunk`."""
         self.coming = chunk
         used = self.copies and torch.cuda.current_stream(self.device).record_event()
-        self.filled = self.readers.submit(self.fill, chunk, self.buffers[1], used)
+        self.filled = self.readers.submit(self.fill, chunk, *self.buffers[1], used)
 
-    def fill(self, chunk: Chunk, buffer: dict[str, Tensor], used: Any) -> Any:
-        """Copies the blocks of `chunk` into `buffer` after the event `used`; returns the event of
+    def fill(self, chunk: Chunk, rows: Tensor, order: Tensor, used: Any) -> Any:
+        """Copies the blocks of `chunk` into a buffer after the event `used`; returns the event of
         the last copy."""
         first = 0
         with torch.cuda.stream(self.copies):  # does nothing on a CPU
@@ -116,17 +115,15 @@ class ChunkedLatents(BlockLoader):
             for number in chunk.blocks:
                 if chunk != self.coming or self.readers.closed.is_set():
                     return None  # the loader wants another chunk by now, or nothing more
-                tensors = self.blocks.read(number)
-                rows = slice(first, first + len(tensors["ids"]))
-                first = rows.stop
+                block = self.blocks.rows(number)
 
                 # At most the block on its way and the one that was read lie in pinned memory.
                 if self.copies is not None:
                     self.copies.synchronize()
-                for name, tensor in tensors.items():
-                    buffer[name][rows].copy_(self.pinned(tensor), non_blocking=True)
-            order = self.pinned(self.order.permutation(chunk))
-            buffer["order"][: chunk.size].copy_(order, non_blocking=True)
+                rows[first : first + len(block)].copy_(self.pinned(block), non_blocking=True)
+                first += len(block)
+            drawn = self.pinned(self.order.permutation(chunk))
+            order[: chunk.size].copy_(drawn, non_blocking=True)
             return self.copies and self.copies.record_event()
 
     def pinned(self, tensor: Tensor) -> Tensor:
@@ -184,12 +181,10 @@ class ResidentLatents(LatentLoader):
     ) -> None:
         if storage not in ("native", "int8"):
             raise UserError(f"data.storage={storage} is unknown; choose native or int8.")
-        source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
+        expected = (normalisation, encoder, latent_scale)
+        spec, train, held_out = open_set("resident", path, *expected, on_corrupt)
         if storage == "int8":
             spec = spec.ordered(storage)
-        train, held_out = (
-            BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
-        )
         args = LoaderArgs(batch_size, seed, device, rank, world_size)
         super().__init__(spec, args)
         allowed = memory_allowed(device, device_memory_gib, world_size)
@@ -200,7 +195,7 @@ class ResidentLatents(LatentLoader):
             what = "all of it on the device"
             tensors, error = read_split(train, device, storage)
             if storage == "int8":
-                worst = (error / torch.tensor(manifest.std)).max()
+                worst = (error / torch.tensor(train.manifest.std)).max()
                 print(
                     f"data: int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst "
                     "channel)",
@@ -281,10 +276,10 @@ def memory_allowed(device: torch.device, given: float | None, world_size: int = 
 
 
 def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
-    sample = [tensor[0] for tensor in blocks.read(0).values()]
-    return sum(
-        t.numel() + 4 * len(t) if storage == "int8" and t.ndim == 3 else t.nbytes for t in sample
-    )
+    if storage == "native":
+        return blocks.row_bytes
+    sample = [tensor[0] for tensor in blocks.like.values()]
+    return sum(t.numel() + 4 * len(t) if t.ndim == 3 else t.nbytes for t in sample)
 
 
 def read_split(

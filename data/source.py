@@ -77,16 +77,9 @@ def open_source(
         )
     if "://" not in url:
         return LocalSource(Path(url).expanduser())
-    if web and "#" in url:
-        raise UserError(
-            f"data.path={shown(url)} has a fragment behind a #; leave it out (a # in a name is "
-            "%23)."
-        )
-    if "?" in url and not web:
-        raise UserError(
-            f"data.path={shown(url)} has a query behind a ?; only http and https have one, leave "
-            "it out."
-        )
+    mark, what = ("#", "fragment") if web else ("?", "query")
+    if mark in url:
+        raise UserError(f"data.path={shown(url)} has a {what} behind a {mark}; leave it out.")
     source = (HttpSource if web else FsspecSource)(url, timeout, retries)
     return source if cache is None else CachedSource(source, Path(cache).expanduser())
 
@@ -199,6 +192,10 @@ class HttpSource(RemoteSource):
                 # A byte more than was asked for shows a server that sends others.
                 amount = None if size is None else size + 1
                 content = reply.raw.read(amount, decode_content=True)
+                if amount == len(content):
+                    raise OSError(
+                        f"the server sends more than the {size} bytes that were asked for"
+                    )
         except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
             # urllib3's reason says more than requests' "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)
@@ -239,20 +236,15 @@ def check_part(content: bytes, said: str | None, offset: int, size: int) -> None
     """OSError if `content` is another part of a file than was asked for; `said` is its
     Content-Range."""
     end = offset + len(content)
-    if len(content) > size:
-        raise OSError(f"the server sends more than the {size} bytes that were asked for")
-    if said is None:
-        return
-    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
-    if not found or int(found[1]) != offset or int(found[2]) + 1 != end:
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said or f"bytes {offset}-{end - 1}/{end}")
+    if (
+        not found
+        or (int(found[1]), int(found[2]) + 1) != (offset, end)
+        or (len(content) < size and found[3] != str(end))  # the file goes on
+    ):
         raise OSError(
             f"the server sends {len(content)} bytes as {said!r}, and {size} bytes from {offset} "
             "were asked for"
-        )
-    if len(content) < size and found[3] != str(end):
-        raise OSError(
-            f"the server sends {len(content)} of the {size} bytes that were asked for, and the "
-            "file goes on"
         )
 
 

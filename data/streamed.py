@@ -22,18 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from common.errors import UserError
 from common.shared_memory import refuse_small_shared_memory
 from common.text import first_line
-from data.blocks import (
-    BlockLoader,
-    BlockReader,
-    OnCorrupt,
-    Readers,
-    Skipped,
-    add_skipped,
-    from_bytes,
-    to_bytes,
-)
-from data.loader import Batch, LatentTensors, LoaderArgs, refuse_below
-from data.manifest import Normalisation, open_set
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, Skipped, add_skipped, open_set
+from data.loader import Batch, LoaderArgs, refuse_below
+from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 
 GIB = 2**30
@@ -58,7 +49,7 @@ def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterat
         done = 0
         for block, row, rows in order.blocks_of(window):
             if block != last:
-                content = to_bytes(blocks.read(block))
+                content = blocks.rows(block)
                 last = block
             if shuffled is None:
                 shuffled = content.new_empty((window.size, content.shape[1]))
@@ -216,11 +207,8 @@ class StreamedLatents(BlockLoader):
         refuse_below(0, num_workers=num_workers)
         remote = {"cache": cache, "timeout": timeout, "retries": retries}
         expected = (normalisation, encoder, latent_scale)
-        source, manifest, spec = open_set("webdataset", path, *expected, **remote)
+        spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
         spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
-        train, held_out = (
-            BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
-        )
         super().__init__(
             spec, LoaderArgs(batch_size, seed, device, rank, world_size), train, held_out
         )
@@ -238,11 +226,10 @@ class StreamedLatents(BlockLoader):
         """Cuts the set into `given` streams, or as many as fit, and prints the memory that they
         take."""
         places = self.blocks.places
-        counts = [place.block.samples for place in places]
         a_stream = memory_of_a_stream(self.blocks, self.window)
         streams = fitting_streams(given, len(places), a_stream, self.allowed_gib)
         self.order = StreamOrder(
-            self.blocks.blocks_of_shard, counts, self.seed, streams, self.window
+            self.blocks.blocks_of_shard, self.blocks.counts, self.seed, streams, self.window
         )
         self.of_rank = RankPositions(self.batch_size, self.rank, self.world_size, streams)
         if self.rank:
@@ -263,14 +250,12 @@ class StreamedLatents(BlockLoader):
 
     def start_reading(self) -> None:
         """Starts the workers, and the thread that takes from them."""
-        like = self.blocks.read(0)
-        self.like = {name: tensor[:1].clone() for name, tensor in like.items()}
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                self.batch_size * (8 + to_bytes(self.like).shape[1]),
+                self.batch_size * (8 + self.blocks.row_bytes),
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
         loader = DataLoader(
@@ -315,8 +300,7 @@ class StreamedLatents(BlockLoader):
     def batch_of(self, rows: UInt8[Tensor, "n bytes"]) -> Batch:
         """The batch that the rows of all workers make, in the order of positions."""
         position, order = rows[:, :8].contiguous().view(torch.long).flatten().sort()
-        tensors = from_bytes(rows.index_select(0, order)[:, 8:], self.like)
-        return self.batch(LatentTensors(**tensors), position)
+        return self.batch(self.blocks.latents_in(rows.index_select(0, order)[:, 8:]), position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}
@@ -345,7 +329,7 @@ class StreamedLatents(BlockLoader):
 
 def memory_of_a_stream(blocks: BlockReader, window: int) -> int:
     """Bytes of a stream's two windows, and of the block that the later one ends in."""
-    largest = max(place.block.samples for place in blocks.places)
+    largest = max(blocks.counts)
     a_sample = max(place.block.size / place.block.samples for place in blocks.places)
     return math.ceil((2 * window + largest) * a_sample)
 

@@ -246,7 +246,7 @@ FAULTS: dict[str, tuple[dict | Callable[[dict], None], str]] = {
     ),
     "a shard that is shorter than its blocks": (
         shard_with(bytes=2000),
-        "or lie beyond its 2000 bytes",
+        "lie beyond its 2000 bytes",
     ),
     "a URL's query in a name": (
         shard_with(file="a.tar?b"),

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from accel.stack import AccelerationStack
-from data.blocks import BlockReader
+from data.blocks import open_set
 from data.loader import LatentLoader, LatentSpec
-from data.manifest import open_set
 from data.resident import bytes_of_a_sample
 from models.denoiser import Denoiser
 from training.config.build import build
@@ -51,10 +50,9 @@ def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSp
     if node.get("path") is None or "normalisation" not in node:
         return build_loader(node, seed, 1, device).spec, 0.0
     expected = {name: node.get(name) for name in ("encoder", "latent_scale")}
-    source, manifest, spec = open_set("resident", node["path"], node["normalisation"], **expected)
+    spec, *splits = open_set("resident", node["path"], node["normalisation"], **expected)
     if "storage" not in node:
         return spec, 0.0
-    splits = [BlockReader(source, manifest, split) for split in ("train", "held_out")]
     whole = bytes_of_a_sample(splits[0], node["storage"]) * sum(split.count for split in splits)
     given = node.get("device_memory_gib")
     return spec, min(whole, memory / 2 if given is None else given * 2**30)
