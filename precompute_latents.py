@@ -1,11 +1,12 @@
-"""Encodes images into latent shards with a manifest, once per data set. The same command again
-continues.
+"""Encodes images into latent shards with a manifest, once per data set.
+
+The same command again continues.
 
 python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
 python precompute_latents.py source=photos out=latents/photos encoder=sd
 torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/photos encoder=sd
-python precompute_latents.py source=photos out=latents/photos encoder=local
-encoder.path=models/my-vae
+python precompute_latents.py source=photos out=latents/photos encoder=local \\
+    encoder.path=models/my-vae
 """
 
 import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old

@@ -1,26 +1,30 @@
 """Reads the blocks of a latent set and verifies each: length, hash, names, dtypes, shapes, labels,
 finite values.
 
-A shard is a tar whose members are blocks: safetensors files of some hundred samples
-(data/shards.py). `BlockReader` reads a block by its offset in the manifest; it parses no tar and
-unpickles nothing. The manifest's order numbers the samples of a split; that number is the id in a
-`Batch`.
+`BlockReader` reads a block by its offset in the manifest; it parses no tar and unpickles nothing.
+The manifest's order numbers the samples of a split; that number is the id in a `Batch`. `Readers`
+are threads that read ahead, and `BlockLoader` the base of the loaders that use them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from jaxtyping import UInt8
 from safetensors.torch import load
 from torch import Tensor
 
 from common.errors import UserError
 from common.text import first_line, printable
+from data.loader import Batch, LatentLoader, LatentSpec, LoaderArgs
 from data.manifest import Block, Manifest, Shard
 from data.source import Source, unreadable
 
@@ -28,6 +32,7 @@ OnCorrupt = Literal["error", "skip"]
 MOST_UNREACHABLE = 3
 """After so many blocks in a row the reader gives up: the store is gone, not a block."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
+Result = TypeVar("Result")
 
 
 class DamagedBlockError(UserError):
@@ -72,22 +77,23 @@ class BlockReader:
         """Number of a block that the reader never tries again -> the fault it found."""
         self.reports: list[Skipped] = []
         """The blocks skipped since the last `take_reports`."""
+
         shards = [shard for shard in manifest.shards if shard.split == split]
         blocks = [(shard, block) for shard in shards for block in shard.blocks]
         firsts = [0, *accumulate(block.samples for _, block in blocks)]
         self.count = firsts.pop()
         self.places = [Place(*pair, first) for pair, first in zip(blocks, firsts, strict=True)]
         self.blocks_of_shard = [len(shard.blocks) for shard in shards]
-        names = ("latents", "mirrored") if manifest.flips else ("latents",)
-        self.names = {"labels", *names}
-        """Of the tensors in every block."""
-        self.names_of_std = {"std", "mirrored_std"} if manifest.flips else {"std"}
-        """Of those that the blocks of a variational encoder have beside them."""
-        self.with_std: bool | None = None if manifest.kind == "mean_std" else False
-        """Whether the blocks of this set have them; None until the first good block shows it."""
+
         self.shape = (manifest.channels, manifest.height, manifest.width)
         self.dtype = getattr(torch, manifest.dtype)
         self.classes = len(manifest.class_names)
+        self.names = {"labels", "latents"} | ({"mirrored"} if manifest.flips else set())
+        """Of the tensors in every block."""
+        self.names_of_std = {"std"} | ({"mirrored_std"} if manifest.flips else set())
+        """Of those that the blocks of a variational encoder have beside them."""
+        self.with_std: bool | None = None if manifest.kind == "mean_std" else False
+        """Whether the blocks of this set have them; None until the first good block shows it."""
 
     def read(self, number: int) -> dict[str, Tensor]:
         """Reads all tensors of a block, and the `ids` of its samples.
@@ -104,21 +110,20 @@ class BlockReader:
             try:
                 tensors = self.fetched(other)
             except DamagedBlockError as error:
-                if self.on_corrupt == "error":
+                unreachable += isinstance(error, UnreachableError)
+                if self.on_corrupt == "error" or unreachable == MOST_UNREACHABLE:
                     raise
                 reason = str(error).partition(";")[0]
-                if isinstance(error, UnreachableError):
-                    unreachable += 1
-                    if unreachable == MOST_UNREACHABLE:
-                        raise
-                else:
+                if not isinstance(error, UnreachableError):
                     self.damaged[other] = reason
                 place = self.places[other]
                 self.reports.append(Skipped(str(place), place.block.samples, reason))
                 continue
-            tensors["ids"] = torch.arange(len(tensors["labels"])) + self.places[other].first
+
+            samples = len(tensors["labels"])
+            tensors["ids"] = torch.arange(samples) + self.places[other].first
             if other != number:
-                rows = torch.arange(self.places[number].block.samples) % len(tensors["labels"])
+                rows = torch.arange(self.places[number].block.samples) % samples
                 tensors = {name: tensor[rows] for name, tensor in tensors.items()}
             return tensors
         reason = next(iter(self.damaged.values()), reason)
@@ -127,15 +132,15 @@ class BlockReader:
         )
 
     def fetched(self, number: int) -> dict[str, Tensor]:
+        """Reads a block, a second time if the source drops a damaged copy of it."""
         try:
             return self.checked(number)
-        except DamagedBlockError as error:
-            bad_copy = not isinstance(error, UnreachableError) and self.source.forget(
-                self.places[number].shard.file
-            )
-            if bad_copy:  # fetch it again
-                return self.checked(number)
+        except UnreachableError:
             raise
+        except DamagedBlockError:
+            if not self.source.forget(self.places[number].shard.file):
+                raise
+        return self.checked(number)
 
     def take_reports(self) -> list[Skipped]:
         reports = self.reports
@@ -152,58 +157,78 @@ class BlockReader:
             # Another attempt does not find a missing file either.
             kind = DamagedBlockError if isinstance(error, FileNotFoundError) else UnreachableError
             raise kind(f"{unreadable(what, error)}; {REMEDY}.") from error
+        try:
+            return self.tensors_in(content, block)
+        except DamagedBlockError as error:
+            raise DamagedBlockError(f"{what} {error}; {REMEDY}.") from error
+
+    def tensors_in(self, content: bytes, block: Block) -> dict[str, Tensor]:
+        """The tensors of a block; DamagedBlockError with the end of a sentence if it is not what
+        the manifest says: a right hash may be of wrong tensors."""
         if len(content) != block.size:
-            raise DamagedBlockError(
-                f"{what} ends early, {len(content)} of {block.size} bytes are there; {REMEDY}."
-            )
+            raise DamagedBlockError(f"ends early, {len(content)} of {block.size} bytes are there")
         if hashlib.sha256(content).hexdigest() != block.sha256:
-            raise DamagedBlockError(
-                f"{what} is damaged: its sha256 differs from the manifest's; {REMEDY}."
-            )
+            raise DamagedBlockError("is damaged: its sha256 differs from the manifest's")
         try:
             tensors = load(content)
         except Exception as error:  # of safetensors, and of torch for a dtype that it does not know
-            raise DamagedBlockError(
-                f"{what} is no safetensors file: {first_line(error)}; {REMEDY}."
-            ) from error
-        if fault := self.fault(tensors, block.samples):
-            raise DamagedBlockError(f"{what} {printable(fault)}; {REMEDY}.")
-        return tensors
+            raise DamagedBlockError(f"is no safetensors file: {first_line(error)}") from error
 
-    def fault(self, tensors: dict[str, Tensor], samples: int) -> str | None:
-        """Why a block does not fit the manifest, as the end of a sentence: a right hash may be of
-        wrong tensors."""
-        with_std = (
-            bool(self.names_of_std & tensors.keys()) if self.with_std is None else self.with_std
-        )
+        with_std = self.with_std
+        if with_std is None:
+            with_std = bool(self.names_of_std & tensors.keys())
         expected = self.names | (self.names_of_std if with_std else set())
         if tensors.keys() != expected:
-            return (
-                f"holds {', '.join(sorted(tensors))}, and a block of this set "
+            raise DamagedBlockError(
+                f"holds {printable(', '.join(sorted(tensors)))}, and a block of this set "
                 f"{', '.join(sorted(expected))}"
             )
         for name, tensor in tensors.items():
-            shape = (samples,) if name == "labels" else (samples, *self.shape)
-            dtype = torch.int64 if name == "labels" else self.dtype
-            if tensor.shape != shape or tensor.dtype != dtype:
-                return (
-                    f"holds {name} {kind(tensor.shape, tensor.dtype)}, the manifest says "
-                    f"{kind(shape, dtype)}"
-                )
-            # an order of magnitude quicker than isfinite
-            low, high = (extreme.item() for extreme in tensor.aminmax())
-            if name == "labels" and not 0 <= low <= high < max(1, self.classes):
-                return f"holds labels from {low} to {high}, but there are {self.classes} classes"
-            if not math.isfinite(low) or not math.isfinite(high):
-                return f"holds {name} that are not finite"
-            if name in self.names_of_std and low < 0.0:
-                return f"holds {name} below 0"
+            self.check(name, tensor, block.samples)
         self.with_std = with_std
-        return None
+        return tensors
+
+    def check(self, name: str, tensor: Tensor, samples: int) -> None:
+        """DamagedBlockError if a tensor has another dtype, shape or range than the set has."""
+        found = kind(tensor.shape, tensor.dtype)
+        expected = kind((samples, *self.shape), self.dtype)
+        if name == "labels":
+            expected = kind((samples,), torch.int64)
+        if found != expected:
+            raise DamagedBlockError(f"holds {name} {found}, the manifest says {expected}")
+
+        # An order of magnitude quicker than isfinite.
+        low, high = (extreme.item() for extreme in tensor.aminmax())
+        if name == "labels" and not 0 <= low <= high < max(1, self.classes):
+            raise DamagedBlockError(
+                f"holds labels from {low} to {high}, but there are {self.classes} classes"
+            )
+        if not math.isfinite(low) or not math.isfinite(high):
+            raise DamagedBlockError(f"holds {name} that are not finite")
+        if name in self.names_of_std and low < 0.0:
+            raise DamagedBlockError(f"holds {name} below 0")
 
 
 def kind(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def to_bytes(tensors: dict[str, Tensor]) -> UInt8[Tensor, "n bytes"]:
+    """Joins all tensors of some samples, a row a sample: one slice, one copy and one file
+    descriptor, not many."""
+    names = sorted(tensors)  # a safetensors file has no order
+    flat = [tensors[name].contiguous().flatten().view(torch.uint8) for name in names]
+    return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
+
+
+def from_bytes(rows: UInt8[Tensor, "n bytes"], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inverts `to_bytes`, on any device; dtypes and shapes are those of `like`, one sample."""
+    names = sorted(like)
+    parts = rows.split([like[name].nbytes for name in names], dim=1)
+    return {
+        name: part.contiguous().flatten().view(like[name].dtype).view(-1, *like[name].shape[1:])
+        for name, part in zip(names, parts, strict=True)
+    }
 
 
 def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
@@ -217,3 +242,88 @@ def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
                 f"{reason}",
                 flush=True,
             )
+
+
+class Readers:
+    """A pool of `count` daemon threads.
+
+    Not a ThreadPoolExecutor: Python waits for its threads at exit, and a read from a server that
+    hangs takes minutes.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.closed = threading.Event()
+        self.threads = [
+            threading.Thread(
+                target=work, args=(self.tasks, self.closed), name=f"{name}-{i}", daemon=True
+            )
+            for i in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        self.tasks.put((future, function, arguments))
+        return future
+
+    def close(self, wait: bool = False) -> None:
+        """Drops queued tasks; with `wait` it lets running ones end, for ten seconds a thread at
+        most."""
+        self.closed.set()
+        for _ in self.threads:
+            self.tasks.put(None)
+        for thread in self.threads:
+            # Python may collect the owner of a pool in a thread of the pool.
+            if wait and thread is not threading.current_thread():
+                thread.join(timeout=10.0)
+
+
+def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
+    """What a thread does. It holds no reference to the pool, so a forgotten pool is collected."""
+    for future, function, arguments in iter(tasks.get, None):
+        if not closed.is_set():
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+        del future, function, arguments  # while a thread waits, it keeps no owner alive
+
+
+class BlockLoader(LatentLoader):
+    """Base of the loaders that read blocks while they run: it knows the blocks of both splits."""
+
+    def __init__(
+        self, spec: LatentSpec, args: LoaderArgs, train: BlockReader, held_out: BlockReader
+    ) -> None:
+        super().__init__(spec, args)
+        self.blocks = train
+        self.held_out_blocks = held_out
+        self.held_out_count = held_out.count
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        """See `LatentLoader`; a thread reads a block ahead."""
+        blocks = self.held_out_blocks
+        readers = Readers(1, "held-out")
+        futures = (readers.submit(blocks.read, number) for number in range(len(blocks.places)))
+        start = 0
+        rest: dict[str, Tensor] = {}
+        try:
+            ahead = next(futures, None)
+            while ahead is not None:
+                tensors = ahead.result()
+                ahead = next(futures, None)
+                rest = {
+                    name: torch.cat([rest[name], tensors[name]]) if rest else tensors[name]
+                    for name in ("latents", "labels", "ids")
+                }
+                while len(rest["labels"]) >= (1 if ahead is None else batch_size):
+                    latents, labels, ids = (t[:batch_size].to(self.device) for t in rest.values())
+                    rest = {name: tensor[batch_size:] for name, tensor in rest.items()}
+                    position = torch.arange(start, start + len(labels), device=self.device)
+                    start += len(labels)
+                    yield Batch(self.normalise(latents), labels, ids, position)
+        finally:
+            readers.close()
+            add_skipped(self.skipped, blocks.take_reports())

@@ -41,33 +41,28 @@ class DigitLatents(InMemoryLatents):
 
         values, targets = load_digits(return_X_y=True)  # 0 … 16
         pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
-        labels = torch.from_numpy(targets).long()
-        # the same split for every seed
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        held_out = order[:HELD_OUT]
-        train = order[HELD_OUT:]
-        mean = float(pixels[train].mean())
-        std = float(pixels[train].std())
-        held_out, train = (
-            part[torch.isin(labels[part], torch.tensor(kept))] for part in (held_out, train)
-        )
-        labels = torch.searchsorted(torch.tensor(kept), labels)
+        digits = torch.from_numpy(targets).long()
+
+        # The split is the same for every seed, and mean and std for any choice of classes.
+        order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
+        known = pixels[order[HELD_OUT:]]
+        splits = []
+        for part in (order[HELD_OUT:], order[:HELD_OUT]):
+            ids = part[torch.isin(digits[part], torch.tensor(kept))]
+            labels = torch.searchsorted(torch.tensor(kept), digits[ids])
+            splits.append(LatentTensors(pixels[ids], labels))
         spec = LatentSpec(
             channels=1,
             height=8,
             width=8,
             num_classes=len(kept),
-            count=len(train),
+            count=len(splits[0].labels),
             class_names=[str(digit) for digit in kept],
-            mean=[mean],
-            std=[std],
+            mean=[float(known.mean())],
+            std=[float(known.std())],
             encoder={"_target_": "models.autoencoders.PixelAutoencoder"},
             fingerprint="sklearn-digits"
             + (f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""),
         )
-        super().__init__(
-            spec,
-            LatentTensors(pixels[train], labels[train]),
-            LatentTensors(pixels[held_out], labels[held_out]),
-            LoaderArgs(batch_size, seed, device, rank, world_size),
-        )
+        args = LoaderArgs(batch_size, seed, device, rank, world_size)
+        super().__init__(spec, *splits, args)

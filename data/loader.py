@@ -1,5 +1,4 @@
-"""The protocol of a loader, a base class, and the simplest loader: it holds every sample on the
-device.
+"""The base class of loaders, and the simplest one: it holds every sample on the device.
 
 Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
 """
@@ -8,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Int8
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
 from common.errors import UserError
-
-GOLDEN = 0x9E3779B97F4A7C15
+from data.order import EpochOrder
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -76,13 +74,11 @@ class LatentSpec:
         """The name of each class; its number where the set names none."""
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
-    def ordered(self, suffix: str) -> LatentSpec:
-        """The spec of the same set in an order, or with an error, that no other run may resume
-        on."""
-        earlier = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{suffix}"
-        return replace(
-            self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=earlier
-        )
+    def ordered(self, suffix: str, earlier: str | None = None) -> LatentSpec:
+        """The spec of the same set in an order, or with an error, that no other run may resume on;
+        `earlier` is what earlier versions called it, if not the same."""
+        known = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
+        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=known)
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call
@@ -95,49 +91,13 @@ class LatentSpec:
         mean, std = self.channel_statistics(latents.device)
         return latents.float() * std + mean
 
-    def channel_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and std as fp32 tensors of shape (C, 1, 1)."""
-        mean, std = (
-            torch.tensor(v, dtype=torch.float32, device=device).view(-1, 1, 1)
-            for v in (self.mean, self.std)
-        )
-        return mean, std
+    def channel_statistics(self, device: torch.device) -> Float[Tensor, "2 C 1 1"]:
+        """Mean and std."""
+        given = torch.tensor([self.mean, self.std], dtype=torch.float32, device=device)
+        return given.view(2, -1, 1, 1)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class LatentLoader(Protocol):
-    """Endless batches: one rank's samples of each global batch.
-
-    The order is a pure function of (seed, samples seen): the n-th training sample is the same one
-    at any batch size, world size and after any resume. Each epoch has every sample once; batches
-    run across the ends of epochs.
-    """
-
-    spec: LatentSpec
-    held_out_count: int
-    """Samples that `held_out` gives."""
-    skipped: dict[str, int]
-    """Blocks that could not be used and that others stand in for -> their samples; empty for most
-    loaders."""
-    patience: float
-    """Seconds to wait for a batch whose readers have stopped giving any."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def __next__(self) -> Batch: ...
-
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """The held-out split, once, in a fixed order and without augmentation; the last batch may
-        be smaller."""
-        ...
-
-    def state_dict(self) -> dict[str, int]:
-        """A few integers from which `load_state_dict` continues exactly."""
-        ...
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
 class LoaderArgs(NamedTuple):
@@ -151,17 +111,30 @@ class LoaderArgs(NamedTuple):
     world_size: int = 1
 
 
-class BaseLoader:
-    """Keeps the state that all loaders have; a subclass adds `batch_at` and `held_out` to make a
-    `LatentLoader`."""
+def refuse_below(least: int, **values: int | None) -> None:
+    """ValueError if a value of the `data` keys that is set is below `least`."""
+    for key, value in values.items():
+        if value is not None and value < least:
+            raise UserError(f"data.{key}={value} must be at least {least}.")
+
+
+class LatentLoader:
+    """Base of all loaders: endless batches, of which each has one rank's samples of a global batch.
+
+    The order is a pure function of (seed, samples seen): the n-th training sample is the same one
+    at any batch size, world size and after any resume. Each epoch has every sample once; batches
+    run across the ends of epochs. A subclass adds `batch_at` and `held_out`.
+    """
 
     held_out_count: int = 0
-    """Of a subclass that does not say: evaluation then shows no time left."""
+    """Samples that `held_out` gives; evaluation shows no time left where it is 0."""
     patience: float = 1800.0
+    """Seconds to wait for a batch whose readers have stopped giving any."""
 
     def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
+        """Blocks that could not be used and that others stand in for -> their samples."""
         self.batch_size, self.seed, self.device, self.rank, self.world_size = args
         self.normalise = spec.normaliser(args.device)
         self.samples_seen = 0
@@ -179,7 +152,18 @@ class BaseLoader:
         all ranks agree on."""
         raise NotImplementedError
 
+    def batch(self, rows: LatentTensors, position: Int[Tensor, "B"]) -> Batch:
+        """Makes a batch of raw samples at their positions in the run."""
+        latents = self.normalise(sampled(rows, self.seed, position))
+        return Batch(latents, rows.labels, rows.ids, position)
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        """The held-out split, once, in a fixed order and without augmentation; the last batch may
+        be smaller."""
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, int]:
+        """A few integers from which `load_state_dict` continues exactly."""
         return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -187,45 +171,6 @@ class BaseLoader:
             if type(value) is not int or not 0 <= value < 2**53:
                 raise UserError(f"the state of the loader says {name}={value}, which is no count.")
         self.samples_seen = state["samples_seen"]
-
-
-def seeded(*key: int) -> torch.Generator:
-    """A CPU generator seeded with a hash of `key`."""
-    state = 0
-    for number in key:
-        state = (state * GOLDEN + number) % 2**63
-    return torch.Generator().manual_seed(state)
-
-
-class EpochOrder:
-    """Permutes the whole set in each epoch: position p has the (p mod N)-th id of the permutation
-    of epoch p div N.
-
-    A CPU generator draws each permutation from (seed, epoch), so it is the same on every device.
-    The two latest stay on `device`, for batches that run across the end of an epoch.
-    """
-
-    def __init__(self, count: int, seed: int, device: torch.device) -> None:
-        self.count = count
-        self.seed = seed
-        self.device = device
-        self.cache: dict[int, Int[Tensor, "N"]] = {}
-
-    def permutation(self, epoch: int) -> Int[Tensor, "N"]:
-        if epoch not in self.cache:
-            order = torch.randperm(self.count, generator=seeded(self.seed, epoch)).to(self.device)
-            self.cache = {e: o for e, o in self.cache.items() if e == epoch - 1} | {epoch: order}
-        return self.cache[epoch]
-
-    def ids(self, start: int, count: int) -> Int[Tensor, "B"]:
-        """Ids at positions start … start + count - 1."""
-        found = []
-        while count > 0:
-            epoch, offset = divmod(start, self.count)
-            found.append(self.permutation(epoch)[offset : offset + count])
-            start = start + len(found[-1])
-            count = count - len(found[-1])
-        return torch.cat(found)
 
 
 class Int8Latents:
@@ -248,7 +193,8 @@ class Int8Latents:
         return self.values[ids].float() * self.scale[ids]
 
     def __setitem__(self, ids: Any, latents: Int8Latents) -> None:
-        self.values[ids], self.scale[ids] = latents.values, latents.scale
+        self.values[ids] = latents.values
+        self.scale[ids] = latents.scale
 
     def to(self, device: torch.device) -> Int8Latents:
         return Int8Latents(self.values.to(device), self.scale.to(device))
@@ -256,17 +202,27 @@ class Int8Latents:
 
 @dataclass
 class LatentTensors:
-    """One split of a latent set, raw. `mirrored` holds the latents of the flipped images, `std` the
+    """Samples of a latent set, raw. `mirrored` holds the latents of the flipped images, `std` the
     posterior's."""
 
     latents: Float[Tensor, "N C H W"] | Int8Latents
     labels: Int[Tensor, "N"]
+    ids: Int[Tensor, "N"] = None  # pyright: ignore[reportAssignmentType]
+    """Number of each sample in its split; 0, 1, 2 … where none are given."""
     std: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored_std: Float[Tensor, "N C H W"] | Int8Latents | None = None
 
+    def __post_init__(self) -> None:
+        if self.ids is None:
+            self.ids = torch.arange(len(self.labels), device=self.labels.device)
+
+    def each(self, change: Callable[[Any], Any]) -> LatentTensors:
+        """The samples after `change` of every tensor that is there."""
+        return LatentTensors(*(None if t is None else change(t) for t in vars(self).values()))  # pyright: ignore[reportArgumentType]
+
     def to(self, device: torch.device) -> LatentTensors:
-        return LatentTensors(*(None if t is None else t.to(device) for t in vars(self).values()))  # pyright: ignore[reportArgumentType]
+        return self.each(lambda tensor: tensor.to(device))
 
     def floating(self) -> Float[Tensor, "N C H W"]:
         """The latents, for a caller that knows they are not `Int8Latents`."""
@@ -275,7 +231,7 @@ class LatentTensors:
 
     def rows(self, ids: Tensor) -> LatentTensors:
         """Gathers the samples `ids`, as floating-point tensors."""
-        return LatentTensors(*(None if t is None else t[ids] for t in vars(self).values()))  # pyright: ignore[reportArgumentType]
+        return self.each(lambda tensor: tensor[ids])
 
 
 def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
@@ -285,54 +241,38 @@ def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float
     Both draws are functions of (seed, position): any rank, worker or restart makes the same.
     """
     raw = rows.floating()
-    std = rows.std
+    std: Any = rows.std
     if rows.mirrored is not None:
+        mirrored: Any = (rows.mirrored, rows.mirrored_std)
         flip = counter_uniform(seed, Purpose.MIRROR, position).view(-1, 1, 1, 1) < 0.5
-        raw = torch.where(flip, rows.mirrored, raw)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if std is not None and rows.mirrored_std is not None:
-            std = torch.where(flip, rows.mirrored_std, std)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    if isinstance(std, Tensor):
-        noise = counter_normal(seed, Purpose.POSTERIOR, position, raw.shape[1:])
-        raw = raw.float() + std.float() * noise
-    return raw
+        raw = torch.where(flip, mirrored[0], raw)
+        if std is not None and mirrored[1] is not None:
+            std = torch.where(flip, mirrored[1], std)
+    if std is None:
+        return raw
+    noise = counter_normal(seed, Purpose.POSTERIOR, position, raw.shape[1:])
+    return raw.float() + std.float() * noise
 
 
-class InMemoryLatents(BaseLoader):
-    """A `LatentLoader` over tensors on the device: a batch is one gather.
-
-    `ids` and `held_out_ids`, if given, replace the row numbers as the ids of samples.
-    """
+class InMemoryLatents(LatentLoader):
+    """The loader of tensors on the device: a batch is one gather."""
 
     def __init__(
-        self,
-        spec: LatentSpec,
-        train: LatentTensors,
-        held_out: LatentTensors,
-        args: LoaderArgs,
-        ids: Int[Tensor, "N"] | None = None,
-        held_out_ids: Int[Tensor, "N"] | None = None,
+        self, spec: LatentSpec, train: LatentTensors, held_out: LatentTensors, args: LoaderArgs
     ) -> None:
         super().__init__(spec, args)
         self.train = train.to(args.device)
         self.held_out_split = held_out.to(args.device)
         self.held_out_count = len(held_out.labels)
-        self.ids = None if ids is None else ids.to(args.device)
-        self.held_out_ids = None if held_out_ids is None else held_out_ids.to(args.device)
         self.order = EpochOrder(len(train.labels), args.seed, args.device)
 
     def batch_at(self, start: int) -> Batch:
-        rows = self.order.ids(start, self.batch_size)
         position = torch.arange(start, start + self.batch_size, device=self.device)
-        tensors = self.train.rows(rows)
-        ids = rows if self.ids is None else self.ids[rows]
-        return Batch(
-            self.normalise(sampled(tensors, self.seed, position)), tensors.labels, ids, position
-        )
+        return self.batch(self.train.rows(self.order.ids(start, self.batch_size)), position)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         split = self.held_out_split
-        if not len(split.labels):  # an empty tensor would split into one empty batch
-            return
-        for rows in torch.arange(len(split.labels), device=self.device).split(batch_size):
-            ids = rows if self.held_out_ids is None else self.held_out_ids[rows]
-            yield Batch(self.normalise(split.latents[rows]), split.labels[rows], ids, rows)
+        for rows in torch.arange(self.held_out_count, device=self.device).split(batch_size):
+            if len(rows):  # an empty split would make one empty batch
+                latents = self.normalise(split.latents[rows])
+                yield Batch(latents, split.labels[rows], split.ids[rows], rows)

@@ -1,26 +1,160 @@
 """The loader of latents that lie on the device: all of them where they fit, else a chunk of them at
-a time."""
+a time (`ChunkOrder` in data/order.py)."""
 
 from __future__ import annotations
 
+import math
 import os
+import weakref
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from common.errors import UserError
-from data.blocks import BlockReader, OnCorrupt, add_skipped
-from data.chunked import ChunkedLatents
-from data.loader import Batch, InMemoryLatents, Int8Latents, LatentTensors, LoaderArgs
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped
+from data.loader import (
+    Batch,
+    InMemoryLatents,
+    Int8Latents,
+    LatentLoader,
+    LatentSpec,
+    LatentTensors,
+    LoaderArgs,
+)
 from data.manifest import Normalisation, open_set
+from data.order import Chunk, ChunkOrder
 
 GIB = 2**30
 Storage = Literal["native", "int8"]
 
 
-class ResidentLatents:
+class ChunkedLatents(BlockLoader):
+    """The loader of a set that does not fit: `chunk_size` samples lie on the device, beside room
+    for as many that come next.
+
+    Batches come from the first of two buffers, while a thread fills the second one through pinned
+    memory, on a CUDA stream of its own.
+    """
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        train: BlockReader,
+        held_out: BlockReader,
+        chunk_size: int,
+        args: LoaderArgs,
+    ) -> None:
+        super().__init__(spec, args, train, held_out)
+        self.copies = torch.cuda.Stream(args.device) if args.device.type == "cuda" else None
+        self.readers = Readers(1, "chunk")
+        self.stop = weakref.finalize(self, end_copies, self.readers, self.copies)
+        self.allocate(chunk_size)
+
+    def allocate(self, chunk_size: int) -> None:
+        """Makes two buffers for chunks of at most `chunk_size` samples, in place of those there
+        were."""
+        self.current: Chunk | None = None
+        self.coming: Chunk | None = None  # the thread stops filling at the next block
+        self.readers.submit(lambda: None).result()
+        if self.copies is not None:
+            self.copies.synchronize()
+        # Their memory is free before the new ones take theirs.
+        self.buffers: list[dict[str, Tensor]] = []
+        counts = [place.block.samples for place in self.blocks.places]
+        self.order = ChunkOrder(counts, self.seed, chunk_size)
+        like = self.blocks.read(0)
+        like["order"] = like["ids"]
+        for _ in range(2):
+            self.buffers.append(
+                {name: empty_like(t, chunk_size, self.device) for name, t in like.items()}
+            )
+
+    def batch_at(self, start: int) -> Batch:
+        position = torch.arange(start, start + self.batch_size, device=self.device)
+        found = []
+        left = self.batch_size
+        while left:
+            chunk, offset = self.order.locate(start)
+            buffer = self.buffer_with(chunk)
+            rows = buffer["order"][offset : min(chunk.size, offset + left)]
+            found.append({name: t[rows] for name, t in buffer.items() if name != "order"})
+            start += len(rows)
+            left -= len(rows)
+        tensors = {name: torch.cat([part[name] for part in found]) for name in found[0]}
+        return self.batch(LatentTensors(**tensors), position)
+
+    def buffer_with(self, chunk: Chunk) -> dict[str, Tensor]:
+        """Waits for the buffer that holds `chunk`, and lets the thread fill the other one with the
+        chunk after it."""
+        if chunk != self.current:
+            if chunk != self.coming:  # at the start, and after a resume
+                self.begin(chunk)
+            copied = self.filled.result()
+            if copied is not None:
+                torch.cuda.current_stream(self.device).wait_event(copied)
+            add_skipped(self.skipped, self.blocks.take_reports())
+            self.buffers.reverse()
+            self.current = chunk
+            self.begin(self.order.after(chunk))
+        return self.buffers[0]
+
+    def begin(self, chunk: Chunk) -> None:
+        """Lets the thread fill the second buffer with `chunk`."""
+        self.coming = chunk
+        used = self.copies and torch.cuda.current_stream(self.device).record_event()
+        self.filled = self.readers.submit(self.fill, chunk, self.buffers[1], used)
+
+    def fill(self, chunk: Chunk, buffer: dict[str, Tensor], used: Any) -> Any:
+        """Copies the blocks of `chunk` into `buffer` after the event `used`; returns the event of
+        the last copy."""
+        first = 0
+        with torch.cuda.stream(self.copies):  # does nothing on a CPU
+            if self.copies is not None:
+                self.copies.wait_event(used)
+            for number in chunk.blocks:
+                if chunk != self.coming or self.readers.closed.is_set():
+                    return None  # the loader wants another chunk by now, or nothing more
+                tensors = self.blocks.read(number)
+                rows = slice(first, first + len(tensors["ids"]))
+                first = rows.stop
+
+                # At most the block on its way and the one that was read lie in pinned memory.
+                if self.copies is not None:
+                    self.copies.synchronize()
+                for name, tensor in tensors.items():
+                    buffer[name][rows].copy_(self.pinned(tensor), non_blocking=True)
+            order = self.pinned(self.order.permutation(chunk))
+            buffer["order"][: chunk.size].copy_(order, non_blocking=True)
+            return self.copies and self.copies.record_event()
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The tensor in memory from which a GPU copies while the thread goes on."""
+        return tensor if self.copies is None else tensor.pin_memory()
+
+    def state_dict(self) -> dict[str, int]:
+        # The first version called a chunk so.
+        return super().state_dict() | {"window": self.order.chunk_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues with the chunk size that the run began with, because the order of samples
+        depends on it."""
+        super().load_state_dict(state)
+        if state["window"] != self.order.chunk_size:
+            self.allocate(state["window"])
+
+
+def end_copies(readers: Readers, copies: torch.cuda.Stream | None) -> None:
+    """Ends the thread that fills buffers, and what it has queued; `weakref.finalize` calls this
+    when the process ends, too, for a copy that outlives the CUDA context ends the process with an
+    error."""
+    readers.close(wait=True)
+    if copies is not None:
+        copies.synchronize()
+
+
+class ResidentLatents(LatentLoader):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
     The device holds all of it if that takes at most `device_memory_gib` (null: half of the free
@@ -51,17 +185,20 @@ class ResidentLatents:
         if storage not in ("native", "int8"):
             raise UserError(f"data.storage={storage} is unknown; choose native or int8.")
         source, manifest, spec = open_set("resident", path, normalisation, encoder, latent_scale)
-        self.spec = spec if storage == "native" else spec.ordered(storage)
+        if storage == "int8":
+            spec = spec.ordered(storage)
         train, held_out = (
             BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
         )
         args = LoaderArgs(batch_size, seed, device, rank, world_size)
+        super().__init__(spec, args)
         allowed = memory_allowed(device, device_memory_gib, world_size)
         a_sample = bytes_of_a_sample(train, storage)
         whole = a_sample * (train.count + held_out.count)
+        self.loader: LatentLoader
         if whole <= allowed:
             what = "all of it on the device"
-            tensors, ids, error = read_split(train, device, storage)
+            tensors, error = read_split(train, device, storage)
             if storage == "int8":
                 worst = (error / torch.tensor(manifest.std)).max()
                 print(
@@ -69,57 +206,48 @@ class ResidentLatents:
                     "channel)",
                     flush=True,
                 )
-            held_out_tensors, held_out_ids, _ = read_split(held_out, device, storage)
-            self.loader: InMemoryLatents | ChunkedLatents = InMemoryLatents(
-                self.spec, tensors, held_out_tensors, args, ids, held_out_ids
-            )
+            kept_out, _ = read_split(held_out, device, storage)
+            self.loader = InMemoryLatents(spec, tensors, kept_out, args)
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
+        elif storage == "int8":
+            raise UserError(
+                f"data.storage=int8: {gib(a_sample * train.count)} do not fit into the "
+                f"{gib(allowed)} allowed; use storage=native, which takes a window at a time, "
+                "or raise data.device_memory_gib."
+            )
         else:
-            if storage == "int8":
-                raise UserError(
-                    f"data.storage=int8: {gib(a_sample * train.count)} do not fit into the "
-                    f"{gib(allowed)} allowed; use storage=native, which takes a window at a time, "
-                    "or raise data.device_memory_gib."
-                )
             chunk_size = min(train.count, int(allowed // (2 * a_sample)))
             what = f"a window of {chunk_size} samples on the device, and the next one on its way"
-            self.loader = ChunkedLatents(self.spec, train, held_out, chunk_size, args)
+            self.loader = ChunkedLatents(spec, train, held_out, chunk_size, args)
+
+        self.skipped = self.loader.skipped
         self.held_out_count = held_out.count
         if rank == 0:
-            how = "as given" if device_memory_gib is not None else "half of what is free"
+            how = "half of what is free" if device_memory_gib is None else "as given"
             print(
                 f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed "
                 f"({how})",
                 flush=True,
             )
 
-    @property
-    def skipped(self) -> dict[str, int]:
-        return self.loader.skipped
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self.loader)
+    def batch_at(self, start: int) -> Batch:
+        return self.loader.batch_at(start)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         return self.loader.held_out(batch_size)
 
     def state_dict(self) -> dict[str, int]:
-        return self.loader.state_dict()
+        return self.loader.state_dict() | super().state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if ("window" in state) != isinstance(self.loader, ChunkedLatents):
+            what = "a window of the set" if "window" in state else "all of the set"
             raise UserError(
-                "the run was started with "
-                + ("a window of the set" if "window" in state else "all of the set")
-                + (
-                    " on the device, which is another order of samples; set "
-                    "data.device_memory_gib so that it is again."
-                )
+                f"the run was started with {what} on the device, which is another order of "
+                "samples; set data.device_memory_gib so that it is again."
             )
         self.loader.load_state_dict(state)
+        super().load_state_dict(state)
 
 
 def gib(size: float) -> str:
@@ -161,45 +289,34 @@ def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
 
 def read_split(
     blocks: BlockReader, device: torch.device, storage: Storage
-) -> tuple[LatentTensors, Tensor | None, Tensor]:
-    """Reads a split onto `device`: its tensors, its ids if some samples replace others, the RMS
-    error per channel.
+) -> tuple[LatentTensors, Tensor]:
+    """Reads a split onto `device`: its tensors, and the RMS error per channel of `storage`.
 
     It goes block by block, so two copies of the split are never in memory.
     """
-    split: dict[str, Tensor | Int8Latents] = {}
-    ids = torch.arange(blocks.count)
+    # An empty split has no block that would say what it lacks.
+    split: dict[str, Any] = {
+        "latents": torch.empty(0, *blocks.shape),
+        "labels": torch.empty(0, dtype=torch.long),
+    }
     squares = torch.zeros(blocks.shape[0], dtype=torch.float64)
-    numbers = 0
     for number, place in enumerate(blocks.places):
-        tensors = blocks.read(number)
         rows = slice(place.first, place.first + place.block.samples)
-        ids[rows] = tensors.pop("ids")
-        for name, tensor in tensors.items():
-            small = storage == "int8" and tensor.ndim == 4
-            values = Int8Latents.of(tensor) if small else tensor
+        for name, tensor in blocks.read(number).items():
+            values: Any = tensor
+            if storage == "int8" and tensor.ndim == 4:
+                values = Int8Latents.of(tensor)
             if isinstance(values, Int8Latents) and name == "latents":
                 squares += (values[:] - tensor.float()).double().square().sum((0, 2, 3))
-                numbers += tensor[:, 0].numel()
-            if name not in split:
+            if number == 0:
                 split[name] = empty_like(values, blocks.count, device)
-            split[name][rows] = values.to(device)  # pyright: ignore[reportArgumentType]
-    if not split:
-        return (
-            LatentTensors(torch.zeros(0, *blocks.shape), torch.zeros(0, dtype=torch.long)),
-            None,
-            squares,
-        )
-    replaced = None if torch.equal(ids, torch.arange(blocks.count)) else ids
-    return LatentTensors(**split), replaced, (squares / max(1, numbers)).sqrt()  # pyright: ignore[reportArgumentType]
+            split[name][rows] = values.to(device)
+    numbers = max(1, blocks.count * math.prod(blocks.shape[1:]))
+    return LatentTensors(**split), (squares / numbers).sqrt()
 
 
-def empty_like(
-    like: Tensor | Int8Latents, count: int, device: torch.device
-) -> Tensor | Int8Latents:
+def empty_like(like: Any, count: int, device: torch.device) -> Any:
     """Uninitialised memory for `count` samples such as these."""
     if isinstance(like, Int8Latents):
-        return Int8Latents(
-            *(t.new_empty((count, *t.shape[1:]), device=device) for t in vars(like).values())
-        )
+        return Int8Latents(*(empty_like(part, count, device) for part in vars(like).values()))
     return like.new_empty((count, *like.shape[1:]), device=device)

@@ -1,28 +1,27 @@
-"""Reads the files of a latent set by offset, from a folder, a web server, or any store that fsspec
+"""Reads the files of a latent set by offset: from a folder, a web server, or any store that fsspec
 opens.
 
-A remote source tries again after 0.2, 0.4, 0.8 … seconds, or when the server says, if a read may
-succeed later (a timeout, a broken connection, status 408, 429 or 5xx). In the end it raises an
-OSError whose text says why. No text shows the user, the password or the query of a URL: they may be
-secrets.
+A remote source tries again if a read may succeed later (a timeout, a broken connection, status 408,
+429 or 5xx): at once, then after 0.4, 0.8, 1.6 … seconds, or when the server says. In the end it
+raises an OSError whose text says why. No text shows the user, the password or the query of a URL:
+they may be secrets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import tempfile
 import threading
-import time
-import weakref
 from collections import defaultdict
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
+
+from urllib3.exceptions import HTTPError, InvalidHeader, MaxRetryError
+from urllib3.util import Retry
 
 from common.errors import UserError
 from common.text import first_line
@@ -30,6 +29,11 @@ from common.text import first_line
 LONGEST_TIMEOUT = 86_400.0
 LONGEST_PAUSE = 30.0
 FIRST_PAUSE = 0.2
+"""Seconds, of which urllib3 makes 0, then 2, 4, 8 … times as many."""
+SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
+"""User and password of a URL, its query and its fragment."""
+FETCHING: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+"""One thread of a process at a time fetches a file into the cache."""
 
 
 class Source(Protocol):
@@ -64,39 +68,45 @@ def open_source(
             f"data.timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds, and "
             f"data.retries={retries} at least 0."
         )
-    text = str(path)
-    scheme = text.partition("://")[0] if "://" in text else ""
-    web = scheme in ("http", "https")
-    if text.startswith("pipe:") or ("::" in text and not web):
+    url = str(path)
+    web = url.startswith(("http://", "https://"))
+    if url.startswith("pipe:") or ("::" in url and not web):
         raise UserError(
-            f"data.path={shown(text)}: pipes and chained URLs are not opened; give a folder or "
+            f"data.path={shown(url)}: pipes and chained URLs are not opened; give a folder or "
             "one URL."
         )
-    if not scheme:
-        return LocalSource(Path(text).expanduser())
-    if web and "#" in text:
+    if "://" not in url:
+        return LocalSource(Path(url).expanduser())
+    if web and "#" in url:
         raise UserError(
-            f"data.path={shown(text)} has a fragment behind a #; leave it out (a # in a name is "
+            f"data.path={shown(url)} has a fragment behind a #; leave it out (a # in a name is "
             "%23)."
         )
-    folder, _, query = text.partition("?")
-    if query and not web:
+    if "?" in url and not web:
         raise UserError(
-            f"data.path={shown(text)} has a query behind a ?; only http and https have one, leave "
+            f"data.path={shown(url)} has a query behind a ?; only http and https have one, leave "
             "it out."
         )
-    kind = HttpSource if web else FsspecSource
-    source = kind(text, timeout, retries)
-    return source if cache is None else CachedSource(source, Path(cache).expanduser(), folder)
+    source = (HttpSource if web else FsspecSource)(url, timeout, retries)
+    return source if cache is None else CachedSource(source, Path(cache).expanduser())
 
 
-def shown(url: str) -> str:
-    """The URL without user, password, query and fragment; a path of a folder as it is."""
-    return (
-        re.sub(r"(?<=://)[^/]*@", "", url).partition("?")[0].partition("#")[0]
-        if "://" in url
-        else url
-    )
+def shown(text: str) -> str:
+    """The text without what may be secret in its URLs; the path of a folder as it is."""
+    return SECRETS.sub("", text) if "://" in text else text
+
+
+def told(error: Exception) -> str:
+    """The type and the first line of an error that names a URL, without what may be secret."""
+    return f"{type(error).__name__} {SECRETS.sub('', first_line(error)).removesuffix('.')}".strip()
+
+
+def unreadable(what: str, error: OSError) -> str:
+    """One sentence for a failed read: `what` is missing, or the reason why it cannot be read."""
+    if not isinstance(error, FileNotFoundError):
+        return f"{what} cannot be read: {error}"
+    reason = f" ({error})" if "server" in str(error) else ""
+    return f"{what} is missing{reason}"
 
 
 class LocalSource(Source):
@@ -114,11 +124,29 @@ class LocalSource(Source):
             return stream.read(-1 if size is None else size)
 
 
+class TransientError(OSError):
+    """An error after which another attempt may succeed; the server's `reply`, if any, may say
+    when."""
+
+    def __init__(self, text: str, reply: Any = None) -> None:
+        super().__init__(text)
+        self.reply = reply
+
+
+class Pauses(Retry):
+    """urllib3's pauses between attempts, none longer than `LONGEST_PAUSE` whatever a server asks."""
+
+    def get_retry_after(self, response: Any) -> float | None:
+        with contextlib.suppress(InvalidHeader):
+            return min(LONGEST_PAUSE, super().get_retry_after(response) or 0.0)
+
+
 class RemoteSource(Source):
     """Tries a read again after a transient error; a subclass adds `read_once`."""
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
         folder, mark, query = url.partition("?")
+        self.given = folder
         self.url = folder.rstrip("/")
         self.query = mark + query
         self.timeout = timeout
@@ -128,256 +156,168 @@ class RemoteSource(Source):
         return shown(self.url)
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        failure = ""
-        asked = 0.0
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(min(LONGEST_PAUSE, max(asked, FIRST_PAUSE * 2 ** (attempt - 1))))
+        pauses = Pauses(self.retries, backoff_factor=FIRST_PAUSE, backoff_max=LONGEST_PAUSE)
+        while True:
             try:
                 return self.read_once(name, offset, size)
             except TransientError as error:
-                failure = str(error)
-                asked = error.pause
-        if asked > LONGEST_PAUSE:
-            failure += (
-                f" and asks for a pause of {asked:.0f} s, of which a reader waits "
-                f"{LONGEST_PAUSE:.0f}"
-            )
-        raise OSError(f"{failure} ({self.retries + 1} attempts)")
+                try:
+                    pauses = pauses.increment(error=error)
+                except MaxRetryError:
+                    raise OSError(f"{error} ({self.retries + 1} attempts)") from error
+                pauses.sleep(error.reply)
 
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:
         raise NotImplementedError
 
-    def told(self, error: Exception) -> str:
-        """The error's type and first line, without what `shown` leaves out of a URL."""
-        user = re.search(r"://([^/]*)@", self.url)
-        text = first_line(error).removesuffix(".")
-        for secret in filter(None, (self.query.removeprefix("?"), user and user[1])):
-            text = text.replace(secret, "…")
-        return f"{type(error).__name__} {text}".strip()
 
+@cache
+def web_client(process: int) -> Any:
+    """The web client of a process, because connections do not survive a fork."""
+    import requests
 
-class TransientError(OSError):
-    """An error after which another attempt may succeed, in `pause` seconds if the server said
-    so."""
-
-    def __init__(self, text: str, pause: float = 0.0) -> None:
-        super().__init__(text)
-        self.pause = pause
+    return requests.Session()
 
 
 class HttpSource(RemoteSource):
     """A folder on a web server that answers range requests (RFC 9110, section 14)."""
 
-    def __init__(self, url: str, timeout: float, retries: int) -> None:
-        super().__init__(url, timeout, retries)
-        self.client: Any = None
-        self.owner = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"client": None}
-
-    def connection(self) -> Any:
-        """One client per process, because connections do not survive a fork."""
-        import httpx
-
-        if self.client is None or self.owner != os.getpid():
-            if self.query or "@" in self.url:
-                logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each URL
-            self.client = httpx.Client(timeout=self.timeout, follow_redirects=True)
-            self.owner = os.getpid()
-            weakref.finalize(self, self.client.close)
-        return self.client
-
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:
-        import httpx
+        import requests
 
-        part = {} if size is None else {"Range": f"bytes={offset}-{offset + size - 1}"}
-        headers = {"Accept-Encoding": "identity"} | part
+        headers = {"Accept-Encoding": "identity"}
+        if size is not None:
+            headers["Range"] = f"bytes={offset}-{offset + size - 1}"
         try:
-            with self.connection().stream(
-                "GET", f"{self.url}/{name}{self.query}", headers=headers
+            with web_client(os.getpid()).get(
+                f"{self.url}/{name}{self.query}", headers=headers, timeout=self.timeout, stream=True
             ) as reply:
-                self.check(reply, size is not None)
-                return reply.read() if size is None else part_of(reply, offset, size)
-        except OSError:
-            raise
-        except httpx.TransportError as error:
-            kind = OSError if isinstance(error, httpx.UnsupportedProtocol) else TransientError
-            raise kind(self.told(error)) from error
-        except (
-            Exception
-        ) as error:  # a bad URL, redirect, encoding or proxy: each has an error of its own
-            raise OSError(self.told(error)) from error
+                if reply.status_code == 416:
+                    return b""  # the file ends before that place
+                check_reply(reply, size is not None)
 
-    def check(self, reply: Any, in_part: bool) -> None:
-        """Raises for a reply that is not the file, or the part of it that was asked for."""
-        status = reply.status_code
-        headers = reply.headers
-        if status in (408, 429) or status >= 500:
-            raise TransientError(
-                f"the server answers {status}", pause_in(headers.get("Retry-After", ""))
-            )
-        if status in (404, 410):
-            raise FileNotFoundError(f"the server answers {status}")
-        if status == 416:
-            raise OSError("the file ends before that place")
-        if status not in (200, 206):
-            raise OSError(f"the server answers {status}")
-        if headers.get("Content-Type", "").lower().startswith("text/html"):
-            raise OSError(
-                "the server answers with a web page instead of the file, such as one to log in"
-            )
-        if status == 200 and in_part:
-            raise OSError("the server does not send parts of files; set data.cache=<folder>")
-        if (
-            in_part
-            and (encoding := headers.get("Content-Encoding", "identity").lower()) != "identity"
-        ):
-            raise OSError(
-                f"the server sends parts of files compressed ({encoding}); set data.cache=<folder>"
-            )
+                # A byte more than was asked for shows a server that sends others.
+                amount = None if size is None else size + 1
+                content = reply.raw.read(amount, decode_content=True)
+        except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
+            # urllib3's reason says more than requests' "Max retries exceeded".
+            reason = getattr(error.args and error.args[0], "reason", error)
+            raise TransientError(told(reason)) from error
+        except (requests.RequestException, ValueError) as error:  # a bad URL or redirect
+            raise OSError(told(error)) from error
+        if size is not None:
+            check_part(content, reply.headers.get("Content-Range"), offset, size)
+        return content
 
 
-def part_of(reply: Any, offset: int, size: int) -> bytes:
-    """The body of a 206 reply; OSError if it is another part than asked, before more than that is
-    in memory."""
-    pieces = []
-    length = 0
-    for piece in reply.iter_bytes():
-        length += len(piece)
-        if length > size:
-            raise OSError(f"the server sends more than the {size} bytes that were asked for")
-        pieces.append(piece)
-    told = reply.headers.get("Content-Range")
-    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", told or "")
-    ends = found is not None and found[3] == str(offset + length)
-    if told is not None and (
-        not found or int(found[1]) != offset or int(found[2]) + 1 != offset + length
-    ):
+def check_reply(reply: Any, in_part: bool) -> None:
+    """Raises for a reply that is not the file, or not the part of it that was asked for."""
+    status = reply.status_code
+    headers = reply.headers
+    if status in (408, 429) or status >= 500:
+        pause = headers.get("Retry-After")
+        asks = f" and asks for a pause of {pause}; a reader waits {LONGEST_PAUSE:g} s at most"
+        raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
+    if status in (404, 410):
+        raise FileNotFoundError(f"the server answers {status}")
+    if status not in (200, 206):
+        raise OSError(f"the server answers {status}")
+    if headers.get("Content-Type", "").lower().startswith("text/html"):
         raise OSError(
-            f"the server sends {length} bytes as {told!r}, and {size} bytes from {offset} were "
-            "asked for"
+            "the server answers with a web page instead of the file, such as one to log in"
         )
-    if found and length < size and not ends:
+    if status == 200 and in_part:
+        raise OSError("the server does not send parts of files; set data.cache=<folder>")
+    encoding = headers.get("Content-Encoding", "identity").lower()
+    if in_part and encoding != "identity":
         raise OSError(
-            f"the server sends {length} of the {size} bytes that were asked for, and the file "
-            "goes on"
+            f"the server sends parts of files compressed ({encoding}); set data.cache=<folder>"
         )
-    return b"".join(pieces)
 
 
-def pause_in(retry_after: str) -> float:
-    """Seconds of a Retry-After header: a number or a date (RFC 9110, section 10.2.3); 0 if it is
-    neither."""
-    if retry_after.isdecimal():
-        return float(retry_after)
-    try:
-        date = parsedate_to_datetime(retry_after)
-    except ValueError:
-        return 0.0
-    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+def check_part(content: bytes, said: str | None, offset: int, size: int) -> None:
+    """OSError if `content` is another part of a file than was asked for; `said` is its
+    Content-Range."""
+    end = offset + len(content)
+    if len(content) > size:
+        raise OSError(f"the server sends more than the {size} bytes that were asked for")
+    if said is None:
+        return
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
+    if not found or int(found[1]) != offset or int(found[2]) + 1 != end:
+        raise OSError(
+            f"the server sends {len(content)} bytes as {said!r}, and {size} bytes from {offset} "
+            "were asked for"
+        )
+    if len(content) < size and found[3] != str(end):
+        raise OSError(
+            f"the server sends {len(content)} of the {size} bytes that were asked for, and the "
+            "file goes on"
+        )
 
 
 class FsspecSource(RemoteSource):
     """s3://, gs://, hf:// and whatever else fsspec has an implementation for; the store sets its
     own timeouts."""
 
-    def filesystem(self) -> Any:
-        """The store and the folder in it."""
+    def read_once(self, name: str, offset: int, size: int | None) -> bytes:
         import fsspec
 
+        end = None if size is None else offset + size
         try:
-            return fsspec.core.url_to_fs(self.url)
-        except ValueError as error:  # no such scheme
-            raise ImportError(str(error)) from error
-
-    def read_once(self, name: str, offset: int, size: int | None) -> bytes:
-        try:
-            filesystem, folder = self.filesystem()
-            end = None if size is None else offset + size
-            return filesystem.cat_file(f"{folder}/{name}", start=offset or None, end=end)
+            store, folder = fsspec.core.url_to_fs(self.url)
+            return store.cat_file(f"{folder}/{name}", start=offset or None, end=end)
         except FileNotFoundError:
             raise
-        except ImportError as error:  # no implementation of the scheme
-            raise OSError(f"{error}; install what fsspec asks for") from error
+        except (ImportError, ValueError) as error:  # no such store, or its package is missing
+            raise OSError(shown(first_line(error))) from error
         except Exception as error:  # each store has errors of its own
-            raise TransientError(self.told(error)) from error
+            raise TransientError(told(error)) from error
 
 
 class CachedSource(Source):
     """Keeps copies of whole shards in `folder`/<hash of the URL>; reads other files from `source`
     each time.
 
-    The hash is of the URL without its query, so a renewed token finds the copies.
-    Threads and processes may share a cache: each fetches to a temporary name of its own and
-    renames.
+    The hash is of the URL without its query, so a renewed token finds the copies. Threads and
+    processes may share a cache: each fetches to a temporary name of its own and renames.
     """
 
-    def __init__(self, source: RemoteSource, folder: Path, url: str) -> None:
+    def __init__(self, source: RemoteSource, folder: Path) -> None:
         self.source = source
-        self.folder = folder / hashlib.sha256(url.encode()).hexdigest()[:16]
-        self.fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self.seen: dict[str, int] = {}
-        """Inode of each copy at the last read."""
+        self.folder = folder / hashlib.sha256(source.given.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return str(self.source)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"fetching": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"fetching": defaultdict(threading.Lock)}
-
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         if not name.endswith(".tar"):
             return self.source.read(name, offset, size)
+        file = self.folder / name
         while True:
-            with self.fetching[name]:
-                if not (self.folder / name).is_file():
-                    self.fetch(name)
+            with FETCHING[file]:
+                if not file.is_file():
+                    self.fetch(file)
             try:
-                with (self.folder / name).open("rb") as stream:
-                    self.seen[name] = os.fstat(stream.fileno()).st_ino
-                    stream.seek(offset)
-                    return stream.read(-1 if size is None else size)
+                return LocalSource(self.folder).read(name, offset, size)
             except FileNotFoundError:
                 continue  # another process found the copy damaged and dropped it
 
-    def fetch(self, name: str) -> None:
-        content = self.source.read(name)
-        temporary = None
+    def fetch(self, file: Path) -> None:
+        content = self.source.read(file.name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                dir=self.folder, prefix=f"{name}.", delete=False
-            ) as stream:
-                temporary = Path(stream.name)
-                stream.write(content)
-            temporary.replace(self.folder / name)
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                copy = Path(folder) / file.name
+                copy.write_bytes(content)
+                copy.replace(file)
         except OSError as error:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
             raise UserError(
-                f"data.cache: {self.folder} cannot take {name}, {len(content) / 2**20:.0f} MiB "
-                f"({error.strerror}); free some space, choose another folder, or leave data.cache "
-                "out."
+                f"data.cache: {self.folder} cannot take {file.name}, "
+                f"{len(content) / 2**20:.0f} MiB ({error.strerror}); free some space, choose "
+                "another folder, or leave data.cache out."
             ) from error
 
     def forget(self, name: str) -> bool:
-        """Drops only the copy that this process read; another process may have fetched a better one
-        since."""
-        file = self.folder / name
-        with contextlib.suppress(FileNotFoundError):
-            if file.stat().st_ino == self.seen.get(name):
-                file.unlink()
+        (self.folder / name).unlink(missing_ok=True)
         return True
-
-
-def unreadable(what: str, error: OSError) -> str:
-    """One sentence for a failed read: `what` is missing, or the reason why it cannot be read."""
-    if not isinstance(error, FileNotFoundError):
-        return f"{what} cannot be read: {error}"
-    reason = f" ({error})" if "server" in str(error) else ""
-    return f"{what} is missing{reason}"

@@ -1,50 +1,190 @@
-"""The loader of latents streamed from WebDataset tars, local or remote; data/streams.py has the
-order of samples."""
+"""The loader of latents streamed from WebDataset tars, local or remote.
+
+A latent goes this way: `StreamOrder` (data/order.py) says which windows of which streams a rank
+needs; threads of a worker process read and shuffle them (`windows_of`); the worker puts the next
+samples of its streams together (`StreamDataset`); a thread of the run's process takes what all
+workers have for a batch; and `StreamedLatents` copies that to the device and normalises it.
+"""
 
 from __future__ import annotations
 
 import math
-import queue
+import weakref
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.errors import UserError
 from common.shared_memory import refuse_small_shared_memory
 from common.text import first_line
-from data.blocks import BlockReader, OnCorrupt, add_skipped
-from data.loader import BaseLoader, Batch, LatentTensors, LoaderArgs, sampled
-from data.manifest import Normalisation, open_set
-from data.read_ahead import Feeder, held_out_batches
-from data.streams import (
-    READERS,
-    RankPositions,
-    StreamDataset,
-    StreamOrder,
-    WorkerBatch,
+from data.blocks import (
+    BlockLoader,
+    BlockReader,
+    OnCorrupt,
+    Readers,
+    Skipped,
+    add_skipped,
     from_bytes,
     to_bytes,
 )
+from data.loader import Batch, LatentTensors, LoaderArgs, refuse_below
+from data.manifest import Normalisation, open_set
+from data.order import RankPositions, StreamOrder
 
 GIB = 2**30
 MOST_STREAMS = 64
+READERS = 8
+"""Threads of a worker; they wait for the disk or the network most of the time."""
 COPIES = 3
-"""Of a block, while a thread reads it: its bytes, its tensors and its rows."""
+"""Peak copies of a block in memory while a thread reads it: its bytes, its tensors, its rows."""
 
 
-class StreamedLatents(BaseLoader):
+def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterator[Tensor]:
+    """Yields the rows of a stream from `position` on, without end: window by window, shuffled.
+
+    It keeps the last block of a window, because the next window begins in it.
+    """
+    last = -1
+    content = torch.empty(0)
+    while True:
+        window, offset = order.locate(position)
+        place = order.permutation(window).argsort()
+        shuffled: Tensor | None = None
+        done = 0
+        for block, row, rows in order.blocks_of(window):
+            if block != last:
+                content = to_bytes(blocks.read(block))
+                last = block
+            if shuffled is None:
+                shuffled = content.new_empty((window.size, content.shape[1]))
+            shuffled.index_copy_(0, place[done : done + rows], content[row : row + rows])
+            done += rows
+
+        assert shuffled is not None
+        yield shuffled[offset:]
+        position += (window.size - offset) * order.streams
+
+
+def rows_of(
+    windows: Iterator[Tensor], position: int, streams: int, readers: Readers, ahead: Future[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields (position, row) of a stream; while it uses up a window, a thread reads the next."""
+    while True:
+        window = ahead.result()
+        ahead = readers.submit(next, windows)
+        for row in window:
+            yield position, row
+            position += streams
+
+
+class WorkerBatch(NamedTuple):
+    """A worker's samples of a batch."""
+
+    rows: UInt8[Tensor, "n bytes"]
+    """Of each sample its position (8 bytes), then its tensors."""
+    reports: list[Skipped]
+
+
+class StreamDataset(IterableDataset):
+    """Yields a worker's samples of each batch, without end: of the rank's streams worker w of W
+    reads every W-th.
+
+    In the end it yields the reason of a failure, because an exception would arrive in the parent
+    process as a page of traceback.
+    """
+
+    def __init__(
+        self, order: StreamOrder, blocks: BlockReader, of_rank: RankPositions, start: int
+    ) -> None:
+        self.order = order
+        self.blocks = blocks
+        self.of_rank = of_rank
+        self.start = start
+
+    def __iter__(self) -> Iterator[WorkerBatch | str]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        own = self.of_rank.own_streams() or range(self.order.streams)
+        readers = Readers(READERS, "reader")
+        streams: dict[int, Iterator[tuple[int, Tensor]]] = {}
+        start = self.start
+        try:
+            while True:
+                wanted = [self.of_rank.positions(start, number) for number in own[worker::workers]]
+                yield self.batch(streams, readers, wanted)
+                start += self.of_rank.global_batch
+        except UserError as error:
+            yield str(error)
+        finally:
+            readers.close()
+
+    def batch(
+        self,
+        streams: dict[int, Iterator[tuple[int, Tensor]]],
+        readers: Readers,
+        wanted: list[range],
+    ) -> WorkerBatch:
+        """The samples at `wanted` positions, a range a stream; reads in `streams`, and adds to
+        them."""
+        every = self.order.streams
+        for first in (positions.start for positions in wanted if positions):
+            if first % every not in streams:
+                windows = windows_of(self.order, self.blocks, first)
+                ahead = readers.submit(next, windows)
+                streams[first % every] = rows_of(windows, first, every, readers, ahead)
+
+        # What comes before a position in its stream is for other ranks.
+        flat = [p for positions in wanted for p in positions]
+        taken = [next(row for at, row in streams[p % every] if at == p) for p in flat]
+        reports = self.blocks.take_reports()
+        if not taken:
+            return WorkerBatch(torch.empty(0), reports)
+        position = torch.tensor(flat).view(torch.uint8).view(-1, 8)
+        return WorkerBatch(torch.cat([position, torch.stack(taken)], dim=1), reports)
+
+
+def next_of_all(items: Iterator[WorkerBatch | str], workers: int) -> list[WorkerBatch]:
+    """What each worker has for the next batch; ValueError with the reason if one fails."""
+    found = []
+    for _ in range(workers):
+        try:
+            item = next(items)
+        except (RuntimeError, OSError, EOFError) as error:
+            # The latter two come of a kill while the worker sent a batch.
+            reason = first_line(error)
+            known = reason.startswith(("DataLoader worker", "Pin memory thread"))
+            if isinstance(error, RuntimeError) and not known:
+                raise
+            raise UserError(
+                f"a reader of data=webdataset died ({reason}); start the same command again to "
+                "resume, with a smaller data.window or data.num_workers if memory ran out."
+            ) from error
+        if isinstance(item, str):
+            raise UserError(item)
+        found.append(item)
+    return found
+
+
+def end_reading(feeder: Readers, items: Any) -> None:
+    """Ends the thread and the workers; `weakref.finalize` calls this when the process ends, too."""
+    feeder.close(wait=True)
+    # Not when `items` is collected, for the traceback of a failure keeps it.
+    getattr(items, "_shutdown_workers", lambda: None)()
+
+
+class StreamedLatents(BlockLoader):
     """Streams the latent set at `path`, a folder or a URL, block by block.
 
     A batch takes its samples from `streams` ranges of the set, each shuffled inside a `window` of
     samples. Null chooses as many as the set is large enough for (`fitting_streams`); a resumed run
     keeps the number that it began with. The windows take at most `host_memory_gib` of host memory,
     all streams together; the loader prints how much. `num_workers` processes read ahead,
-    `prefetch_factor` batches each; with 0 a thread of this process reads. `timeout`, `retries` and
+    `prefetch_factor` batches each; with 0 threads of this process read. `timeout`, `retries` and
     `cache` are for URLs (data/source.py). `normalisation`, `encoder`, `latent_scale`: see
     ResidentLatents.
     """
@@ -72,89 +212,111 @@ class StreamedLatents(BaseLoader):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        sizes = (("streams", streams, 1), ("window", window, 1), ("num_workers", num_workers, 0))
-        for key, value, least in (*sizes, ("prefetch_factor", prefetch_factor, 1)):
-            if value is not None and value < least:
-                raise UserError(f"data.{key}={value} must be at least {least}.")
-        source, manifest, spec = open_set(
-            "webdataset",
-            path,
-            normalisation,
-            encoder,
-            latent_scale,
-            cache=cache,
-            timeout=timeout,
-            retries=retries,
-        )
-        spec = replace(
-            spec,
-            fingerprint=f"{spec.fingerprint}-{window}",
-            earlier_fingerprint=f"{spec.earlier_fingerprint}-{streams or MOST_STREAMS}-{window}",
-        )
-        super().__init__(spec, LoaderArgs(batch_size, seed, device, rank, world_size))
-        self.blocks, self.held_out_blocks = (
+        refuse_below(1, streams=streams, window=window, prefetch_factor=prefetch_factor)
+        refuse_below(0, num_workers=num_workers)
+        remote = {"cache": cache, "timeout": timeout, "retries": retries}
+        expected = (normalisation, encoder, latent_scale)
+        source, manifest, spec = open_set("webdataset", path, *expected, **remote)
+        spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
+        train, held_out = (
             BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
         )
-        self.held_out_count = self.held_out_blocks.count
+        super().__init__(
+            spec, LoaderArgs(batch_size, seed, device, rank, world_size), train, held_out
+        )
+
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
         self.pin_memory = pin_memory and device.type == "cuda"
-        self.feeder: Feeder | None = None
-        self.source = source
         self.given = streams
         self.window = window
         self.allowed_gib = host_memory_gib
+        self.ahead: Future[list[WorkerBatch]] | None = None
         self.use_streams(streams)
 
     def use_streams(self, given: int | None) -> None:
         """Cuts the set into `given` streams, or as many as fit, and prints the memory that they
         take."""
         places = self.blocks.places
-        ranks = self.world_size
-        readers = max(1, self.num_workers)
+        counts = [place.block.samples for place in places]
         a_stream = memory_of_a_stream(self.blocks, self.window)
         streams = fitting_streams(given, len(places), a_stream, self.allowed_gib)
-        counts = [place.block.samples for place in places]
         self.order = StreamOrder(
             self.blocks.blocks_of_shard, counts, self.seed, streams, self.window
         )
-        self.of_rank = RankPositions(self.batch_size, self.rank, ranks, streams)
-        if self.rank == 0:
-            own = self.of_rank.own_streams()
-            how = "whole streams" if own is not None or ranks == 1 else "parts of streams"
-            windows = (streams if own is None else len(own)) * a_stream
-            reading = readers * READERS * COPIES * max(place.block.size for place in places)
-            print(
-                f"data: {self.spec.count} samples in {len(places)} blocks from {self.source}, "
-                f"{streams} streams, windows of {self.window}; each of {ranks} × {readers} "
-                f"readers has {how}; in each process windows take up to {windows / 2**20:.2f} MiB "
-                f"and reading about {reading / 2**20:.2f} MiB of host memory",
-                flush=True,
+        self.of_rank = RankPositions(self.batch_size, self.rank, self.world_size, streams)
+        if self.rank:
+            return
+
+        own = self.of_rank.own_streams()
+        how = "whole streams" if own is not None or self.world_size == 1 else "parts of streams"
+        windows = (streams if own is None else len(own)) * a_stream
+        readers = max(1, self.num_workers)
+        reading = readers * READERS * COPIES * max(place.block.size for place in places)
+        print(
+            f"data: {self.spec.count} samples in {len(places)} blocks from {self.blocks.source}, "
+            f"{streams} streams, windows of {self.window}; each of {self.world_size} × {readers} "
+            f"readers has {how}; in each process windows take up to {windows / 2**20:.2f} MiB "
+            f"and reading about {reading / 2**20:.2f} MiB of host memory",
+            flush=True,
+        )
+
+    def start_reading(self) -> None:
+        """Starts the workers, and the thread that takes from them."""
+        like = self.blocks.read(0)
+        self.like = {name: tensor[:1].clone() for name, tensor in like.items()}
+        prefetch = self.prefetch_factor if self.num_workers else None
+        if prefetch is not None:
+            refuse_small_shared_memory(
+                "the workers of data=webdataset",
+                prefetch,
+                self.batch_size * (8 + to_bytes(self.like).shape[1]),
+                "lower data.prefetch_factor, or use data.num_workers=0",
             )
+        loader = DataLoader(
+            StreamDataset(self.order, self.blocks, self.of_rank, self.samples_seen),
+            batch_size=None,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            prefetch_factor=prefetch,
+            generator=torch.Generator(),  # the default would draw from the run's generator
+        )
+
+        # Workers are the thread's children: in the main thread PyTorch would raise the death of one
+        # as an error of whatever line runs then.
+        self.feeder = Readers(1, "feeder")
+        self.items = self.feeder.submit(iter, loader).result()
+        self.stop = weakref.finalize(self, end_reading, self.feeder, self.items)
+        self.read_ahead()
+
+    def read_ahead(self) -> None:
+        self.ahead = self.feeder.submit(next_of_all, self.items, max(1, self.num_workers))
 
     def batch_at(self, start: int) -> Batch:
-        if self.feeder is None:
-            dataset = StreamDataset(self.order, self.blocks, self.of_rank, self.samples_seen)
-            batches = DeviceBatches(
-                dataset, self.num_workers, self.prefetch_factor, self.pin_memory
-            )
-            self.feeder = Feeder(partial(batches.on, self.device, self.skipped), self.device)
+        if self.ahead is None:
+            self.start_reading()
         try:
-            tensors = self.feeder.get(self.patience)
-        except queue.Empty as error:
+            found = self.ahead.result(self.patience)
+        except TimeoutError as error:
             raise UserError(
                 f"data=webdataset gave no batch for {self.patience / 60:g} minutes "
                 "(runtime.parallel.timeout_minutes). A disk that hangs does that, and so does a "
                 "full /dev/shm; mend it, or use data.num_workers=0."
             ) from error
-        ids, labels, position = (tensors.pop(name) for name in ("ids", "labels", "position"))
-        raw = sampled(LatentTensors(labels=labels, **tensors), self.seed, position)
-        return Batch(self.normalise(raw), labels, ids, position)
+        except UserError:
+            self.stop()
+            raise
+        self.read_ahead()
+        for item in found:
+            add_skipped(self.skipped, item.reports)
+        parts = [item.rows.to(self.device, non_blocking=True) for item in found if len(item.rows)]
+        return self.batch_of(torch.cat(parts))
 
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        return held_out_batches(
-            self.held_out_blocks, batch_size, self.device, self.normalise, self.skipped
-        )
+    def batch_of(self, rows: UInt8[Tensor, "n bytes"]) -> Batch:
+        """The batch that the rows of all workers make, in the order of positions."""
+        position, order = rows[:, :8].contiguous().view(torch.long).flatten().sort()
+        tensors = from_bytes(rows.index_select(0, order)[:, 8:], self.like)
+        return self.batch(LatentTensors(**tensors), position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}
@@ -162,7 +324,7 @@ class StreamedLatents(BaseLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues with the number of streams that the run began with, because the order of
         samples depends on it."""
-        # earlier versions had 64 where none were given
+        # Earlier versions had 64 where none were given.
         streams = state.get("streams", self.given or MOST_STREAMS)
         if type(streams) is not int or streams < 1:
             raise UserError(
@@ -175,19 +337,17 @@ class StreamedLatents(BaseLoader):
             )
         if streams != self.order.streams:
             self.use_streams(streams)
-        if self.feeder is not None:
-            self.feeder.stop()
-            self.feeder = None
+        if self.ahead is not None:
+            self.stop()
+            self.ahead = None
         super().load_state_dict(state)
 
 
 def memory_of_a_stream(blocks: BlockReader, window: int) -> int:
     """Bytes of a stream's two windows, and of the block that the later one ends in."""
     largest = max(place.block.samples for place in blocks.places)
-    return math.ceil(
-        (2 * window + largest)
-        * max(place.block.size / place.block.samples for place in blocks.places)
-    )
+    a_sample = max(place.block.size / place.block.samples for place in blocks.places)
+    return math.ceil((2 * window + largest) * a_sample)
 
 
 def fitting_streams(given: int | None, blocks: int, a_stream: int, allowed_gib: float) -> int:
@@ -197,84 +357,12 @@ def fitting_streams(given: int | None, blocks: int, a_stream: int, allowed_gib: 
     Two streams share the block where one ends and the other begins, so a quarter makes at most a
     quarter more reads. ValueError if they take more than `allowed_gib` of memory.
     """
-    if not (given or 1) * a_stream <= allowed_gib * GIB:
+    least = given or 1
+    if not least * a_stream <= allowed_gib * GIB:
         raise UserError(
-            f"data.host_memory_gib={allowed_gib} is too little for {given or 1} streams, whose "
-            f"windows take {(given or 1) * a_stream / GIB:.2f} GiB; raise it, or lower "
+            f"data.host_memory_gib={allowed_gib} is too little for {least} streams, whose windows "
+            f"take {least * a_stream / GIB:.2f} GiB; raise it, or lower "
             f"data.{'streams' if given else 'window'}."
         )
     most = min(MOST_STREAMS, blocks // 4, allowed_gib * GIB // a_stream)
     return given or 1 << (max(1, int(most)).bit_length() - 1)
-
-
-def unchanged(item: Any) -> Any:
-    return item
-
-
-class DeviceBatches:
-    """Joins what the workers read into batches on the device."""
-
-    def __init__(
-        self, dataset: StreamDataset, workers: int, prefetch: int, pin_memory: bool
-    ) -> None:
-        self.workers = max(1, workers)
-        self.like = {name: tensor[:1].clone() for name, tensor in dataset.blocks.read(0).items()}
-        if workers:
-            refuse_small_shared_memory(
-                "the workers of data=webdataset",
-                prefetch,
-                dataset.of_rank.batch_size * (8 + to_bytes(self.like).shape[1]),
-                "lower data.prefetch_factor, or use data.num_workers=0",
-            )
-        self.loader = DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=unchanged,
-            pin_memory=pin_memory,
-            prefetch_factor=prefetch if workers else None,
-            generator=torch.Generator(),  # the default would draw from the run's generator
-        )
-
-    def on(self, device: torch.device, skipped: dict[str, int]) -> Iterator[dict[str, Tensor]]:
-        """Yields the tensors of each batch in the order of positions; ValueError with the reason if
-        a worker fails."""
-        items = iter(self.loader)
-        try:
-            while True:
-                found = [self.next_of(items) for _ in range(self.workers)]
-                for item in found:
-                    add_skipped(skipped, item.reports)
-                yield self.joined([item for item in found if item.samples], device)
-        finally:  # not when the iterator is collected, for the traceback of a failure keeps it
-            getattr(items, "_shutdown_workers", lambda: None)()
-
-    def joined(self, items: list[WorkerBatch], device: torch.device) -> dict[str, Tensor]:
-        position, order = torch.cat([item.position() for item in items]).sort()
-        moved = [
-            item._replace(buffer=item.buffer.to(device, non_blocking=True)).rows() for item in items
-        ]
-        rows = moved[0] if len(moved) == 1 else torch.cat(moved)
-        tensors = from_bytes(rows, self.like, order.to(device, non_blocking=True))
-        return tensors | {"position": position.to(device, non_blocking=True)}
-
-    def next_of(self, items: Iterator[WorkerBatch]) -> WorkerBatch:
-        try:
-            item = next(items)
-        except (
-            RuntimeError,
-            OSError,
-            EOFError,
-        ) as error:  # the latter two: a kill while the worker sent a batch
-            reason = first_line(error)
-            if isinstance(error, RuntimeError) and not reason.startswith(
-                ("DataLoader worker", "Pin memory thread")
-            ):
-                raise
-            raise UserError(
-                f"a reader of data=webdataset died ({reason}); start the same command again to "
-                "resume, with a smaller data.window or data.num_workers if memory ran out."
-            ) from error
-        if item.failure is not None:
-            raise UserError(item.failure)
-        return item

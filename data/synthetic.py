@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
-from common.errors import UserError
-from data.loader import InMemoryLatents, LatentSpec, LatentTensors, LoaderArgs
+from data.loader import InMemoryLatents, LatentSpec, LatentTensors, LoaderArgs, refuse_below
 
 
 class SyntheticLatents(InMemoryLatents):
@@ -34,9 +33,7 @@ class SyntheticLatents(InMemoryLatents):
             "num_classes": num_classes,
             "count": count,
         }
-        for key, value in sizes.items():
-            if value < 1:
-                raise UserError(f"data.{key}={value} must be at least 1.")
+        refuse_below(1, **sizes)
         total = count + max(1, count // 10)
         position = torch.arange(total, device=device)
         shape = (channels, height, width)
@@ -47,11 +44,7 @@ class SyntheticLatents(InMemoryLatents):
         latents = torch.cat(draws)
         labels = position % num_classes
         spec = LatentSpec(
-            channels=channels,
-            height=height,
-            width=width,
-            num_classes=num_classes,
-            count=count,
+            **sizes,
             class_names=[str(label) for label in range(num_classes)],
             mean=[0.0] * channels,
             std=[1.0] * channels,

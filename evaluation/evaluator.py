@@ -24,7 +24,7 @@ from training.assemble import Training
 from training.checkpoint.load import difference
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
-from training.evaluate import dealt_and_shown
+from training.evaluate import dealt_and_shown, in_order
 from training.goodput import CLOCK
 
 PROTOCOL = "fd_protocol.json"
@@ -150,7 +150,7 @@ class InRun:
         """
         began = time.perf_counter()
         ranks = self.training.ranks
-        found: list[tuple[int, bool, dict[str, Tensor]]] = []
+        found: list[tuple[int, tuple[bool, dict[str, Tensor]]]] = []
         with self.training.state.averaged(), torch.no_grad():
             count = -(-self.count // self.stream.batch_size)
             batches = dealt_and_shown(range(count), count, "batches of distances", ranks)
@@ -158,18 +158,15 @@ class InRun:
                 _, latents = self.stream.batch(number)
                 if mine:
                     finite = bool(latents.isfinite().all())
-                    found.append((number, finite, self.evaluator.of_latents(latents)))
+                    found.append((number, (finite, self.evaluator.of_latents(latents))))
 
-        drawn = sorted(
-            (batch for share in ranks.gathered_objects(found) for batch in share),
-            key=lambda batch: batch[0],
-        )
+        drawn = in_order(found, ranks)
         figures: dict[str, float] = {}
-        if not all(finite for _, finite, _ in drawn):
+        if not all(finite for finite, _ in drawn):
             ranks.say("warning: samples are not finite, so they have no distances")
         elif ranks.first:
             for name, stats in self.evaluator.empty_stats().items():
-                stats.add(torch.cat([features[name] for *_, features in drawn])[: self.count])
+                stats.add(torch.cat([features[name] for _, features in drawn])[: self.count])
                 distance = distances(stats, self.evaluator.reference[name])
                 figures |= {
                     f"{kind}_{name}": distance[kind]

@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.exact_products import exact_products
 from common.files import file_sha256
 from models.autoencoders import Autoencoder
-from training.config.extensions import is_admitted
+from training.config.build import is_admitted
 from training.config.schema import FdConfig
 
 MAX_ENCODER_FEATURES = 256

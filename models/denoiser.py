@@ -58,10 +58,7 @@ class Denoiser(nn.Module):
         time_scale: float = 1000.0,
     ) -> None:
         super().__init__()
-        sizes = {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size}
-        for key, value in sizes.items():
-            if value < 1:
-                raise UserError(f"model.{key}={value} must be at least 1.")
+        refuse_shape(dim=dim, depth=depth, head_dim=head_dim, patch_size=patch_size)
         if height % patch_size or width % patch_size:
             raise UserError(
                 f"model.patch_size={patch_size} does not divide the latent size {height}×{width}; "
@@ -84,24 +81,24 @@ class Denoiser(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
         self.label_embed = LabelEmbedding(dim, num_classes)
+
+        # Each block knows the order in which the block before it leaves the tokens.
         hidden = 32 * round(mlp_ratio * dim / 32)
         by_layer = "layer" in inspect.signature(mixer).parameters
         self.blocks = nn.ModuleList()
         self.leaving = None
         for i in range(depth):
-            layers = [
-                mixer(
-                    dim=dim, head_dim=head_dim, grid=self.grid, **({"layer": i} if by_layer else {})
-                )
-            ]
-            block = Block(
-                layers + ([mlp(dim=dim, hidden=hidden)] if hidden else []), eps, self.leaving, norm
-            )
+            layer = {"layer": i} if by_layer else {}
+            branches = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **layer)]
+            if hidden:
+                branches.append(mlp(dim=dim, hidden=hidden))
+            block = Block(branches, eps, self.leaving, norm)
             self.blocks.append(block)
             self.leaving = block.orders[-1]
         register_rows(self, "rows", self.leaving)
+
+        # One product makes the modulations of all blocks, and the last norm's two.
         self.modulations = 6 if hidden else 3
-        # all blocks, and the last norm's two
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, channels * patch_size**2)
         if not self.head.weight.is_meta:
@@ -211,3 +208,10 @@ class Denoiser(nn.Module):
         )
         blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
         return blocks + 2 * (self.tokens * per_token + per_sample)
+
+
+def refuse_shape(**sizes: int) -> None:
+    """ValueError for a size below 1."""
+    for key, value in sizes.items():
+        if value < 1:
+            raise UserError(f"model.{key}={value} must be at least 1.")

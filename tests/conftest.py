@@ -19,7 +19,7 @@ from precompute_latents import precompute
 from tests.faults.zygote import Zygote
 from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
-from training.config import extensions
+from training.config import build
 from training.config.compose import compose
 from training.distributed.stop_request import SIGNALS
 
@@ -145,7 +145,7 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
 @pytest.fixture
 def own_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package is admitted yet, and the next test may have another one of the name `myproj`."""
-    monkeypatch.setattr(extensions, "admitted", set())
+    monkeypatch.setattr(build, "admitted", set())
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
         del sys.modules[name]

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.manifest import Manifest, Shard
-from data.shards import ShardWriter
+from data.manifest import Manifest, Shard, ShardWriter
 from models.autoencoders import add_global_branch
 
 CPU = torch.device("cpu")

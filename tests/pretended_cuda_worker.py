@@ -54,10 +54,14 @@ STEPS |= {
     "max, accumulation": "mamba max runtime.compile=false accumulation_steps=2",
     "max, spikes": "zigzag max runtime.compile=false guards.spike_sigmas=6",
     "fp16": "dit fast runtime.precision=fp16",
-    "fp16, accumulation, spikes": "ssd_mlp fast runtime.precision=fp16 accumulation_steps=2 guards.spike_sigmas=6",
+    "fp16, accumulation, spikes": (
+        "ssd_mlp fast runtime.precision=fp16 accumulation_steps=2 guards.spike_sigmas=6"
+    ),
     "bf16 weights, stochastic": "ssd_mlp fast runtime.weights=bf16 runtime.rounding=stochastic",
     "bf16 weights, Kahan": "ssd_mlp fast runtime.weights=bf16 runtime.rounding=kahan",
-    "selective": "ssd_mlp fast runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective",
+    "selective": (
+        "ssd_mlp fast runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective"
+    ),
     "drop path, spikes": "mamba fast model.drop_path=0.1 guards.spike_sigmas=6",
     "optimizer's state on the host": "ssd_mlp fast runtime.offload_optimizer=true",
     "parameters on the host": "conv fast guards.spike_sigmas=6",

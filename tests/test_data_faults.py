@@ -29,8 +29,7 @@ from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
-from data.streamed import StreamedLatents
-from data.streams import StreamDataset
+from data.streamed import StreamDataset, StreamedLatents
 from encoding.images import DecodedImages, decoding_loader
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 from tests.test_loaders import assert_same, joined
@@ -459,15 +458,9 @@ HONEST = "bytes 10-19/100"
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
-        (
-            answer(302, Location="/train-00000.tar"),
-            r"TooManyRedirects Exceeded maximum allowed redirects$",
-        ),
-        (answer(302, Location="ftp://elsewhere/x"), r"UnsupportedProtocol [^(]*$"),
-        (
-            answer(302, Location="http://h:x/"),
-            r"RemoteProtocolError Invalid URL in location header",
-        ),
+        (answer(302, Location="/train-00000.tar"), r"TooManyRedirects Exceeded 30 redirects$"),
+        (answer(302, Location="ftp://elsewhere/x"), r"InvalidSchema [^(]*$"),
+        (answer(302, Location="http://h:x/"), r"InvalidURL [^(]*'x'$"),
         (answer(206, b"x" * 11), r"the server sends more than the 10 bytes that were asked for"),
         (
             answer(206, b"x" * 9, Content_Range="bytes 10-18/100"),
@@ -541,7 +534,7 @@ def paused(server: Server, monkeypatch: pytest.MonkeyPatch, told: str) -> list[f
     """The pauses of a reader whose server is busy once and says `told`."""
     server.script = lambda number, path: answer(503, Retry_After=told) if number % 2 else None
     pauses: list[float] = []
-    monkeypatch.setattr(source.time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     assert open_source(server.url).read("train-00000.tar", 0, 4)
     return pauses
 
@@ -550,15 +543,13 @@ def test_retry_after_is_waited_for(server: Server, monkeypatch: pytest.MonkeyPat
     assert paused(server, monkeypatch, "7") == [7.0]
     (pause,) = paused(server, monkeypatch, formatdate(time.time() + 20.0, usegmt=True))
     assert 15.0 < pause <= 20.0
-    assert paused(server, monkeypatch, formatdate(time.time() - 99.0, usegmt=True)) == [
-        source.FIRST_PAUSE
-    ]
-    assert paused(server, monkeypatch, "soon") == [source.FIRST_PAUSE]
+    assert paused(server, monkeypatch, formatdate(time.time() - 99.0, usegmt=True)) == []
+    assert paused(server, monkeypatch, "soon") == []
     assert paused(server, monkeypatch, "3600") == [source.LONGEST_PAUSE]
     server.script = lambda number, path: answer(429, Retry_After="3600")
     with pytest.raises(
         OSError,
-        match=r"answers 429 and asks for a pause of 3600 s, of which .* waits 30 \(2 attempts\)",
+        match=r"answers 429 and asks for a pause of 3600; a reader waits 30 s at most \(2 attempts\)",
     ):
         open_source(server.url, retries=1).read("train-00000.tar", 0, 4)
 

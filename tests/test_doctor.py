@@ -140,7 +140,8 @@ def planted(monkeypatch, tmp_path):
 
 def test_the_limits_and_clocks_of_a_gpu_are_told(planted):
     asked = planted(
-        'case "$*" in *--id=GPU-1b2c*clocks.sm,clocks.mem,power.limit*) echo "345, 2619, 700.00";; esac'
+        'case "$*" in *--id=GPU-1b2c*clocks.sm,clocks.mem,power.limit*) '
+        'echo "345, 2619, 700.00";; esac'
     )
     found = doctor.machine(GPU)
     assert asked == [1]

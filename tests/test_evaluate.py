@@ -240,7 +240,7 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
         "features=[encoder]",
     ]
     program = (
-        "import os, sys, training.pieces as p; write = p.Pieces.write\n"
+        "import os, sys, sampling.resumable_chunks as p; write = p.Pieces.write\n"
         "def dying(self, number, tensors):\n"
         "    if 'samples.parts' in str(self.folder) and number == 1: os.kill(os.getpid(), 9)\n"
         "    write(self, number, tensors)\n"

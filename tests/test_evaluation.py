@@ -29,7 +29,7 @@ from evaluation.features import EncoderFeatures, Features, RandomFeatures, build
 from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
 from models.autoencoders import Autoencoder, DiffusersAutoencoder, PixelAutoencoder
 from tests.helpers import save_tiny_autoencoder
-from training.config import extensions
+from training.config import build
 
 NO_FILES: dict[str, str | None] = {"inception": None, "dinov2": None}
 
@@ -615,7 +615,7 @@ def test_a_space_of_ones_own(tmp_path, monkeypatch):
     name = "myspaces.colour.Colour"
     with pytest.raises(ValueError, match="is unknown"):
         build_features([name], PixelAutoencoder(), 1, NO_FILES)
-    monkeypatch.setattr(extensions, "admitted", {"myspaces"})
+    monkeypatch.setattr(build, "admitted", {"myspaces"})
     check_space(build_features([name], PixelAutoencoder(), 1, NO_FILES)[name], pictures())
     for name, sentence in (
         ("myspaces.colour.Other", "no class derived from"),

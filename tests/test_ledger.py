@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from tests.harness import (
     technique,
     tiny_training,
 )
+from training.goodput import CLOCK
 from training.meter import Meter
 
 
@@ -415,18 +416,20 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
         def elapsed_time(self, later):
             return 250.0
 
-    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr("training.meter.on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronised"))
     meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    monkeypatch.setattr(CLOCK, "kind", "start")
+    monkeypatch.setattr(CLOCK, "seconds", defaultdict(float, steps=1.0))
     with meter.waiting():
         done.append("data")
-    assert (done, meter.wait) == (["mark", "data", "mark"], 0.0)
+    assert (done, CLOCK.seconds["data_wait"]) == (["mark", "data", "mark"], 0.0)
     with meter.paused():
         done.append("end")
     assert done[3:] == ["synchronised", "end"]
     meter.sum_waits()
-    assert meter.wait == 0.25
+    assert (CLOCK.seconds["steps"], CLOCK.seconds["data_wait"]) == (0.75, 0.25)
 
 
 def test_flex_stays_compiled_in_evaluation():

@@ -206,6 +206,8 @@ def test_resident_reads_all_shards_in_order(latent_folder: Path):
     first, second, held_out = (
         random_samples(count, seed) for seed, count in enumerate((29, 16, 7))
     )
+    for part, ids in ((first, range(29)), (second, range(29, 45)), (held_out, range(7))):
+        part["ids"] = torch.tensor(ids)
     inner = loader.loader
     assert isinstance(inner, InMemoryLatents)
     for name, tensor in vars(inner.train).items():
@@ -371,9 +373,9 @@ def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_fo
         return own(number)
 
     loader.blocks.read = slow
-    chunk = loader.order.chunks(3)[0]
+    chunk = loader.order.of_epoch(3)[0]
     assert len(chunk.blocks) > 1
-    loader.assign(chunk, keep=None)
+    loader.begin(chunk)
     reading.wait()
     assert loader.stop.atexit
     threading.Timer(0.2, go_on.set).start()

@@ -19,8 +19,7 @@ import torch
 from PIL import Image
 
 from common.files import ROOT
-from data.manifest import read_manifest
-from data.shards import ShardWriter
+from data.manifest import ShardWriter, read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
 from encoding.job import Plan

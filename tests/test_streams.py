@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.chunked import ChunkedLatents, ChunkOrder
 from data.loader import LatentTensors, sampled
-from data.resident import ResidentLatents
+from data.order import ChunkOrder, RankPositions, StreamOrder
+from data.resident import ChunkedLatents, ResidentLatents
 from data.streamed import StreamedLatents, fitting_streams
-from data.streams import RankPositions, StreamOrder
 from tests.helpers import CPU, random_samples, save_latent_set
 from tests.test_loaders import assert_same, by_position, joined
 
@@ -101,7 +100,7 @@ def test_the_chunks_of_an_epoch_have_every_sample_once(seed: int):
     _, counts = random_set(draw)
     order = ChunkOrder(counts, seed, chunk_size=max(counts) + draw.randint(0, 20))
     for epoch in range(2):
-        chunks = order.chunks(epoch)
+        chunks = order.of_epoch(epoch)
         assert sorted(block for chunk in chunks for block in chunk.blocks) == list(
             range(len(counts))
         )

@@ -14,14 +14,13 @@ from torch import nn
 
 from accel.sharding import total_norm
 from data.resident import read_split
-from encoding.statistics import ChannelSums, channel_statistics
+from encoding.job import ChannelSums, channel_statistics
 from evaluation.distances import Moments, frechet, squared_mmd
 from training.distributed.ranks import SINGLE
 from training.ema import EMA
 from training.evaluate import evaluate
 from training.meter import Meter
-from training.spikes import SpikeGuard
-from training.step import StepOutput, TrainStep
+from training.step import SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9
@@ -251,7 +250,7 @@ def test_the_error_of_latents_in_8_bits():
             "labels": torch.zeros(8, dtype=torch.long),
         },
     )
-    split, _, found = read_split(reader, CPU, "int8")
+    split, found = read_split(reader, CPU, "int8")
     off = (split.latents[:] - latents.float()).transpose(0, 1).flatten(1)
     exact = [
         math.sqrt(math.fsum(channel.tolist()) / len(channel)) for channel in off.double().square()

@@ -41,7 +41,7 @@ from training.counting import (
 from training.ema import EMA
 from training.hardware import GIB, Card, this_card
 from training.memory import Bytes, lasting_bytes, memory_of
-from training.optim import parameter_groups
+from training.optimizers import parameter_groups
 from training.roofline import Running, Time, seconds_of
 from training.tracker import Op, Peak, Place
 from training.weights.adapter_base import find_base, put_on

@@ -28,7 +28,7 @@ from common.text import first_line
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from training.assemble import Parts, Training, assemble
-from training.config import extensions
+from training.config import build
 from training.config.compose import typed
 from training.config.schema import ParallelConfig, ParallelMode, TrainConfig
 from training.contest import NO_MEMORY
@@ -132,7 +132,7 @@ def main() -> int:
     end_with(job["parent"])
     cfg = typed(TrainConfig, job["cfg"], [])
     spec = LatentSpec(**job["spec"])
-    extensions.admit([f"{extensions.KEY}=[{','.join(cfg.extensions)}]"])
+    build.admit([f"{build.EXTENSIONS}=[{','.join(cfg.extensions)}]"])
     set_deterministic(cfg.deterministic)
     device = torch.device(job["device"])
     held: list[torch.Tensor] = []  # in the place of what the run holds besides

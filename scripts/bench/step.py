@@ -180,7 +180,9 @@ def verdict(
     busy = done.busy if cuda else None
     if bound := bound_of(step_ms, data_ms, busy):
         return Verdict(
-            bound, reason_of(bound, step_ms, data_ms, busy), keys_for(bound, left, data or {})
+            bound,
+            reason_of(bound, step_ms, data_ms, busy),
+            keys_for(bound, propose("cuda_graph=true", "compile=true"), data or {}),
         )
     share = done.products / done.busy if done.busy else 0.0
     reason = f"{share:.0%} of the busy time goes into products"

@@ -107,7 +107,9 @@ class Workload(Runnable):
     def mfu(self, step_seconds: float) -> float | None:
         meter = self.state.meter
         return (
-            self.batch_size * meter.train_flops / step_seconds / meter.peak if meter.peak else None
+            self.batch_size * meter.train_flops / step_seconds / meter.peak_flops
+            if meter.peak_flops
+            else None
         )
 
 

@@ -16,7 +16,7 @@ from training.checkpoint.find import complete, description, read_newest
 from training.checkpoint.parts import flat
 from training.config.yaml_text import read_config
 from training.goodput import told
-from training.metrics_file import read_metrics
+from training.metrics import read_metrics
 from training.weights.pretrained import read_tensors
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")

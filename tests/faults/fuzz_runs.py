@@ -34,11 +34,11 @@ from tests.test_proof import GOOD
 from tests.test_report import FIGURES, PROTOCOL
 from train import train
 from training.assemble import Training, assemble, describe_run, restore
-from training.checkpoint.find import weights_file
+from training.checkpoint.find import verified, weights_file
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
-from training.report import summary_table
+from training.metrics import summary_table
 from training.run import Run
 from training.step import StepOutput
 from training.weights.pretrained import build_autoencoder, load_pretrained, told_by
@@ -184,7 +184,7 @@ def checkpoint(rng: Random, folder: Path, say: Say) -> None:
         return
     saved = Checkpoints(folder / "checkpoints")
     if kind == "load":
-        load(folder / place, state, good.described)
+        load(verified(folder / place), state, good.described)
     elif restore(good.composed.cfg, state, saved, good.described) == "starting from scratch":
         raise AssertionError("a checkpoint is passed over without a word")
     good.training.step.schedule(state.samples)
@@ -235,7 +235,7 @@ def go_on(folder: Path, good: Good, total: int) -> None:
         summary_table(run.show_finished())
         return
     run.show_rehearsal()
-    run.keep_metrics_before(2)
+    run.go_on_from(dataclasses.replace(good.training.state, step=2))
     run.append_metrics({"step": 3, "loss": 1.0})
-    summary_table(run.summarise(good.training.state, Ledger(), run.checkpoints()))
+    summary_table(run.summarise(good.training.state, Ledger()))
     run.close()

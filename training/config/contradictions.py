@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from common.errors import UserError
@@ -125,6 +125,21 @@ def check_momentum(optim: Mapping[str, Any]) -> None:
         raise UserError(f"optim.momentum={momentum} must be at least 0 and below 1.")
 
 
+def check_nccl(variables: Iterable[str]) -> None:
+    """ValueError for a variable that is none of NCCL's documented ones that tune or tell.
+
+    Those that name a library, a file to write, or a file of further variables (*_PLUGIN, *_FILE,
+    CONF_FILE) are not among them.
+    """
+    for name in variables:
+        if not name.startswith("NCCL_") or name.removeprefix("NCCL_") not in NCCL.split():
+            raise UserError(
+                f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set "
+                "here, for some load code or write files; set it in the environment of the "
+                f"command: {name}=<value>."
+            )
+
+
 def check_graph(runtime: Any, optimizer: str | None) -> None:
     """ValueError for what a captured step cannot contain."""
     if not runtime.cuda_graph:
@@ -145,3 +160,23 @@ def check_graph(runtime: Any, optimizer: str | None) -> None:
             "runtime.cuda_graph=true needs an optimizer that decides on the device, and "
             f"{optimizer} decides on the host; use optim=adamw, or runtime.cuda_graph=false."
         )
+
+
+NCCL = """
+    ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS
+    COLLNET_ENABLE COLLNET_NODE_THRESHOLD COMM_BLOCKING CROSS_NIC CTA_POLICY CUMEM_ENABLE
+    CUMEM_HOST_ENABLE DEBUG DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS
+    DMABUF_ENABLE GRAPH_MIXING_SUPPORT GRAPH_REGISTER IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY
+    IB_ADDR_RANGE IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_DATA_DIRECT IB_DISABLE IB_ECE_ENABLE
+    IB_FIFO_TC IB_GID_INDEX IB_HCA IB_MERGE_NICS IB_PCI_RELAXED_ORDERING IB_QPS_PER_CONNECTION
+    IB_RETRY_CNT IB_RETURN_ASYNC_EVENTS IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS IB_TC
+    IB_TIMEOUT IGNORE_CPU_AFFINITY LAUNCH_MODE LL_THRESHOLD LOCAL_REGISTER MAX_CTAS
+    MAX_NCHANNELS MEM_SYNC_DOMAIN MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET NET_GDR_C2C
+    NET_GDR_LEVEL NET_GDR_READ NET_SHARED_BUFFERS NET_SHARED_COMMS NSOCKS_PERTHREAD NTHREADS
+    NVB_DISABLE NVLS_ENABLE OOB_NET_ENABLE OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_DISABLE
+    P2P_LEVEL P2P_LL_THRESHOLD P2P_NET_CHUNKSIZE P2P_PXN_LEVEL PROTO PXN_DISABLE RUNTIME_CONNECT
+    SET_THREAD_NAME SHM_DISABLE SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME
+    SOCKET_NTHREADS SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC TREE_THRESHOLD UID_STAGGER_RATE
+    UID_STAGGER_THRESHOLD
+"""
+"""The documented variables of NCCL that may be set here, without their prefix."""

@@ -1,4 +1,4 @@
-"""What the operators refuse: empty tensors, and to be differentiated twice."""
+"""What all operators share: arithmetic in at least fp32, and what they refuse."""
 
 import torch
 from torch import Tensor
@@ -31,3 +31,9 @@ def refuse_second_order() -> None:
             "The fused operators have no second derivative, and create_graph=True asks for one; "
             "set the keys runtime.fused_… of kernels to false for it."
         )
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """`tensor` in fp32 if it is narrower, else as it is (so that fp64 inputs give an fp64
+    reference)."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,8 @@
-"""Checks that mixers share."""
+"""What the layers of all models share."""
+
+from __future__ import annotations
+
+from torch import nn
 
 from common.errors import UserError
 
@@ -11,3 +15,10 @@ def heads_of(width: int, head_dim: int, what: str) -> int:
             f"{width}."
         )
     return width // head_dim
+
+
+def init_linear(layer: nn.Linear) -> None:
+    """Xavier's uniform weights (Glorot & Bengio 2010), and a bias of zero where there is one."""
+    nn.init.xavier_uniform_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

@@ -1,0 +1,246 @@
+"""The orders in which loaders read a latent set. Each is a pure function of (seed, epoch, position).
+
+- `EpochOrder` permutes all samples: for sets that lie on the device.
+- `ChunkOrder` permutes blocks, cuts them into *chunks*, and permutes each: for sets of which a part
+  lies on the device.
+- `StreamOrder` permutes shards and the blocks in them, and cuts that sequence into S equal
+  *streams*. Up to W consecutive samples of a stream make a *window*, shuffled inside. A *batch*
+  takes the next sample of every stream in turn: position p of the epoch has sample p div S of
+  stream p mod S.
+
+Positions count over all epochs, so a run continues from the number of samples that it has seen, at
+any batch size and world size. A *block* is a safetensors member of a shard (data/blocks.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from common.errors import UserError
+
+GOLDEN = 0x9E3779B97F4A7C15
+Found = TypeVar("Found")
+
+
+def seeded(*key: int) -> torch.Generator:
+    """A CPU generator seeded with a hash of `key`."""
+    state = 0
+    for number in key:
+        state = (state * GOLDEN + number) % 2**63
+    return torch.Generator().manual_seed(state)
+
+
+class Order(Generic[Found]):
+    """Keeps what a subclass draws for an epoch: the two latest, for batches that run across the end
+    of one."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count = count
+        self.seed = seed
+        self.cache: dict[int, Found] = {}
+
+    def of_epoch(self, epoch: int) -> Found:
+        if epoch not in self.cache:
+            kept = {e: found for e, found in self.cache.items() if e == epoch - 1}
+            self.cache = kept | {epoch: self.draw(epoch)}
+        return self.cache[epoch]
+
+    def draw(self, epoch: int) -> Found:
+        raise NotImplementedError
+
+
+class EpochOrder(Order[Int[Tensor, "N"]]):
+    """Position p has the (p mod N)-th id of the permutation of epoch p div N, on `device`.
+
+    A CPU generator draws it, so it is the same on every device.
+    """
+
+    def __init__(self, count: int, seed: int, device: torch.device) -> None:
+        super().__init__(count, seed)
+        self.device = device
+
+    def draw(self, epoch: int) -> Int[Tensor, "N"]:
+        return torch.randperm(self.count, generator=seeded(self.seed, epoch)).to(self.device)
+
+    def ids(self, start: int, count: int) -> Int[Tensor, "B"]:
+        """Ids at positions start … start + count - 1."""
+        found = []
+        while count > 0:
+            epoch, offset = divmod(start, self.count)
+            found.append(self.of_epoch(epoch)[offset : offset + count])
+            start += len(found[-1])
+            count -= len(found[-1])
+        return torch.cat(found)
+
+
+@dataclass
+class Chunk:
+    """Blocks that lie on the device together, `size` samples."""
+
+    epoch: int
+    number: int
+    first: int
+    """Position of its first sample in the epoch."""
+    size: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class ChunkOrder(Order[list[Chunk]]):
+    """The chunks of each epoch, of at most `chunk_size` samples. `counts` are the samples of each
+    block."""
+
+    def __init__(self, counts: list[int], seed: int, chunk_size: int) -> None:
+        if chunk_size < max(counts):
+            raise UserError(
+                f"a window of {chunk_size} samples holds not even one block of {max(counts)}; "
+                "raise data.device_memory_gib, or make the set with a smaller block_size."
+            )
+        super().__init__(sum(counts), seed)
+        self.counts = counts
+        self.chunk_size = chunk_size
+
+    def draw(self, epoch: int) -> list[Chunk]:
+        chunk = Chunk(epoch, 0, 0)
+        chunks = [chunk]
+        order = torch.randperm(len(self.counts), generator=seeded(self.seed, epoch))
+        for block in order.tolist():
+            if chunk.size + self.counts[block] > self.chunk_size:
+                chunk = Chunk(epoch, len(chunks), chunk.first + chunk.size)
+                chunks.append(chunk)
+            chunk.blocks.append(block)
+            chunk.size += self.counts[block]
+        return chunks
+
+    def locate(self, position: int) -> tuple[Chunk, int]:
+        """The chunk of a position, and the offset in it."""
+        epoch, p = divmod(position, self.count)
+        chunks = self.of_epoch(epoch)
+        chunk = chunks[bisect_right(chunks, p, key=lambda chunk: chunk.first) - 1]
+        return chunk, p - chunk.first
+
+    def after(self, chunk: Chunk) -> Chunk:
+        return self.locate(chunk.epoch * self.count + chunk.first + chunk.size)[0]
+
+    def permutation(self, chunk: Chunk) -> Tensor:
+        return torch.randperm(chunk.size, generator=seeded(self.seed, chunk.epoch, chunk.number))
+
+
+class Window(NamedTuple):
+    """`size` samples from the `start`-th of the epoch on."""
+
+    epoch: int
+    stream: int
+    number: int
+    """In its stream."""
+    start: int
+    size: int
+
+
+class StreamOrder(Order[tuple[Tensor, Tensor]]):
+    """Maps positions to windows and windows to blocks. `blocks_of_shard` and `counts` (samples)
+    describe the set.
+
+    Seen over all epochs a stream does not end: stream s has the positions s, s + S, s + 2 S, …
+    """
+
+    def __init__(
+        self, blocks_of_shard: list[int], counts: list[int], seed: int, streams: int, window: int
+    ) -> None:
+        super().__init__(sum(counts), seed)
+        self.blocks_of_shard = blocks_of_shard
+        self.counts = counts
+        self.streams = streams
+        self.window = window
+
+    def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the blocks in the order of an epoch, and the first sample of each in that
+        order."""
+        generator = seeded(self.seed, epoch)
+        shards = torch.arange(len(self.counts)).split(self.blocks_of_shard)
+        order = torch.cat(
+            [
+                shards[shard][torch.randperm(len(shards[shard]), generator=generator)]
+                for shard in torch.randperm(len(shards), generator=generator).tolist()
+            ]
+        )
+        counts = torch.tensor(self.counts)[order]
+        return order, counts.cumsum(0) - counts
+
+    def locate(self, position: int) -> tuple[Window, int]:
+        """The window of a position, and the offset in it.
+
+        The first window of a stream is shorter, by another amount in each stream. So windows do not
+        end together, and reading is spread evenly over the batches.
+        """
+        epoch, p = divmod(position, self.count)
+        offset, stream = divmod(p, self.streams)
+        shorter = stream * self.window // self.streams
+        number = (offset + shorter) // self.window
+
+        # Where the streams do not divide the epoch, the first ones have a sample more.
+        size, longer = divmod(self.count, self.streams)
+        first = stream * size + min(stream, longer)
+        start = max(0, number * self.window - shorter)
+        end = min((number + 1) * self.window - shorter, size + (stream < longer))
+        return Window(epoch, stream, number, first + start, end - start), offset - start
+
+    def blocks_of(self, window: Window) -> Iterator[tuple[int, int, int]]:
+        """(block, first row, rows) of the samples of a window, before they are shuffled."""
+        order, starts = self.of_epoch(window.epoch)
+        start = window.start
+        end = window.start + window.size
+        at = int(torch.searchsorted(starts, start, right=True)) - 1
+        while start < end:
+            block = int(order[at])
+            row = start - int(starts[at])
+            rows = min(end - start, self.counts[block] - row)
+            yield block, row, rows
+            start += rows
+            at += 1
+
+    def permutation(self, window: Window) -> Tensor:
+        return torch.randperm(
+            window.size, generator=seeded(self.seed, window.epoch, window.stream, window.number)
+        )
+
+
+class RankPositions(NamedTuple):
+    """Decides which positions of each global batch a rank reads: `batch_size` of them."""
+
+    batch_size: int
+    rank: int
+    world_size: int
+    streams: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.world_size * self.batch_size
+
+    def own_streams(self) -> range | None:
+        """The rank's streams where each global batch has as many samples of each stream; else
+        None."""
+        if self.global_batch % self.streams or self.streams % self.world_size:
+            return None
+        each = self.streams // self.world_size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def positions(self, start: int, stream: int) -> range:
+        """The rank's positions in `stream`, of the global batch from position `start` on.
+
+        A rank without streams of its own reads `batch_size` consecutive positions.
+        """
+        own = self.own_streams()
+        size = self.global_batch
+        if own is None:
+            start += self.rank * self.batch_size
+            size = self.batch_size
+        elif stream not in own:
+            return range(0)
+        return range(start + (stream - start) % self.streams, start + size, self.streams)
