@@ -24,7 +24,7 @@ def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds
     too."""
     from common.progress import Progress
-    from evaluation.in_run import InRun
+    from evaluation.evaluator import InRun
     from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick
     from training.distributed.stop_request import Asked, StopRequest

@@ -75,11 +75,11 @@ def dealt_and_shown(
     return counted(dealt(items, ranks), -(-count // ranks.world_size), unit, not ranks.first)
 
 
-def in_order(found: list[tuple[int, Tensor]], ranks: Ranks) -> list[Tensor]:
+def in_order(found: list[tuple[int, Item]], ranks: Ranks) -> list[Item]:
     """What all processes found of the items, in the order of the items' numbers: the same at any
     number of processes."""
     pairs = [pair for share in ranks.gathered_objects(found) for pair in share]
-    return [tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0])]
+    return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
 
 @CLOCK.spending("sampling")

@@ -261,7 +261,7 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class FdConfig:
     """What `fd_every` measures: the distance of samples to the training images
-    (evaluation/in_run.py)."""
+    (evaluation/evaluator.py)."""
 
     # samples; fd needs more than twice the values of a feature space, kd does not
     count: int = 1000
