@@ -13,8 +13,8 @@ from accel.techniques import float8
 
 def override(key: str, value: bool | str) -> str:
     """The override that sets a runtime key, such as runtime.tf32=true."""
-    path = "parallel.mode" if key == "parallel" else key
-    return f"runtime.{path}={str(value).lower()}"
+    kinds = {kind.key: kind for kind in TECHNIQUES}
+    return kinds[key].override(value) if key in kinds else f"runtime.{key}={str(value).lower()}"
 
 
 class Capability(NamedTuple):
