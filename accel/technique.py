@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,8 @@ class Technique(ABC):
 
     key: ClassVar[str]
     """The runtime key it answers to."""
+    path: ClassVar[str] = ""
+    """Where its value stands below `runtime`, if not under `key`."""
     summary: ClassVar[str]
     """What it does, for the README's table."""
     options: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +77,23 @@ class Technique(ABC):
     loss_rtol: ClassVar[float]
     """How far the loss of one step may move when it is switched on; 0 means bit for bit (in eager
     mode)."""
+    in_sampling: ClassVar[bool] = False
+    """True if it acts where a trained model only draws samples."""
+    absent_from_sampling: ClassVar[str | None] = None
+    """Why samples are drawn without it, for the ledger; None where nobody would ask."""
+    in_precompute: ClassVar[bool] = False
+    """True if it acts on an encoder of images."""
+    slow_to_start: ClassVar[bool] = False
+    """True if its first step takes up to minutes more: without being asked, samples are drawn
+    without it."""
+    saves_launches: ClassVar[bool] = False
+    """True if it is worth a try where the GPU waits for the host."""
+    saves_memory: ClassVar[str | None] = None
+    """The change that is offered where memory ran out in a pass and nobody asked for it."""
+    slows: ClassVar[bool] = True
+    """False if the memory that it saves costs no time."""
+    changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
+    """What a trial of fused kernels finds otherwise with it: parity and time, or time alone."""
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
 
@@ -88,9 +107,23 @@ class Technique(ABC):
         """`examples`, where there are any; otherwise the one way to switch it on."""
         return cls.examples or ({cls.key: True},)
 
+    @classmethod
+    def override(cls, value: bool | str) -> str:
+        """The override that asks for a value, such as runtime.tf32=true."""
+        return f"runtime.{cls.path or cls.key}={str(value).lower()}"
+
     @property
     def enabled(self) -> bool:
         return self.value != self.off
+
+    @property
+    def settings(self) -> dict[str, bool | str]:
+        """Its value and its options, by runtime key."""
+        return {self.key: self.value} | self.option
+
+    def arithmetic(self) -> dict[str, bool | str]:
+        """Runtime keys and values that say how products round, where it has a part in that."""
+        return {}
 
     def unavailable(self) -> str | None:
         """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where
@@ -106,6 +139,10 @@ class Technique(ABC):
     def on_model(self, model: Model) -> Model:
         """Changes the model through its `.blocks`; state-dict keys stay as they are."""
         return model
+
+    def saves_state(self) -> list[str]:
+        """The changes that are offered where weights and the optimizer's state take too much."""
+        return []
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         """Arguments for the optimizer's constructor."""

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
-from accel.stack import AccelerationStack
+from accel.stack import TECHNIQUES, AccelerationStack
 from common.errors import UserError
 from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
@@ -27,25 +27,16 @@ from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import check_guidance, draw_latents
 from training.checkpoint.find import read_newest, weights_file
-from training.components import build_loader, prove_kernels, runtime_values, spine
+from training.components import build_loader, prove_kernels, spine
 from training.config.compose import typed
-from training.config.schema import KERNELS, RuntimeConfig, SamplingConfig
+from training.config.schema import RuntimeConfig, SamplingConfig
 from training.config.yaml_text import read_config
 from training.environment import pick_device
 from training.weights.adapter_file import Opened, load_model
 from training.weights.pretrained import build_autoencoder
 
-TECHNIQUES = (
-    "tf32",
-    "cudnn_benchmark",
-    "residual_in_fp32",
-    *KERNELS,
-    "attention",
-    "compile",
-    "precision",
-)
-"""The runtime keys that matter where nothing is trained."""
-UNCOMPILED = MappingProxyType({"compile": False})
+QUICK_START = MappingProxyType({kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start})
+"""Runtime values that spare a few samples a long first step."""
 
 
 def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
@@ -176,8 +167,10 @@ class TrainedModel:
         t = torch.full((count,), 0.5, device=self.device)
         labels = torch.zeros(count, dtype=torch.int64).to(self.device)
         ledger = self.stack.warm_up(lambda: self.forward(x, t, labels), self.model.blocks)
-        why = "sampling captures no graph: no GPU has proved one yet"
-        ledger.append(LedgerRow("cuda_graph", self.runtime.cuda_graph, False, why))
+        asked = self.runtime.values()
+        for kind in TECHNIQUES:
+            if why := kind.absent_from_sampling:
+                ledger.append(LedgerRow(kind.key, asked[kind.key], False, why))
         return ledger
 
 
@@ -194,9 +187,7 @@ def protocol_of(
         "labels": labels,
         "seed": stream.seed,
         **sampling,
-        "precision": stack.value("precision"),
-        **stack.options_of("precision", when="fp8"),
-        "tf32": stack.value("tf32"),
+        **stack.arithmetic(),
         "data": spec.fingerprint,
         "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),
     }
@@ -260,7 +251,7 @@ def load_run(
     encoder: str | None = None,
     device: str | torch.device = "auto",
     key: str = "run_dir",
-    runtime: Mapping[str, Any] = UNCOMPILED,
+    runtime: Mapping[str, Any] = QUICK_START,
     batch_size: int = 64,
     adapter: str | None = None,
 ) -> TrainedModel:
@@ -299,10 +290,10 @@ def load_run(
 
     on_unavailable = settings.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(settings),
+        settings.values(),
         chosen,
         on_unavailable=on_unavailable,
-        only=TECHNIQUES,
+        only=[kind.key for kind in TECHNIQUES if kind.in_sampling],
         same_bytes=True,
     )
     stack.on_process()

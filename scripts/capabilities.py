@@ -9,10 +9,10 @@ import torch
 from accel.stack import TECHNIQUES
 
 
-def override(key: str, value: object) -> str:
-    """Returns the override that sets a runtime key, such as runtime.tf32=true."""
-    path = "parallel.mode" if key == "parallel" else key
-    return f"runtime.{path}={str(value).lower()}"
+def override(key: str, value: bool | str) -> str:
+    """The override that sets a runtime key, such as runtime.tf32=true."""
+    kinds = {kind.key: kind for kind in TECHNIQUES}
+    return kinds[key].override(value) if key in kinds else f"runtime.{key}={str(value).lower()}"
 
 
 class Capability(NamedTuple):

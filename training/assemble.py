@@ -27,7 +27,7 @@ from models.sampler import check_guidance
 from training.checkpoint.find import branch_of, verified, weights_file
 from training.checkpoint.load import identity, load, newest_verified
 from training.checkpoint.save import Checkpoints
-from training.components import build_loader, prove_kernels, runtime_values, spine
+from training.components import build_loader, prove_kernels, spine
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
@@ -82,11 +82,9 @@ def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> 
     if cfg.adapter:
         kind = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
         also.append(AdapterGradients(kind.__name__.lower(), device))
-    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=also)
-    if world_size() > 1 and stack.value("parallel") == "none" and not alone:
-        reason = stack.reasons.get(
-            "parallel", "Each would train a model of its own; use auto, or start one process."
-        )
+    stack = AccelerationStack(cfg.runtime.values(), device, **strictness, also=also)
+    reason = stack.why_apart()
+    if reason and not alone:
         mode = cfg.runtime.parallel.mode.value
         raise UserError(f"runtime.parallel.mode={mode} with {world_size()} processes: {reason}")
     return stack
@@ -204,7 +202,7 @@ def assemble(
     # What changes in a run, and what changes it.
     ema = EMA(model, **spine(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
-    peak = peak_flops(device, str(stack.value("precision")))
+    peak = peak_flops(device, stack.precision)
     meter = Meter(
         cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model)
     )

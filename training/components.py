@@ -1,5 +1,4 @@
-"""Parts of a run for those who need no training: its loader, its runtime keys, its choice of
-kernels."""
+"""Parts of a run for those who need no training: its loader and its choice of kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from data.loader import LatentLoader, LatentSpec
 from data.resident import bytes_of_a_sample
 from models.denoiser import Denoiser
 from training.config.build import build
-from training.config.schema import RuntimeConfig
 from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
 
@@ -23,13 +21,6 @@ from training.goodput import CLOCK
 def spine(node: Any) -> dict[str, Any]:
     """A typed node as keyword arguments, choices as plain strings."""
     return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
-
-
-def runtime_values(runtime: RuntimeConfig) -> dict[str, Any]:
-    """The runtime keys by technique: those of `parallel` beside the others, its mode under the
-    technique's name."""
-    parallel = spine(runtime.parallel)
-    return spine(runtime) | parallel | {"parallel": parallel["mode"]}
 
 
 def build_loader(

@@ -164,25 +164,15 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
 def savings(training: Training) -> list[str]:
     """The two or three changes that save most where memory ran out, the cheapest first."""
     cfg = training.cfg
-    ranks = training.ranks
+    stack = training.stack
     phase = training.step.phase
-    runtime = cfg.runtime
-    activations = []
-    lasting = []
-    if runtime.precision.value == "fp32":
-        activations.append("runtime.precision=bf16")
-    if training.micro_batch % 2 == 0:
-        activations.append(
-            f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)"
-        )
-    if not runtime.gradient_checkpointing:
-        activations.append("runtime.gradient_checkpointing=true")
-    if ranks.world_size > 1 and runtime.parallel.mode.value in ("auto", "ddp"):
-        lasting.append("runtime.parallel.mode=fsdp")
-    if ranks.world_size > 1 and not runtime.parallel.cpu_offload:
-        lasting.append("runtime.parallel.cpu_offload=true with fsdp")
-    if ranks.world_size == 1:
-        lasting.append("more GPUs with runtime.parallel.mode=fsdp")
+    smaller = f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)"
+
+    off = [t for t in stack.not_asked_for() if t.saves_memory]
+    activations = [t.saves_memory for t in off if not t.slows]
+    activations += [smaller] if training.micro_batch % 2 == 0 else []
+    activations += [t.saves_memory for t in off if t.slows]
+    lasting = [change for t in stack.techniques for change in t.saves_state()]
     lasting.append("a smaller model")
     if phase in ("the optimizer", "the averages"):
         return [*lasting[:2], *activations[:1]]

@@ -34,7 +34,7 @@ from common.errors import UserError
 from common.files import ROOT, cache_folder, write_atomically
 from common.text import as_json
 from data.loader import LatentSpec
-from training.components import latents_of, runtime_values
+from training.components import latents_of
 from training.config.schema import (
     KERNELS,
     AttentionName,
@@ -132,7 +132,7 @@ def can_be_had(cfg: TrainConfig, changes: Changes, device: torch.device, process
     """Whether a candidate is one on this machine: its techniques are to be had, and its keys go
     together."""
     try:
-        values = runtime_values(changed(cfg, changes).runtime)
+        values = changed(cfg, changes).runtime.values()
     except ValueError:
         return False
     asked = {

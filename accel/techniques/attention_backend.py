@@ -85,6 +85,8 @@ class AttentionBackend(Technique):
     examples = tuple({"attention": name} for name in (*OPS, "flex", *IMPLEMENTATIONS))
     off = AUTO
     loss_rtol = 2e-2
+    in_sampling = True
+    changes_kernels = "time"
 
     def __init__(self, value: bool | str, device: torch.device) -> None:
         super().__init__(value, device)

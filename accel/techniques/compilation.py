@@ -36,6 +36,11 @@ class Compile(Technique):
     options = ("compile_scope", "compile_mode")
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32
+    in_sampling = True
+    in_precompute = True
+    slow_to_start = True
+    saves_launches = True
+    changes_kernels = "time"
     backend = "inductor"
     """`torch.compile` backend; tests use the much quicker "aot_eager"."""
 

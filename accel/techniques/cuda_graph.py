@@ -36,6 +36,8 @@ class CudaGraph(Technique):
     summary = "the whole step as one launch"
     examples = ({"cuda_graph": True, "fused_adamw": True},)
     loss_rtol = 1e-5
+    absent_from_sampling = "sampling captures no graph: no GPU has proved one yet"
+    saves_launches = True
 
     def __init__(self, value: bool | str, device: torch.device) -> None:
         super().__init__(value, device)

@@ -14,10 +14,6 @@ from accel.ledger import UNSEEN, UNUSED
 from accel.profiler import observe_kernels
 from accel.technique import Observation, Technique
 
-SAME_BYTES = (
-    "off here: it chooses algorithms by their time, and work that goes on after a stop must end "
-    "with the same bytes"
-)
 CONVOLUTION = "aten::cudnn_convolution"
 
 
@@ -25,6 +21,9 @@ class CudnnBenchmark(Technique):
     key = "cudnn_benchmark"
     summary = "tries cuDNN's algorithms once per shape"
     loss_rtol = 1e-5
+    in_sampling = True
+    in_precompute = True
+    changes_kernels = "time"
     nondeterministic = True
 
     def __init__(self, value: bool | str, device: torch.device) -> None:

@@ -24,6 +24,7 @@ class FusedKernel(Technique):
     op: str
     """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
     loss_rtol = 1e-2
+    in_sampling = True
 
     def __init__(self, value: bool | str, device: torch.device) -> None:
         super().__init__(value, device)

@@ -49,6 +49,8 @@ class CheckpointBlocks(Technique):
         for policy in ("blocks", "every_2", "selective")
     )
     loss_rtol = 0.0
+    saves_memory = "runtime.gradient_checkpointing=true"
+    changes_kernels = "time"
 
     def __init__(
         self, value: bool | str, device: torch.device, checkpoint_policy: bool | str = "blocks"

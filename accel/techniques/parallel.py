@@ -43,6 +43,7 @@ class DataParallel(Technique):
         *("shard_degree", "reshard_after_forward", "reduce_dtype"),
         *("bucket_cap_mb", "gradient_as_bucket_view", "cpu_offload"),
     )
+    path = "parallel.mode"
     off = "none"
     loss_rtol = 1e-4  # sums over a batch in another order
 
@@ -69,6 +70,14 @@ class DataParallel(Technique):
                 "reduce_dtype=fp32."
             )
         return None
+
+    def saves_state(self) -> list[str]:
+        if world_size() == 1:
+            return ["more GPUs with runtime.parallel.mode=fsdp"]
+        found = ["runtime.parallel.mode=fsdp"] if self.value == "ddp" else []
+        if not self.option["cpu_offload"]:
+            found.append("runtime.parallel.cpu_offload=true with fsdp")
+        return found
 
     @property
     def shard_degree(self) -> int | None:

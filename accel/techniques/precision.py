@@ -55,6 +55,11 @@ class Precision(Technique):
     )
     off = "fp32"
     loss_rtol = 2e-2
+    in_sampling = True
+    in_precompute = True
+    saves_memory = "runtime.precision=bf16"
+    slows = False
+    changes_kernels = "parity"
 
     def __init__(
         self, value: bool | str, device: torch.device, fp8_recipe: bool | str = "tensorwise"
@@ -92,6 +97,9 @@ class Precision(Technique):
                 "slower than fp32."
             )
         return None
+
+    def arithmetic(self) -> dict[str, bool | str]:
+        return self.settings if self.value == "fp8" else {self.key: self.value}
 
     def autocast(self) -> torch.amp.autocast:
         """The context in which the forward pass runs."""

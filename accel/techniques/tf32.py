@@ -17,6 +17,9 @@ class Tf32(Technique):
     key = "tf32"
     summary = "fp32 products and convolutions on tensor cores"
     loss_rtol = 1e-3
+    in_sampling = True
+    in_precompute = True
+    changes_kernels = "parity"
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
@@ -31,6 +34,9 @@ class Tf32(Technique):
                 f"{capability[0]}.{capability[1]}."
             )
         return None
+
+    def arithmetic(self) -> dict[str, bool | str]:
+        return self.settings
 
     def on_process(self) -> None:
         # These two, never the newer `fp32_precision` setters: up to torch 2.14 mixing both makes

@@ -8,7 +8,7 @@ here, so that `--help` stays quick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -139,8 +139,8 @@ class ParallelConfig:
         check_nccl(self.nccl)
 
 
-KERNELS = ("fused_add_norm", "fused_scan", "fused_conv", "fused_swiglu", "fused_rope")
-"""Runtime keys of our Triton kernels."""
+KernelChoice = bool | str
+"""false: the definition; true: the Triton kernel; "auto": the one that a trial favours."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class RuntimeConfig:
     rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
     # the Triton kernel or its definition; auto: what a trial on this device favours
-    fused_add_norm: bool | str = False
-    fused_scan: bool | str = False  # so are the next ones; true: whenever parity is shown
-    fused_conv: bool | str = False
-    fused_swiglu: bool | str = False
-    fused_rope: bool | str = False
+    fused_add_norm: KernelChoice = False
+    fused_scan: KernelChoice = False  # so are the next ones; true: whenever parity is shown
+    fused_conv: KernelChoice = False
+    fused_swiglu: KernelChoice = False
+    fused_rope: KernelChoice = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
     # selective keeps products, attention, scan
@@ -196,6 +196,15 @@ class RuntimeConfig:
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise UserError(f"runtime.{key}={value} must be false, true or auto.")
         check_pairs(self, accumulation_steps, deterministic, optimizer)
+
+    def values(self) -> dict[str, Any]:
+        """The values of techniques and their options by key, choices as plain strings."""
+        nodes = vars(self) | vars(self.parallel) | {"parallel": self.parallel.mode}
+        return {key: v.value if isinstance(v, Enum) else v for key, v in nodes.items()}
+
+
+KERNELS = tuple(node.name for node in fields(RuntimeConfig) if node.type == "KernelChoice")
+"""Runtime keys of our Triton kernels."""
 
 
 @dataclass(frozen=True)
