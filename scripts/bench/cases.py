@@ -18,7 +18,6 @@ from common.errors import UserError
 from common.files import ROOT
 from scripts.bench import TABLES, Figures, Words, data, kernels, measure, step
 from scripts.capabilities import override
-from training.components import runtime_values
 from training.config.compose import CONF, compose, own_and_others
 
 SETTINGS = TABLES["settings"]
@@ -178,8 +177,8 @@ def alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
 def removed(words: Words) -> Iterator[Case]:
     """Plans max without each technique that it has and eager has not."""
     full = [*words, "runtime=max"]
-    eager = runtime_values(compose([*words, "runtime=eager"]).cfg.runtime)
-    most = runtime_values(compose(full).cfg.runtime)
+    eager = compose([*words, "runtime=eager"]).cfg.runtime.values()
+    most = compose(full).cfg.runtime.values()
     for key in (kind.key for kind in TECHNIQUES):
         if most[key] != eager[key]:
             word = override(key, eager[key])

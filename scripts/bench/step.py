@@ -109,8 +109,8 @@ class Workload(Loop):
     def figures(self, step_ms: Sequence[float]) -> Figures:
         found = super().figures(step_ms)
         meter = self.training.state.meter
-        if meter.peak:
-            found["mfu"] = found["samples_per_s"] * meter.train_flops / meter.peak
+        if meter.peak_flops:
+            found["mfu"] = found["samples_per_s"] * meter.train_flops / meter.peak_flops
         model = self.training.model
         return found | {
             "parameters": sum(p.numel() for p in model.parameters()),
