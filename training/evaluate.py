@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from common.progress import counted
 from models.autoencoders import Autoencoder
