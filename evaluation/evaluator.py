@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,13 @@ class Evaluator:
         """Computes the features of raw latents, decoded and quantised as the reference's are."""
         return self.of(decoded(self.autoencoder, latents))
 
-    def empty_stats(self) -> dict[str, FeatureStats]:
-        """Returns the place for the features of samples in each space."""
-        return {name: FeatureStats(space.dim) for name, space in self.spaces.items()}
+    def stats_of(self, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
+        """Sums up features of samples, by space, that arrive in batches."""
+        stats = {name: FeatureStats(space.dim) for name, space in self.spaces.items()}
+        for batch in batches:
+            for name, features in batch.items():
+                stats[name].add(features)
+        return stats
 
     def protocol(self) -> dict[str, Any]:
         """Returns what the figures depend on, beside the samples."""
@@ -165,12 +170,11 @@ class InRun:
         if not all(finite for finite, _ in drawn):
             ranks.say("warning: samples are not finite, so they have no distances")
         elif ranks.first:
-            for name, stats in self.evaluator.empty_stats().items():
-                stats.add(torch.cat([features[name] for _, features in drawn])[: self.count])
+            spaces = self.evaluator.spaces
+            samples = {n: torch.cat([found[n] for _, found in drawn])[: self.count] for n in spaces}
+            for name, stats in self.evaluator.stats_of([samples]).items():
                 distance = distances(stats, self.evaluator.reference[name])
-                figures |= {
-                    f"{kind}_{name}": distance[kind]
-                    for kind in ("fd", "kd")
-                    if distance[kind] is not None
-                }
+                if distance["fd"] is not None:
+                    figures[f"fd_{name}"] = distance["fd"]
+                figures[f"kd_{name}"] = distance["kd"]
         return figures | {"distances_s": time.perf_counter() - began}

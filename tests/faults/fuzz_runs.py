@@ -21,8 +21,8 @@ import torch
 from accel.ledger import Ledger
 from accel.proof import FILE as KERNELS
 from accel.proof import Question, prove
-from evaluation.in_run import PROTOCOL as PROTOCOL_FILE
-from evaluation.in_run import InRun
+from evaluation.evaluator import PROTOCOL as PROTOCOL_FILE
+from evaluation.evaluator import InRun
 from sampling.load import load_run
 from scripts.report.__main__ import ReportConfig, report
 from tests.conftest import TINY_RUN
