@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from accel.loss_scaler import LossScaler
 
 
+Value = bool | str
+"""What a runtime key can be."""
+
+
 class Observation(NamedTuple):
     """The value that a technique found to be really on, and its evidence."""
 
-    active: bool | str
+    active: Value
     evidence: str
 
 
@@ -67,11 +71,11 @@ class Technique(ABC):
     """Where its value stands below `runtime`, if not under `key`."""
     summary: ClassVar[str]
     """What it does, for the README's table."""
-    options: ClassVar[tuple[str, ...]] = ()
-    """Further runtime keys, which say how."""
-    off: ClassVar[bool | str] = False
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Further runtime keys, which say how, with the values that they have if nothing is said."""
+    off: ClassVar[Value] = False
     """The value of `key` under which it does nothing."""
-    examples: ClassVar[tuple[Mapping[str, bool | str], ...]] = ()
+    examples: ClassVar[tuple[Mapping[str, Value], ...]] = ()
     """Runtime values that switch it on, one mapping for each way that tests and benchmarks try;
     none: `{key: True}`."""
     loss_rtol: ClassVar[float]
@@ -97,18 +101,18 @@ class Technique(ABC):
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
 
-    def __init__(self, value: bool | str, device: torch.device, **options: bool | str) -> None:
+    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
         self.device = device
-        self.option = options
+        self.option = {**self.options, **options}
 
     @classmethod
-    def ways(cls) -> tuple[Mapping[str, bool | str], ...]:
+    def ways(cls) -> tuple[Mapping[str, Value], ...]:
         """`examples`, where there are any; otherwise the one way to switch it on."""
         return cls.examples or ({cls.key: True},)
 
     @classmethod
-    def override(cls, value: bool | str) -> str:
+    def override(cls, value: Value) -> str:
         """The override that asks for a value, such as runtime.tf32=true."""
         return f"runtime.{cls.path or cls.key}={str(value).lower()}"
 
@@ -117,11 +121,11 @@ class Technique(ABC):
         return self.value != self.off
 
     @property
-    def settings(self) -> dict[str, bool | str]:
+    def settings(self) -> dict[str, Any]:
         """Its value and its options, by runtime key."""
         return {self.key: self.value} | self.option
 
-    def arithmetic(self) -> dict[str, bool | str]:
+    def arithmetic(self) -> dict[str, Any]:
         """Runtime keys and values that say how products round, where it has a part in that."""
         return {}
 

@@ -11,19 +11,23 @@ measured yet. `torch.compile` is lazy, so a failure comes in warm-up: there it i
 (`recover`), and only there.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import shutil
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accel.evidence import Evidence
 from accel.profiler import REGION
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Technique, Value, blocks_of
 from common.text import first_line
 
 INDUCTOR = "## Call CompiledFxGraph"
@@ -33,7 +37,7 @@ INDUCTOR = "## Call CompiledFxGraph"
 class Compile(Technique):
     key = "compile"
     summary = "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`"
-    options = ("compile_scope", "compile_mode")
+    options: ClassVar = {"compile_scope": "blocks", "compile_mode": "default"}
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32
     in_sampling = True
@@ -43,19 +47,13 @@ class Compile(Technique):
     changes_kernels = "time"
     backend = "inductor"
     """`torch.compile` backend; tests use the much quicker "aot_eager"."""
+    compiled: Sequence[nn.Module] = ()
+    failure: str | None = None
 
-    def __init__(
-        self,
-        value: bool | str,
-        device: torch.device,
-        compile_scope: bool | str = "blocks",
-        compile_mode: bool | str = "default",
-    ) -> None:
-        super().__init__(value, device, compile_scope=compile_scope, compile_mode=compile_mode)
-        self.scope = compile_scope
-        self.mode = compile_mode
-        self.compiled: list[nn.Module] = []
-        self.failure: str | None = None
+    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
+        super().__init__(value, device, **options)
+        self.scope = self.option["compile_scope"]
+        self.mode = self.option["compile_mode"]
 
     def unavailable(self) -> str | None:
         if not self.by_inductor:
@@ -91,7 +89,7 @@ class Compile(Technique):
         for module in self.compiled:
             # what Module.compile() set; there is no public way back
             module._compiled_call_impl = None
-        self.compiled = []
+        self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{first_line(error)} (in {Path(where.filename).name}, {where.name})"
         advice = (

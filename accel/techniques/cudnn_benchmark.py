@@ -5,7 +5,9 @@ models with dense convolutions and to the autoencoder of `precompute_latents.py`
 measured yet.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Set
 
 import torch
 
@@ -25,11 +27,8 @@ class CudnnBenchmark(Technique):
     in_precompute = True
     changes_kernels = "time"
     nondeterministic = True
-
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.chosen: set[str] = set()
-        """Names of kernels that a step runs with the autotuner only."""
+    chosen: Set[str] = frozenset()
+    """Names of kernels that a step runs with the autotuner only."""
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda" or not torch.backends.cudnn.is_available():

@@ -10,7 +10,10 @@ What it costs: a trial of a minute or so for each new model, batch, GPU or versi
 time, which the trial measures, and memory, for a kernel keeps less for the backward pass.
 """
 
+from __future__ import annotations
+
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
@@ -25,11 +28,8 @@ class FusedKernel(Technique):
     """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
     loss_rtol = 1e-2
     in_sampling = True
-
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.switches: list[torch.nn.Module] = []
-        self.proof: Proof | None = None
+    switches: Sequence[torch.nn.Module] = ()
+    proof: Proof | None = None
 
     def asks_for_proof(self, model: torch.nn.Module) -> bool:
         """Whether the key is wanted and the model has something that it exchanges."""

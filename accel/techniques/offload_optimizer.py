@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accel.composite_optimizer import Groups, Make, Members, innermost, nbytes_of, parts_of
 from accel.evidence import Evidence
-from accel.technique import Observation, Technique
+from accel.technique import Observation, Technique, Value
 
 SMALL = 4096
 """Elements below which a tensor stays on the device: step counts, scales, moments of vectors."""
@@ -84,7 +84,7 @@ class OffloadOptimizer(Technique):
     summary = "the optimizer's state in host memory"
     loss_rtol = 0.0
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
+    def __init__(self, value: Value, device: torch.device) -> None:
         super().__init__(value, device)
         self.states: list[HostState] = []
 

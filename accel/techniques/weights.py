@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -176,24 +176,22 @@ def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
 class Weights(Technique):
     key = "weights"
     summary = "`bf16`: weights of linear layers in 2 bytes; `rounding`: `stochastic`, `kahan`"
-    options = ("rounding",)
+    options: ClassVar = {"rounding": "stochastic"}
     examples = (
         {"weights": "bf16", "rounding": "stochastic"},
         {"weights": "bf16", "rounding": "kahan"},
     )
     off = "fp32"
     loss_rtol = 2e-2
+    linears: Sequence[nn.Linear] = ()
+    parameters: Sequence[Tensor] = ()
+    update: RoundedUpdate | None = None
+    seen: Counter[str] = Counter()
+    """What the update counted in the observed step."""
 
-    def __init__(
-        self, value: bool | str, device: torch.device, rounding: bool | str = "stochastic"
-    ) -> None:
-        super().__init__(value, device, rounding=rounding)
-        self.rounding = str(rounding)
-        self.linears: list[nn.Linear] = []
-        self.parameters: list[Tensor] = []
-        self.update: RoundedUpdate | None = None
-        self.seen: Counter[str] = Counter()
-        """What the update counted in the observed step."""
+    @property
+    def rounding(self) -> str:
+        return str(self.option["rounding"])
 
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
