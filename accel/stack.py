@@ -115,9 +115,6 @@ class AccelerationStack:
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
         """Milliseconds of a step in which the GPU worked, in warm-up."""
-        self.kept = 0
-        """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted
-        them."""
         self.techniques: list[Technique] = [*also]
         self.strict = on_unavailable == "error"
         self.device = device
@@ -134,7 +131,7 @@ class AccelerationStack:
             if technique.enabled:
                 if same_bytes and kind.nondeterministic:
                     reason = SAME_BYTES
-                elif reason := technique.unavailable():
+                elif reason := self.unavailable(technique):
                     if technique.value != AUTO:
                         refused.append(
                             f"runtime.{kind.key}={technique.value} ({reason.rstrip('.')})"
@@ -146,6 +143,10 @@ class AccelerationStack:
                     technique.value = kind.off
             self.techniques.append(technique)
         self.refuse(refused)
+
+    def unavailable(self, technique: Technique) -> str | None:
+        """Why a technique cannot be had, as a sentence; None if it can."""
+        return technique.unavailable()
 
     def refuse(self, refused: list[str]) -> None:
         if refused and self.strict:
@@ -306,7 +307,6 @@ class AccelerationStack:
         hidden = any(technique.hides_blocks() for technique in self.techniques)
         evidence = observe_step(run, blocks, self.device, hidden)
         self.busy_ms = evidence.busy_ms
-        self.kept = sum(calls[-1].saved_bytes for calls in evidence.blocks if calls)
         for technique in self.techniques:
             technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):

@@ -68,10 +68,15 @@ def build_optimizer(
     return stack.on_optimizer(make)(parameter_groups(model, node.get("weight_decay", 0.0)))
 
 
-def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> AccelerationStack:
+def build_stack(
+    cfg: TrainConfig,
+    device: torch.device,
+    alone: bool = False,
+    kind: type[AccelerationStack] = AccelerationStack,
+) -> AccelerationStack:
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable`
     is error, and if several processes would train apart from each other. `alone`: for one of them,
-    whatever the others do."""
+    whatever the others do. A plan has a `kind` of its own."""
     strictness = {
         "on_unavailable": cfg.runtime.on_unavailable.value,
         "deterministic": cfg.deterministic,
@@ -83,7 +88,7 @@ def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> 
     if cfg.adapter:
         kind = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
         also.append(AdapterGradients(kind.__name__.lower(), device))
-    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=also)
+    stack = kind(runtime_values(cfg.runtime), device, **strictness, also=also)
     if world_size() > 1 and stack.value("parallel") == "none" and not alone:
         reason = stack.reasons.get(
             "parallel", "Each would train a model of its own; use auto, or start one process."
@@ -112,9 +117,6 @@ class Training:
     """The choice of fused kernels and what it rests on; empty where there was nothing to choose."""
     base: Base | None = None
     """The model that an adapter goes on."""
-    held: int = 0
-    """Bytes that lay on the GPU before warm-up: weights, averages, latents, networks that score or
-    decode."""
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
@@ -148,7 +150,6 @@ class Training:
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the
         state."""
-        self.held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         with self.state.preserved():
             self.step.schedule(0)
             return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)

@@ -17,6 +17,7 @@ torch.nn.attention.activate_flash_attention_impl
 import functools
 import importlib.util
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ class AttentionBackend(Technique):
     examples = tuple({"attention": name} for name in (*OPS, "flex", *IMPLEMENTATIONS))
     off = AUTO
     loss_rtol = 2e-2
+    plan_note = "all kernels but math keep the same tensors"
 
     def __init__(self, value: bool | str, device: torch.device) -> None:
         super().__init__(value, device)
@@ -111,6 +113,14 @@ class AttentionBackend(Technique):
                 "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        names = ("cudnn", "flash", "efficient") if self.value == AUTO else ()
+        return ({}, *({self.key: name} for name in names))
+
+    def without_device(self) -> None:
+        self.value = "math" if self.value == "math" else AUTO
+        self.implementation = None
 
     def on_process(self) -> None:
         if self.enabled and self.implementation:

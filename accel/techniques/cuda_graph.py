@@ -11,7 +11,7 @@ between kernels. It needs the fused optimizer. Speed: not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -51,6 +51,12 @@ class CudaGraph(Technique):
                 "several."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        return {}, {self.key: True}
+
+    def without_device(self) -> None:
+        self.value = self.off
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         return {"capturable": True} if self.enabled else {}

@@ -25,6 +25,7 @@ class CudnnBenchmark(Technique):
     key = "cudnn_benchmark"
     summary = "tries cuDNN's algorithms once per shape"
     loss_rtol = 1e-5
+    plan_note = "it tries convolutions once, in warm-up"
     nondeterministic = True
 
     def __init__(self, value: bool | str, device: torch.device) -> None:
@@ -39,6 +40,9 @@ class CudnnBenchmark(Technique):
                 f"{self.device.type}."
             )
         return None
+
+    def without_device(self) -> None:
+        self.value = self.off
 
     def on_process(self) -> None:
         torch.backends.cudnn.benchmark = self.enabled

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 from accel.evidence import BlockEvidence, Evidence, probed
 from accel.saved_tensors import SAVED
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
@@ -49,12 +49,25 @@ class CheckpointBlocks(Technique):
         for policy in ("blocks", "every_2", "selective")
     )
     loss_rtol = 0.0
+    savings = (
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "selective"},
+            "recomputes what is cheap",
+            30,
+        ),
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "blocks"},
+            "one more forward pass",
+            40,
+        ),
+    )
 
     def __init__(
         self, value: bool | str, device: torch.device, checkpoint_policy: bool | str = "blocks"
     ) -> None:
         super().__init__(value, device, checkpoint_policy=checkpoint_policy)
         self.policy = checkpoint_policy
+        self.period = 2 if value and checkpoint_policy == "every_2" else 1
         self.blocks: nn.ModuleList | None = None
         self.uncompiled: list[list[BlockEvidence]] = []
         """The calls of each compiled block in an uncompiled step: a compiled one has no cache to

@@ -70,6 +70,9 @@ class DataParallel(Technique):
             )
         return None
 
+    def without_device(self) -> None:
+        self.value = self.off
+
     @property
     def shard_degree(self) -> int | None:
         return cast("int | None", self.option["shard_degree"])
