@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, cast
 
@@ -25,6 +25,15 @@ class Observation(NamedTuple):
 
     active: Value
     evidence: str
+
+
+class Saving(NamedTuple):
+    """Runtime values under which a step takes less memory, and what they cost, in words."""
+
+    values: Mapping[str, Any]
+    costs: str
+    rank: int
+    """A plan tries the lowest rank first; values of equal rank are tried together."""
 
 
 class Step(Protocol):
@@ -100,6 +109,15 @@ class Technique(ABC):
     """What a trial of fused kernels finds otherwise with it: parity and time, or time alone."""
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
+
+    savings: ClassVar[tuple[Saving, ...]] = ()
+    """What a plan proposes where memory is short."""
+    plan_note: ClassVar[str] = ""
+    """What a plan that counts bytes does not tell of it."""
+    tried_with: ClassVar[str] = ""
+    """A name that techniques share whose values are tried together; empty: alone."""
+    period = 1
+    """Blocks after which it treats the next ones as it did the first."""
 
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
@@ -189,6 +207,28 @@ class Technique(ABC):
         """Undoes itself if `error`, raised in warm-up, is its own doing, and says so; None if it is
         not."""
         return None
+
+    def tried(self) -> tuple[Mapping[str, Value], ...]:
+        """Runtime values among which runtime=auto chooses the fastest, the one to begin with
+        first; empty where the value stays as given."""
+        return ()
+
+    def without_device(self) -> None:  # noqa: B027 - most compute alike on any device
+        """Called where only bytes are counted, on fake tensors of a CPU: sets itself to what keeps
+        the same bytes there."""
+
+    def part_bytes(self, part: int) -> float | None:
+        """Bytes that an update takes at least, where it works at one part of the parameters after
+        the other and the largest has `part` elements; None where it does not."""
+        return None
+
+    def to_host(self, tensor: Tensor, /) -> Tensor:
+        """A copy in host memory of what the forward pass keeps; a plan follows its bytes."""
+        return tensor
+
+    def in_host_memory(self) -> Iterable[Tensor]:
+        """What it keeps in host memory from one step to the next."""
+        return ()
 
     @abstractmethod
     def observe(self, evidence: Evidence) -> Observation:

@@ -19,7 +19,6 @@ from common import lock
 from common.errors import UserError
 from common.files import make_folder, read_object, write_atomically
 from common.text import as_json
-from training.assemble import Training
 from training.checkpoint.find import branch_of, complete, description, verified
 from training.checkpoint.load import MUST_MATCH, difference, identity
 from training.checkpoint.save import Checkpoints
@@ -34,7 +33,6 @@ from training.environment import (
     refuse_contradictions,
     set_deterministic,
 )
-from training.forecast import predicted
 from training.goodput import CLOCK, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE
 from training.loggers import SafeLogger
@@ -42,9 +40,9 @@ from training.metrics_file import NAME as METRICS_FILE
 from training.metrics_file import append_metrics, drop_after, read_metrics
 from training.report import summary_table
 from training.state import TrainState
-from training.tuning import FILE as TUNING_FILE
-from training.tuning import ledger_row as tuning_row
-from training.tuning import tuned
+from training.tune import FILE as TUNING_FILE
+from training.tune import ledger_row as tuning_row
+from training.tune import tuned
 
 
 class Run:
@@ -85,7 +83,6 @@ class Run:
         """Of the ledger, beside those of the techniques."""
         self.stack: AccelerationStack | None = None
         """Of the run, once it is warm."""
-        self.predicted: dict[str, float | None] | None = None
         self.unlogged = 0
         """Lines of metrics.jsonl that could not be written."""
         self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
@@ -129,21 +126,6 @@ class Run:
                 self.write_json(TUNING_FILE, found)
             self.rows.append(tuning_row(found))
         return self.cfg
-
-    def predict(self, training: Training) -> None:
-        """On a GPU: says what memory and time warm-up lets expect; the summary compares."""
-        self.stack = training.stack
-        if self.device.type == "cuda":
-            try:
-                self.predicted = predicted(training)
-            except ValueError as error:
-                warnings.warn(f"nothing is predicted: {error}", stacklevel=2)
-                return
-            told = {
-                name: value if value is None else round(value, 3)
-                for name, value in self.predicted.items()
-            }
-            self.ranks.say(f"predicted: {told}")
 
     def checkpoints(self) -> Checkpoints:
         """Where checkpoints of this run go."""
@@ -316,7 +298,6 @@ class Run:
             "samples_per_s": rate,
             "mfu": latest.get("mfu"),
             "memory_reserved_peak": latest.get("memory_reserved_peak"),
-            "predicted": self.predicted,
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,

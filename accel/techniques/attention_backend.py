@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,6 +90,7 @@ class AttentionBackend(Technique):
     loss_rtol = 2e-2
     in_sampling = True
     changes_kernels = "time"
+    plan_note = "all kernels but math keep the same tensors"
     switches: Sequence[torch.nn.Module] = ()
     layers: Sequence[int] = ()
     """How many of them each block has."""
@@ -116,6 +117,13 @@ class AttentionBackend(Technique):
                 "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        names = ("cudnn", "flash", "efficient") if self.value == AUTO else ()
+        return ({}, *({self.key: name} for name in names))
+
+    def without_device(self) -> None:
+        self.value = "math" if self.value == "math" else AUTO
 
     def on_process(self) -> None:
         if self.enabled and self.implementation:

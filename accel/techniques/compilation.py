@@ -18,7 +18,7 @@ import os
 import shutil
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,11 +27,15 @@ from torch import nn
 
 from accel.evidence import Evidence
 from accel.profiler import REGION
-from accel.technique import Model, Observation, Technique, Value, blocks_of
+from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
 from common.text import first_line
 
 INDUCTOR = "## Call CompiledFxGraph"
 """The profiler begins the name of each call of a graph that Inductor compiled with this."""
+
+PARTITIONER = "aot_eager_decomp_partition"
+"""The backend that cuts a compiled block into its two passes as Inductor does, and generates no
+code."""
 
 
 class Compile(Technique):
@@ -39,6 +43,8 @@ class Compile(Technique):
     summary = "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`"
     options: ClassVar = {"compile_scope": "blocks", "compile_mode": "default"}
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
+    savings = (Saving({"compile": True}, "a minute of warm-up", 10),)
+    plan_note = "the workspace of a compiled block is an upper bound"
     loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32
     in_sampling = True
     in_precompute = True
@@ -68,6 +74,12 @@ class Compile(Technique):
                 "Compiling for a CPU needs a C++ compiler, such as g++; there is none on the PATH."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        return ({}, *self.examples)
+
+    def without_device(self) -> None:
+        self.backend = PARTITIONER
 
     def hides_blocks(self) -> bool:
         return self.scope == "model" and bool(self.compiled)

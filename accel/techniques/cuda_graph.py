@@ -13,7 +13,7 @@ Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -52,6 +52,12 @@ class CudaGraph(Technique):
                 "several."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        return {}, {self.key: True}
+
+    def without_device(self) -> None:
+        self.value = self.off
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         return {"capturable": True} if self.enabled else {}

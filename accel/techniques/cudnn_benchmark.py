@@ -26,6 +26,7 @@ class CudnnBenchmark(Technique):
     in_sampling = True
     in_precompute = True
     changes_kernels = "time"
+    plan_note = "it tries convolutions once, in warm-up"
     nondeterministic = True
     chosen: Set[str] = frozenset()
     """Names of kernels that a step runs with the autotuner only."""
@@ -37,6 +38,9 @@ class CudnnBenchmark(Technique):
                 f"{self.device.type}."
             )
         return None
+
+    def without_device(self) -> None:
+        self.value = self.off
 
     def on_process(self) -> None:
         torch.backends.cudnn.benchmark = self.enabled

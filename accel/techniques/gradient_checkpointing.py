@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 
 from accel.evidence import BlockEvidence, Evidence, probed
 from accel.saved_tensors import SAVED
-from accel.technique import Model, Observation, Technique, Value, blocks_of
+from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
@@ -53,11 +53,24 @@ class CheckpointBlocks(Technique):
     loss_rtol = 0.0
     saves_memory = "runtime.gradient_checkpointing=true"
     changes_kernels = "time"
+    savings = (
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "selective"},
+            "recomputes what is cheap",
+            30,
+        ),
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "blocks"},
+            "one more forward pass",
+            40,
+        ),
+    )
     blocks: nn.ModuleList | None = None
 
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         super().__init__(value, device, **options)
         self.policy = self.option["checkpoint_policy"]
+        self.period = 2 if value and self.policy == "every_2" else 1
         self.uncompiled: list[list[BlockEvidence]] = []
         """The calls of each compiled block in an uncompiled step: a compiled one has no cache to
         look into."""

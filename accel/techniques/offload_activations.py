@@ -79,7 +79,7 @@ class OffloadActivations(Technique):
             self.copies[key] = self.to_host(tensor)
         return tensor.device, self.copies[key]
 
-    def to_host(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor, /) -> Tensor:
         """A copy in host memory with the same strides, which a compiled backward pass relies on."""
         room = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda

@@ -78,6 +78,9 @@ class DataParallel(Technique):
             found.append("runtime.parallel.cpu_offload=true with fsdp")
         return found
 
+    def without_device(self) -> None:
+        self.value = self.off
+
     @property
     def travels_narrow(self) -> bool:
         return self.option["reduce_dtype"] == "bf16"

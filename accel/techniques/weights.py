@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from accel.composite_optimizer import COMPENSATION, PART, Groups, Make, Members, parts_of
 from accel.evidence import Evidence
 from accel.kernels.counter_noise import Purpose, draw
-from accel.technique import AnyStep, Model, Observation, Technique
+from accel.technique import AnyStep, Model, Observation, Saving, Technique
+
+DRAW = 19.0
+"""Bytes an element that drawing the bits of stochastic rounding takes; as counted."""
+FEW = 2**18
+"""Elements drawn at a time where bytes are counted on few blocks: what random bits take does not
+grow with the model, so `part_bytes` reckons it."""
 
 
 class NarrowLinear(nn.Linear):
@@ -48,7 +54,7 @@ class RoundedUpdate(Members):
     one step.
     """
 
-    def __init__(self, groups: Groups, make: Make, rounding: str) -> None:
+    def __init__(self, groups: Groups, make: Make, rounding: str, at_once: int = PART) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
         # Not the parameters' own data exchanged for the while: that would lose the hooks by which
         # ddp sees gradients.
@@ -60,6 +66,8 @@ class RoundedUpdate(Members):
         super().__init__(groups, [make(part) for part in parts], stand_ins)
         self.narrow = {stand_in: p for p, stand_in in stand_ins.items()}
         self.rounding = rounding
+        self.at_once = at_once
+        """Elements whose random bits are drawn at a time."""
         self.seed = 0
         device = self.numbered[0].device
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -145,11 +153,15 @@ class RoundedUpdate(Members):
         pairs = [
             pair
             for narrow, wide in zip(stored, updated, strict=True)
-            for pair in zip(narrow.view(-1).split(PART), wide.view(-1).split(PART), strict=True)
+            for pair in zip(
+                narrow.view(-1).split(self.at_once), wide.view(-1).split(self.at_once), strict=True
+            )
         ]
         while pairs:
             size = taken = 0
-            while taken < len(pairs) and (not taken or size + pairs[taken][0].numel() <= PART):
+            while taken < len(pairs) and (
+                not taken or size + pairs[taken][0].numel() <= self.at_once
+            ):
                 size += pairs[taken][0].numel()
                 taken += 1
             self.draws += 1
@@ -183,8 +195,10 @@ class Weights(Technique):
     )
     off = "fp32"
     loss_rtol = 2e-2
+    savings = (Saving({"weights": "bf16"}, "weights rounded at random", 70),)
     linears: Sequence[nn.Linear] = ()
     parameters: Sequence[Tensor] = ()
+    at_once = PART
     update: RoundedUpdate | None = None
     seen: Counter[str] = Counter()
     """What the update counted in the observed step."""
@@ -192,6 +206,15 @@ class Weights(Technique):
     @property
     def rounding(self) -> str:
         return str(self.option["rounding"])
+
+    def without_device(self) -> None:
+        self.at_once = FEW
+
+    def part_bytes(self, part: int) -> float | None:
+        if not self.enabled:
+            return None
+        drawn = self.rounding == "stochastic"
+        return 4.0 * part + DRAW * min(part, PART) if drawn else 0.0
 
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -208,7 +231,7 @@ class Weights(Technique):
             return make
 
         def make_rounded(groups: Groups) -> torch.optim.Optimizer:
-            self.update = RoundedUpdate(groups, make, self.rounding)
+            self.update = RoundedUpdate(groups, make, self.rounding, self.at_once)
             return self.update
 
         return make_rounded

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from accel.saved_tensors import keeping
 from common.errors import UserError
-from training.assemble import assemble
+from data.loader import Batch
+from training.assemble import Training, assemble
 from training.config.compose import compose
-from training.memory import kept_at, memory_of
+from training.hardware import memory_of
 
 BATCHES = (2, 4)
 """Samples of the two forward passes whose difference tells what grows with the batch."""
@@ -114,3 +116,17 @@ def fitted_pairs(
 ) -> tuple[int, str | None]:
     """`fitted` of a configuration with each of the others in turn: the smallest batch."""
     return min((fitted([base, other], device) for other in others), key=lambda found: found[0])
+
+
+def kept_at(training: Training, samples: int) -> int:
+    """Bytes that really stay on the device for the backward pass, of the loss on `samples` samples
+    of zeros. Nothing runs compiled."""
+    spec = training.loader.spec
+    device = training.device
+    latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
+    numbers = torch.arange(samples, device=device)
+    batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
+    with torch.compiler.set_stance("force_eager"), keeping(training.model) as kept:
+        losses, _ = training.step.losses(batch)
+    del losses
+    return sum(kept.left.values())

@@ -1,11 +1,9 @@
-"""What `scripts.plan` predicts beside what is measured: memory and step time over a grid of
-configurations.
+"""What `scripts.plan` predicts beside what is measured: memory over a grid of configurations.
 
     python -m scripts.bench plan setting=b256
 
 Memory is the most that the allocator reserved, on a GPU; the prediction leaves the driver's context
-out. Times of a GPU are predicted from the rates of `python -m scripts.doctor --measure`, or a data
-sheet's where that never ran.
+out.
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ from scripts.bench.report import entries_table
 from scripts.bench.rows import Benchmark, Row
 from scripts.bench.settings import BenchConfig
 from scripts.bench.workload import Workload, time_steps
-from training.components import latents_of
-from training.forecast import Forecast
-from training.hardware import this_card
-from training.memory import memory_of
+from scripts.plan.memory import planned_bytes
 
 LOWMEM = "runtime=lowmem"
 GRID = {
@@ -47,26 +42,14 @@ GRID = {
 
 
 def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
-    """One configuration: bytes and milliseconds, predicted and measured."""
+    """One configuration: bytes predicted and measured, and milliseconds."""
     workload = Workload(overrides)
-    device = workload.device
-    spec = workload.loader.spec
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
-    figures = workload.figures(step_ms)
-    memory = memory_of(device)
-    resident = latents_of(workload.cfg.data, workload.cfg.seed, memory)[1]
-    found = Forecast(workload.cfg, spec, resident=resident, gpu=device.type == "cuda")
-    card = this_card(device, memory)
-    time = found.time(card) if card else None
-    bytes_predicted = found.needs.total - found.needs.context
+    predicted = planned_bytes(workload.cfg, gpu=workload.device.type == "cuda")
     measured = workload.memory_peak
-    return figures | {
-        "predicted_bytes": bytes_predicted,
-        "phase": found.phase,
-        "memory_error": bytes_predicted / measured - 1.0 if measured else None,
-        "predicted_ms_best": 1e3 * time.best if time else None,
-        "predicted_ms_worst": 1e3 * time.worst if time else None,
-        "time_error": 1e3 * time.middle / figures["step_ms"] - 1.0 if time else None,
+    return workload.figures(step_ms) | {
+        "predicted_bytes": predicted,
+        "memory_error": predicted / measured - 1.0 if measured else None,
     }
 
 
@@ -88,10 +71,7 @@ def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
         "predicted GiB": "{predicted_bytes:GiB}",
         "measured GiB": "{memory_reserved_peak:GiB}",
         "off by": "{memory_error:+.1%}",
-        "in": "{phase}",
-        "predicted ms": "{predicted_ms_best:.2f}–{predicted_ms_worst:.2f}",
         "measured ms": "{step_ms:.2f}",
-        "middle off by": "{time_error:+.0%}",
     }
     return [entries_table(columns, entries)]
 
