@@ -18,14 +18,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from accel.composite_optimizer import COMPENSATION, PART, Groups, Make, Members, parts_of
+from accel.composite_optimizer import (
+    COMPENSATION,
+    PART,
+    Groups,
+    Make,
+    Members,
+    parameters_of,
+    parts_of,
+)
 from accel.evidence import Evidence
 from accel.kernels.counter_noise import Purpose, draw
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
@@ -85,31 +94,28 @@ class RoundedUpdate(Members):
             self.counts.clear()
         super().step(closure)
 
-    def widened(self, parameter: Tensor) -> Tensor:
-        """A parameter in fp32, with what was rounded off before."""
-        wide = parameter.detach().float()
-        return wide + self.state[parameter][COMPENSATION] if self.rounding == "kahan" else wide
-
     @contextmanager
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them
         is rounded."""
-        stand_ins = [
-            p for group in member.param_groups for p in group["params"] if p in self.narrow
-        ]
+        stand_ins = [p for p in parameters_of(member) if p in self.narrow]
         stand_ins = [stand_in for stand_in in stand_ins if self.narrow[stand_in].grad is not None]
         narrow = [self.narrow[stand_in] for stand_in in stand_ins]
         for stand_in, parameter in zip(stand_ins, narrow, strict=True):
-            stand_in.data = self.widened(parameter)
+            stand_in.data = parameter.detach().float()
             stand_in.grad = parameter.grad.float()
-        if self.counts is not None and self.rounding == "kahan":
-            for stand_in, parameter in zip(stand_ins, narrow, strict=True):
-                self.count("rests", self.state[parameter][COMPENSATION] != 0.0)
-                self.count("used", stand_in.data != parameter.detach().float())
+            if self.rounding == "kahan":
+                rest = self.state[parameter][COMPENSATION]
+                stand_in.data += rest
+                if self.counts is not None:
+                    self.count("rests", rest != 0.0)
+                    self.count("used", stand_in.data != parameter)
         yield
+
         updated = [stand_in.data for stand_in in stand_ins]
         for stand_in in stand_ins:
-            stand_in.grad, stand_in.data = None, stand_in.data.new_empty([0] * stand_in.ndim)
+            stand_in.grad = None
+            stand_in.data = stand_in.data.new_empty([0] * stand_in.ndim)
         if self.rounding == "kahan":
             self.compensated(narrow, updated)
         else:
@@ -150,29 +156,24 @@ class RoundedUpdate(Members):
 
     def randomly(self, stored: list[Tensor], updated: list[Tensor]) -> None:
         """Rounds as many tensors at a time as one draw serves."""
-        pairs = [
-            pair
-            for narrow, wide in zip(stored, updated, strict=True)
-            for pair in zip(
-                narrow.view(-1).split(self.at_once), wide.view(-1).split(self.at_once), strict=True
-            )
-        ]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for tensors in zip(stored, updated, strict=True):
+            pairs += zip(*(t.view(-1).split(self.at_once) for t in tensors), strict=True)
         while pairs:
-            size = taken = 0
-            while taken < len(pairs) and (
-                not taken or size + pairs[taken][0].numel() <= self.at_once
-            ):
-                size += pairs[taken][0].numel()
-                taken += 1
+            taken = [pairs.pop(0)]
+            size = len(taken[0][0])
+            while pairs and size + len(pairs[0][0]) <= self.at_once:
+                taken.append(pairs.pop(0))
+                size += len(taken[-1][0])
+
+            # A draw of 32 bits serves two elements.
             self.draws += 1
             key = self.seed ^ (self.draws << 32)
             words = draw("bits", key, Purpose.ROUNDING, self.position, -(-size // 2)).view(-1)
             halves = torch.stack((words & 0xFFFF, words >> 16), dim=1).view(-1)[:size].int()
-            for (narrow, wide), bits in zip(
-                pairs[:taken], halves.split([n.numel() for n, _ in pairs[:taken]]), strict=True
-            ):
+            parts = halves.split([len(narrow) for narrow, _ in taken])
+            for (narrow, wide), bits in zip(taken, parts, strict=True):
                 narrow.copy_(stochastically_rounded(wide, bits))
-            pairs = pairs[taken:]
 
 
 def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
@@ -200,7 +201,7 @@ class Weights(Technique):
     parameters: Sequence[Tensor] = ()
     at_once = PART
     update: RoundedUpdate | None = None
-    seen: Counter[str] = Counter()
+    seen: Mapping[str, int] = MappingProxyType({})
     """What the update counted in the observed step."""
 
     @property
@@ -245,9 +246,8 @@ class Weights(Technique):
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         if self.update is not None and self.update.counts is not None:
-            self.seen = Counter(
-                {what: round(float(count)) for what, count in self.update.counts.items()}
-            )
+            counts = {what: round(float(n)) for what, n in self.update.counts.items()}
+            self.seen = Counter(counts)
             self.update.counts = None
 
     # What would still say "on" if this did nothing? The dtype of the weights would, and so would
@@ -260,30 +260,22 @@ class Weights(Technique):
         narrow = [m.weight for m in self.linears if m.weight.dtype is torch.bfloat16]
         total = sum(p.numel() for p in self.parameters)
         held = sum(p.nbytes for p in self.parameters)
-        note = (
-            f"{len(narrow)} of {len(self.linears)} linear layers store bf16, "
-            f"{sum(w.numel() for w in narrow)} of "
-        )
-        note += f"{total} parameters; {held / max(1, total):.2f} bytes a parameter"
+        stored = sum(w.numel() for w in narrow)
+        note = f"{len(narrow)} of {len(self.linears)} linear layers store bf16, {stored} of {total} "
+        note += f"parameters; {held / max(1, total):.2f} bytes a parameter"
         if self.update is None:
             return Observation("mixed" if narrow else "fp32", note)
         seen = self.seen
         meant = sum(w.numel() for w in narrow if w.requires_grad)
         if self.rounding == "stochastic":
-            right = abs(seen["unlike nearest"] - seen["expected"]) <= 10 + 6 * math.sqrt(
-                seen["expected"]
-            )
-            found = (
-                f"at random: {seen['unlike nearest']} not to the nearest value, "
-                f"{seen['expected']} expected"
-            )
+            other = seen["unlike nearest"]
+            expected = seen["expected"]
+            right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
+            found = f"at random: {other} not to the nearest value, {expected} expected"
         else:
+            kept = f"{seen['kept']} of {seen['inexact']} rests kept"
+            found = f"with compensation: {kept}, {seen['used']} of {seen['rests']} from before used"
             right = seen["kept"] >= 0.99 * seen["inexact"] and seen["used"] >= 0.99 * seen["rests"]
-            found = (
-                f"with compensation: {seen['kept']} of {seen['inexact']} rests kept, "
-                f"{seen['used']} of "
-            )
-            found += f"{seen['rests']} from before used"
         note += f"; the update rounded {seen['rounded']} of them {found}"
         complete = len(narrow) == len(self.linears) and seen["rounded"] == meant and right
         return Observation("bf16" if complete else "mixed" if narrow else "fp32", note)
