@@ -56,7 +56,7 @@ def train(composed: Composed) -> dict[str, Any]:
     distances = InRun(training, autoencoder) if cfg.fd_every and autoencoder else None
     with failures_explained(training, run.folder):
         ledger = training.warm_up()
-    run.predict(training)
+    run.stack = training.stack
 
     # 3. Where we left off.
     checkpoints = run.checkpoints()

@@ -284,9 +284,16 @@ def unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> l
     return [key for key in keys if not is_answered(key)]
 
 
+def outcome(
+    refusal: str | None, error: float = 0.0, definition_error: float = 0.0
+) -> dict[str, Any]:
+    """What a trial found about one kernel."""
+    return {"refusal": refusal, "error": error, "definition_error": definition_error}
+
+
 def failed(why: str) -> dict[str, Any]:
     """A result that the next run does not take over: it may pass."""
-    return {"refusal": why, "passing": True, "error": 0.0, "definition_error": 0.0}
+    return outcome(why) | {"passing": True}
 
 
 def attended(folder: Path) -> tuple[dict[str, Any], str]:

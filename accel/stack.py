@@ -107,9 +107,6 @@ class AccelerationStack:
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
         """Milliseconds of a step in which the GPU worked, in warm-up."""
-        self.kept = 0
-        """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted
-        them."""
         self.strict = on_unavailable == "error"
         self.device = device
         self.deterministic = deterministic
@@ -125,7 +122,7 @@ class AccelerationStack:
         # What cannot be had is switched off, or refused with all the rest that cannot.
         refused = []
         for technique in (technique for technique in switched if technique.enabled):
-            reason = technique.unavailable()
+            reason = self.unavailable(technique)
             if same_bytes and technique.nondeterministic:
                 reason = SAME_BYTES
             elif reason and technique.value != AUTO:
@@ -136,6 +133,10 @@ class AccelerationStack:
                 self.reasons[technique.key] = reason
                 technique.value = technique.off
         self.refuse(refused)
+
+    def unavailable(self, technique: Technique) -> str | None:
+        """Why a technique cannot be had, as a sentence; None if it can."""
+        return technique.unavailable()
 
     def refuse(self, refused: list[str]) -> None:
         if refused and self.strict:
@@ -314,7 +315,6 @@ class AccelerationStack:
         hidden = any(technique.hides_blocks() for technique in self.techniques)
         evidence = observe_step(run, blocks, self.device, hidden)
         self.busy_ms = evidence.busy_ms
-        self.kept = sum(calls[-1].saved_bytes for calls in evidence.blocks if calls)
         for technique in self.techniques:
             technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):

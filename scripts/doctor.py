@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import subprocess
-import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -118,17 +117,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
     }
     if measure:
         from scripts.timing import rates
-        from training.hardware import keep_rates
 
         found["rates"] = rates(device)
-        try:
-            if device.type == "cuda":
-                keep_rates(device, found["rates"])
-        except OSError as error:
-            warnings.warn(
-                f"{error.filename} cannot be written ({error.strerror}); plans will not know.",
-                stacklevel=2,
-            )
     return found
 
 

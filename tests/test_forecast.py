@@ -11,6 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training.counting import PARTITIONER
+from training.forecast import Forecast
 
 from accel.composite_optimizer import kept_by
 from accel.techniques.compilation import Compile
@@ -18,8 +20,6 @@ from accel.techniques.offload_optimizer import OffloadOptimizer
 from data.loader import Batch
 from training.assemble import assemble
 from training.config.compose import compose
-from training.counting import PARTITIONER
-from training.forecast import Forecast
 
 CPU = torch.device("cpu")
 LATENTS = [

@@ -156,7 +156,7 @@ def test_a_selective_policy_that_keeps_other_results_is_not_on(words, kept, monk
 
 def test_a_compiler_that_goes_its_own_way_is_seen_in_what_is_kept():
     """The uncompiled step is as it should be, and the compiled blocks keep twice as much."""
-    technique = CheckpointBlocks(True, CPU, "selective")
+    technique = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
     call = BlockEvidence(
         10, 100, torch.float32, torch.float32, (True, True), frozenset({"aten::mm"})
     )

@@ -279,7 +279,7 @@ class TestSabotage:
     def test_activations_in_a_cache_that_no_hook_sees(self):
         """The configuration refuses the pair; the ledger would tell."""
         training = training_of(offload_activations=True)
-        selective = CheckpointBlocks(True, CPU, "selective")
+        selective = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
         selective.on_model(training.model)
         assert warmed(training)["offload_activations"].missing
 

@@ -10,9 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from scripts.plan.__main__ import main
 from scripts.plan.network import all_reduce, collectives, exposed, gather
 from scripts.plan.run import (
     CHANGES,
@@ -23,9 +20,12 @@ from scripts.plan.run import (
     planned,
     step_time,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training.forecast import PASSES, Forecast, predicted
+
+from scripts.plan.__main__ import main
 from training.assemble import assemble
 from training.config.compose import compose
-from training.forecast import PASSES, Forecast, predicted
 from training.hardware import CARDS, GIB, card_called, keep_rates, this_card
 from training.memory import kept_at, lasting_bytes
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from training.forecast import Forecast
 
 from common.files import ROOT
 from scripts.bench.step import Workload, time_steps
@@ -25,7 +26,6 @@ from train import train
 from training import contest, tuning
 from training.config.compose import compose
 from training.distributed.ranks import SINGLE
-from training.forecast import Forecast
 
 CPU = torch.device("cpu")
 LATENTS = [

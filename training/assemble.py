@@ -67,10 +67,15 @@ def build_optimizer(
     return stack.on_optimizer(make)(parameter_groups(model, node.get("weight_decay", 0.0)))
 
 
-def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> AccelerationStack:
+def build_stack(
+    cfg: TrainConfig,
+    device: torch.device,
+    alone: bool = False,
+    kind: type[AccelerationStack] = AccelerationStack,
+) -> AccelerationStack:
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable`
     is error, and if several processes would train apart from each other. `alone`: for one of them,
-    whatever the others do."""
+    whatever the others do. A plan has a `kind` of its own."""
     strictness = {
         "on_unavailable": cfg.runtime.on_unavailable.value,
         "deterministic": cfg.deterministic,
@@ -80,9 +85,9 @@ def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> 
     )
     also: list[Technique] = [OptimizerState(promise, device)]
     if cfg.adapter:
-        kind = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
-        also.append(AdapterGradients(kind.__name__.lower(), device))
-    stack = AccelerationStack(cfg.runtime.values(), device, **strictness, also=also)
+        adapter = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
+        also.append(AdapterGradients(adapter.__name__.lower(), device))
+    stack = kind(cfg.runtime.values(), device, **strictness, also=also)
     reason = stack.why_apart()
     if reason and not alone:
         mode = cfg.runtime.parallel.mode.value
@@ -109,9 +114,6 @@ class Training:
     """The choice of fused kernels and what it rests on; empty where there was nothing to choose."""
     base: Base | None = None
     """The model that an adapter goes on."""
-    held: int = 0
-    """Bytes that lay on the GPU before warm-up: weights, averages, latents, networks that score or
-    decode."""
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
@@ -145,7 +147,6 @@ class Training:
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the
         state."""
-        self.held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         with self.state.preserved():
             self.step.schedule(0)
             return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from training.assemble import Training
 from training.checkpoint.find import goes_on
 from training.checkpoint.save import Checkpoints
 from training.distributed.stop_request import Asked
+from training.hardware import memory_of
 from training.memory import lasting_bytes
 
 
@@ -146,12 +146,11 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
     device = training.device
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        there = torch.cuda.get_device_properties(device).total_memory
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     held = lasting_bytes(training)
     lasting = held.on_device - held.gradients
+    there = memory_of(device)
     raise UserError(
         f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of "
         f"{there / 2**30:.3g} GiB were taken at the peak, {lasting / 2**30:.3g} of them by "

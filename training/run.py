@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -28,16 +27,15 @@ from training.config.schema import TrainConfig
 from training.config.yaml_text import as_yaml, from_yaml, read_config
 from training.distributed.stop_request import EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
-from training.forecast import predicted
 from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE
 from training.loggers import SafeLogger
 from training.metrics import FILE as METRICS_FILE
 from training.metrics import MetricsFile, read_metrics, summary_table
 from training.state import TrainState
-from training.tuning import FILE as TUNING_FILE
-from training.tuning import ledger_row as tuning_row
-from training.tuning import tuned
+from training.tune import FILE as TUNING_FILE
+from training.tune import ledger_row as tuning_row
+from training.tune import tuned
 
 
 class Run:
@@ -65,7 +63,6 @@ class Run:
         """Rows of the ledger beside those of the techniques."""
         self.stack: AccelerationStack | None = None
         """The techniques of the run, once it is warm."""
-        self.predicted: dict[str, float | None] | None = None
 
         refuse_resume(cfg, self.folder)
         self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
@@ -111,21 +108,6 @@ class Run:
                 self.write_json(TUNING_FILE, found)
             self.rows.append(tuning_row(found))
         return self.cfg
-
-    def predict(self, training: Training) -> None:
-        """On a GPU: says what memory and time warm-up lets expect; the summary compares."""
-        self.stack = training.stack
-        if self.device.type == "cuda":
-            try:
-                self.predicted = predicted(training)
-            except ValueError as error:
-                warnings.warn(f"nothing is predicted: {error}", stacklevel=2)
-                return
-            told = {
-                name: value if value is None else round(value, 3)
-                for name, value in self.predicted.items()
-            }
-            self.ranks.say(f"predicted: {told}")
 
     def checkpoints(self) -> Checkpoints:
         """The place for checkpoints of this run."""
@@ -260,7 +242,6 @@ class Run:
             "samples_per_s": rate,
             "mfu": latest.get("mfu"),
             "memory_reserved_peak": latest.get("memory_reserved_peak"),
-            "predicted": self.predicted,
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,

@@ -14,9 +14,12 @@ and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
 torch.nn.attention.activate_flash_attention_impl
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,14 +90,15 @@ class AttentionBackend(Technique):
     loss_rtol = 2e-2
     in_sampling = True
     changes_kernels = "time"
+    plan_note = "all kernels but math keep the same tensors"
+    switches: Sequence[torch.nn.Module] = ()
+    layers: Sequence[int] = ()
+    """How many of them each block has."""
+    failure: str | None = None
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.switches: list[torch.nn.Module] = []
-        self.layers: list[int] = []
-        """How many of them each block has."""
-        self.failure: str | None = None
-        self.implementation = IMPLEMENTATIONS.get(str(value))
+    @property
+    def implementation(self) -> Implementation | None:
+        return IMPLEMENTATIONS.get(str(self.value))
 
     def unavailable(self) -> str | None:
         if self.implementation:
@@ -113,6 +117,13 @@ class AttentionBackend(Technique):
                 "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        names = ("cudnn", "flash", "efficient") if self.value == AUTO else ()
+        return ({}, *({self.key: name} for name in names))
+
+    def without_device(self) -> None:
+        self.value = "math" if self.value == "math" else AUTO
 
     def on_process(self) -> None:
         if self.enabled and self.implementation:

@@ -11,7 +11,9 @@ between kernels. It needs the fused optimizer. Speed: not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -38,11 +40,8 @@ class CudaGraph(Technique):
     loss_rtol = 1e-5
     absent_from_sampling = "sampling captures no graph: no GPU has proved one yet"
     saves_launches = True
-
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.update: CapturedUpdate | None = None
-        self.failure: str | None = None
+    update: CapturedUpdate | None = None
+    failure: str | None = None
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
@@ -53,6 +52,12 @@ class CudaGraph(Technique):
                 "several."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        return {}, {self.key: True}
+
+    def without_device(self) -> None:
+        self.value = self.off
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         return {"capturable": True} if self.enabled else {}

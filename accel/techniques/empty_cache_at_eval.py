@@ -26,6 +26,7 @@ def emptied_cache() -> Iterator[None]:
 class EmptyCacheAtEval(Technique):
     key = "empty_cache_at_eval"
     summary = "gives unused memory back around evaluation only"
+    plan_note = "it acts between training and evaluation, not in a step"
     loss_rtol = 0.0
 
     def unavailable(self) -> str | None:

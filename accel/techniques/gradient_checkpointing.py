@@ -12,10 +12,12 @@ Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthi
 https://arxiv.org/abs/2205.05198
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ from torch.utils.checkpoint import (
 
 from accel.evidence import BlockEvidence, Evidence, probed
 from accel.saved_tensors import SAVED
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
@@ -43,7 +45,7 @@ DOES = {
 class CheckpointBlocks(Technique):
     key = "gradient_checkpointing"
     summary = "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`"
-    options = ("checkpoint_policy",)
+    options: ClassVar = {"checkpoint_policy": "blocks"}
     examples = tuple(
         {"gradient_checkpointing": True, "checkpoint_policy": policy}
         for policy in ("blocks", "every_2", "selective")
@@ -51,13 +53,24 @@ class CheckpointBlocks(Technique):
     loss_rtol = 0.0
     saves_memory = "runtime.gradient_checkpointing=true"
     changes_kernels = "time"
+    savings = (
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "selective"},
+            "recomputes what is cheap",
+            30,
+        ),
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "blocks"},
+            "one more forward pass",
+            40,
+        ),
+    )
+    blocks: nn.ModuleList | None = None
 
-    def __init__(
-        self, value: bool | str, device: torch.device, checkpoint_policy: bool | str = "blocks"
-    ) -> None:
-        super().__init__(value, device, checkpoint_policy=checkpoint_policy)
-        self.policy = checkpoint_policy
-        self.blocks: nn.ModuleList | None = None
+    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
+        super().__init__(value, device, **options)
+        self.policy = self.option["checkpoint_policy"]
+        self.period = 2 if value and self.policy == "every_2" else 1
         self.uncompiled: list[list[BlockEvidence]] = []
         """The calls of each compiled block in an uncompiled step: a compiled one has no cache to
         look into."""

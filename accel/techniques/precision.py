@@ -11,11 +11,13 @@ What it costs: rounding in products. On a CPU without native instructions it is 
 than fp32, so there it counts as unavailable. Speed on a GPU: not measured yet.
 """
 
+from __future__ import annotations
+
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +50,7 @@ class Precision(Technique):
         "`bf16`, `fp16`: products in 16 bits, all else fp32; `fp8`: of large layers in 8 bits, "
         "by `fp8_recipe`"
     )
-    options = ("fp8_recipe",)
+    options: ClassVar = {"fp8_recipe": "tensorwise"}
     examples = (
         *({"precision": name} for name in ("bf16", "fp16")),
         *({"precision": "fp8", "fp8_recipe": recipe} for recipe in float8.BACKWARD),
@@ -60,19 +62,17 @@ class Precision(Technique):
     saves_memory = "runtime.precision=bf16"
     slows = False
     changes_kernels = "parity"
+    scaler: LossScaler | None = None
+    layers: float8.Float8Layers | None = None
+    model: nn.Module | None = None
+    looking = False
+    """`compare` sets it, so that `look_at` runs beside the next forward pass."""
+    wide_weights: Set[str] = frozenset()
+    """Matrices that were multiplied in fp32 in that pass."""
 
-    def __init__(
-        self, value: bool | str, device: torch.device, fp8_recipe: bool | str = "tensorwise"
-    ) -> None:
-        super().__init__(value, device, fp8_recipe=fp8_recipe)
-        self.recipe = str(fp8_recipe)
-        self.scaler: LossScaler | None = None
-        self.layers: float8.Float8Layers | None = None
-        self.model: nn.Module | None = None
-        self.looking = False
-        """`compare` sets it, so that `look_at` runs beside the next forward pass."""
-        self.wide_weights: set[str] = set()
-        """Matrices that were multiplied in fp32 in that pass."""
+    @property
+    def recipe(self) -> str:
+        return str(self.option["fp8_recipe"])
 
     def unavailable(self) -> str | None:
         if self.value == "fp8":
@@ -98,7 +98,7 @@ class Precision(Technique):
             )
         return None
 
-    def arithmetic(self) -> dict[str, bool | str]:
+    def arithmetic(self) -> dict[str, Any]:
         return self.settings if self.value == "fp8" else {self.key: self.value}
 
     def autocast(self) -> torch.amp.autocast:

@@ -5,6 +5,8 @@ It changes nothing for products that already run in 16 bits. Speed: not measured
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -35,7 +37,7 @@ class Tf32(Technique):
             )
         return None
 
-    def arithmetic(self) -> dict[str, bool | str]:
+    def arithmetic(self) -> dict[str, Any]:
         return self.settings
 
     def on_process(self) -> None:

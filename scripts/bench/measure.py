@@ -26,6 +26,7 @@ from scripts.bench import Figures, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.capabilities import override
+from scripts.plan.memory import Question, forecast
 from scripts.tables import table
 from scripts.timing import Spread, fresh_compiler, interleaved, synchronise
 from training.assemble import describe_run
@@ -33,8 +34,8 @@ from training.checkpoint.save import Checkpoints
 from training.components import latents_of
 from training.environment import pick_device
 from training.evaluate import evaluate
-from training.forecast import Forecast
-from training.memory import lasting_bytes, memory_of
+from training.hardware import memory_of
+from training.memory import lasting_bytes
 
 if TYPE_CHECKING:
     from scripts.bench.cases import BenchConfig, Case, SeedsConfig
@@ -180,12 +181,13 @@ def planned(case: Case, cfg: BenchConfig) -> Figures:
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
     resident = latents_of(training.cfg.data, training.cfg.seed, memory_of(workload.device))[1]
     gpu = workload.device.type == "cuda"
-    forecast = Forecast(training.cfg, training.loader.spec, resident=resident, gpu=gpu)
-    predicted = forecast.needs.total - forecast.needs.context
+    question = Question(training.cfg, training.loader.spec, resident=resident, gpu=gpu)
+    planned_run = forecast(question)
+    predicted = planned_run.needs.total - planned_run.needs.context
     measured = workload.memory_peak
     return workload.figures(step_ms) | {
         "predicted_bytes": predicted,
-        "phase": forecast.phase,
+        "phase": planned_run.phase,
         "memory_error": predicted / measured - 1.0 if measured else None,
     }
 
