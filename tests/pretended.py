@@ -128,7 +128,6 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Lets `runtime.cuda_graph=true` run on a CPU."""
     found = Streams()
     monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
-    monkeypatch.setattr(CapturedUpdate, "failed", False)
     for name, stand_in in {
         "CUDAGraph": Graph,
         "graph": found.capture,
