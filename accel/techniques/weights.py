@@ -261,7 +261,9 @@ class Weights(Technique):
         total = sum(p.numel() for p in self.parameters)
         held = sum(p.nbytes for p in self.parameters)
         stored = sum(w.numel() for w in narrow)
-        note = f"{len(narrow)} of {len(self.linears)} linear layers store bf16, {stored} of {total} "
+        note = (
+            f"{len(narrow)} of {len(self.linears)} linear layers store bf16, {stored} of {total} "
+        )
         note += f"parameters; {held / max(1, total):.2f} bytes a parameter"
         if self.update is None:
             return Observation("mixed" if narrow else "fp32", note)
