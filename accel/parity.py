@@ -117,7 +117,7 @@ def compared(
 
 
 def comparison(name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Tensor) -> Comparison:
-    """Compares what two calls of a kernel gave with its definition's `own` and the `right` answer."""
+    """Compares what two calls of a kernel gave with the definition's answer and the right one."""
     fault = None
     if kernel.shape != own.shape or kernel.dtype != own.dtype:
         ours = f"{list(kernel.shape)} and {kernel.dtype}"

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,17 +19,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from accel.block_kinds import Use, recorded
 from accel.ledger import AUTO
-from accel.sharding import world_size
-from accel.technique import blocks_of
+from accel.sharding import gathered, is_first
 from common.files import cache_folder, make_folder, write_atomically
-from common.processes import environment
+from common.processes import run_watched
 from common.text import first_line
 
 PATIENCE = 120.0
@@ -146,59 +143,13 @@ def judged(result: Mapping[str, Any] | None, timed: bool, captured: bool = False
     return Proof(on <= SLOWER * off, f"{why}, {on:.3g} ms a block against {off:.3g} ms, {kept}")
 
 
-class Use(NamedTuple):
-    """Blocks of one kind: one of them, how many there are, and what they get."""
-
-    block: nn.Module
-    blocks: int
-    inputs: list[Any]
-    """(shape, stride, dtype) of each."""
-    kind: str
-
-
-def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
-    """The blocks of a model by kind, with the shapes, strides and dtypes of what they get; or why
-    they have none."""
-    inputs: dict[nn.Module, Any] = {}
-    hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in blocks_of(model)]
-    try:
-        forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    uses: dict[str, Use] = {}
-    for block, got in inputs.items():
-        if not all(isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in got):
-            return (
-                "it cannot be tried, for a block takes something else than tensors of floating "
-                "point by sample"
-            )
-        metas = [
-            [list(t.shape), list(t.stride()), str(t.dtype).removeprefix("torch.")] for t in got
-        ]
-        kind = described(block, metas)
-        uses[kind] = Use(block, uses[kind].blocks + 1 if kind in uses else 1, metas, kind)
-    return list(uses.values())
-
-
-def described(block: nn.Module, metas: list[Any]) -> str:
-    """What makes two blocks of one kind: their modules, tensors, grids and inputs."""
-    modules = []
-    for module in block.modules():
-        grids = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
-        modules.append([f"{type(module).__module__}.{type(module).__qualname__}", grids])
-    tensors = [[name, list(t.shape), str(t.dtype)] for name, t in block.state_dict().items()]
-    return hashlib.sha256(json.dumps([modules, tensors, metas], default=str).encode()).hexdigest()
-
-
 def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     """All that a trial's findings depend on. A CUDA graph is none of it: a trial takes times with
     one and without."""
     from torch.utils import collect_env
 
     here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("proof", "trial", "parity")]
+    own = [here / f"{name}.py" for name in ("proof", "trial", "parity", "block_kinds")]
     sources = [file.read_bytes() for file in (*own, *sorted(here.glob("kernels/*.py")))]
     left_out = () if question.timed else question.change_times_only
     facts: dict[str, Any] = {
@@ -301,37 +252,9 @@ def attended(folder: Path) -> tuple[dict[str, Any], str]:
     without news."""
     file = folder / "found.json"
     file.unlink(missing_ok=True)
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "accel.trial", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-        )
-    patience = PATIENCE
-    since = time.monotonic()
-    seen = None
-    hung = False
-    try:
-        while process.poll() is None and not hung:
-            time.sleep(0.05)
-            stamp = file.stat().st_mtime_ns if file.exists() else None
-            if stamp != seen:
-                seen = stamp
-                since = time.monotonic()
-                patience = read(file).get("patience") or PATIENCE
-            hung = time.monotonic() - since > patience
-    finally:
-        process.kill()
-        code = process.wait()
-
-    state = read(file)
-    if hung:
-        return state, f"did not answer for {patience:.0f} s"
-    lines = (folder / "log").read_text(errors="replace").strip().splitlines()
-    name = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-    return state, f"ended with {name}" + (f" ({lines[-1].strip()})" if lines else "")
+    command = [sys.executable, "-m", "accel.trial", str(folder)]
+    end = run_watched(command, file, folder / "log", lambda: read(file).get("patience") or PATIENCE)
+    return read(file), end
 
 
 def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -350,18 +273,6 @@ def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
             taken = {name: [r[kind][name] for r in results] for name in ("on", "off")}
             one[key][kind] = {k: None if None in all_ else max(all_) for k, all_ in taken.items()}
     return one
-
-
-def gathered(item: Any) -> list[Any]:
-    """The items of all processes, in order."""
-    found: list[Any] = [item] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(found, item)
-    return found
-
-
-def is_first() -> bool:
-    return world_size() == 1 or dist.get_rank() == 0
 
 
 def cache_file(facts: Mapping[str, Any]) -> Path:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from accel.composite_optimizer import Make
     from accel.evidence import Evidence
-    from accel.loss_scaler import LossScaler
+    from accel.techniques.precision import LossScaler
 
 
 Value = bool | str

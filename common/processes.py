@@ -66,3 +66,36 @@ def end_with(parent: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=look, daemon=True).start()
+
+
+def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[], float]) -> str:
+    """Runs a command that writes to the file `news` as it gets on, and returns how it ended, as the
+    end of a sentence. It is killed after `patience()` seconds without news."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
+    limit = patience()
+    since = time.monotonic()
+    seen = None
+    try:
+        while process.poll() is None:
+            time.sleep(0.05)
+            stamp = news.stat().st_mtime_ns if news.exists() else None
+            if stamp != seen:
+                seen = stamp
+                since = time.monotonic()
+                limit = patience()
+            if time.monotonic() - since > limit:
+                return f"did not answer for {limit:.0f} s"
+    finally:
+        process.kill()
+        code = process.wait()
+
+    lines = log.read_text(errors="replace").strip().splitlines()
+    name = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+    return f"ended with {name}" + (f" ({lines[-1].strip()})" if lines else "")

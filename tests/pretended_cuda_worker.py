@@ -34,7 +34,7 @@ import accel.kernels.counter_noise
 import accel.techniques.offload_optimizer
 import accel.techniques.weights
 import models.mixers.attention
-from accel.techniques.fused_adamw import is_fused
+from accel.composite_optimizer import is_fused
 from common.files import ROOT
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser

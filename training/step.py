@@ -5,19 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel.loss_scaler import LossScaler
+from accel.composite_optimizer import is_fused
 from accel.sharding import local, replicated_like, total_norm
-from accel.techniques.fused_adamw import is_fused
 from data.loader import Batch
 from models.denoiser import Denoiser
 from training.ema import EMA
 from training.objective import FlowMatching
 from training.optimizers import Schedule
+
+if TYPE_CHECKING:
+    from accel.techniques.precision import LossScaler
 
 
 class StepOutput(NamedTuple):

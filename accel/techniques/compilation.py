@@ -104,12 +104,9 @@ class Compile(Technique):
         self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{first_line(error)} (in {Path(where.filename).name}, {where.name})"
-        advice = (
-            ""
-            if self.mode == "default"
-            else f"; without runtime.compile_mode={self.mode} it may not"
-        )
-        self.failure = f"the compiler failed, so nothing runs compiled: {what}{advice}"
+        self.failure = f"the compiler failed, so nothing runs compiled: {what}"
+        if self.mode != "default":
+            self.failure += f"; without runtime.compile_mode={self.mode} it may not"
         return self.failure
 
     # What would still say "on" if this did nothing? The method compile() of a block would, so the
@@ -137,10 +134,8 @@ class Compile(Technique):
     def is_compiled(self, ops: Counter[str]) -> bool:
         """Whether these ops hold a call of a compiled function and, with Inductor, one of a graph
         that it compiled."""
-        return all(
-            any(op.startswith(what) for op in ops)
-            for what in (REGION, INDUCTOR)[: 1 + self.by_inductor]
-        )
+        calls = (REGION, INDUCTOR) if self.by_inductor else (REGION,)
+        return all(any(op.startswith(call) for op in ops) for call in calls)
 
     @property
     def by_inductor(self) -> bool:
@@ -160,6 +155,5 @@ def is_compiler_failure(error: BaseException) -> bool:
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._inductor.exc import InductorError
 
-    return isinstance(error, TorchDynamoException | InductorError) and not isinstance(
-        error, TorchRuntimeError
-    )
+    ours = isinstance(error, TorchRuntimeError)
+    return isinstance(error, TorchDynamoException | InductorError) and not ours

@@ -19,11 +19,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from accel.composite_optimizer import is_fused
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import UNSEEN
 from accel.sharding import world_size
 from accel.technique import AnyStep, Observation, Technique, TrainingStep
-from accel.techniques.fused_adamw import is_fused
 from common.errors import UserError
 from common.text import first_line
 

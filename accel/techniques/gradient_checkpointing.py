@@ -95,27 +95,15 @@ class CheckpointBlocks(Technique):
                 SAVED.caches[-1].append(first.storage)
             return first, again
 
-        def forward_recomputed(*inputs):
-            keep = keeps_generator()
-            return checkpoint(
-                forward, *inputs, use_reentrant=False, preserve_rng_state=keep, context_fn=contexts
-            )
-
-        return forward_recomputed
+        return recomputed(forward, context_fn=contexts)
 
     def decide(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return (
-            CheckpointPolicy.MUST_SAVE if is_kept(op.name()) else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        kept = is_kept(op.name())
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
-        if (
-            self.enabled
-            and self.policy == "selective"
-            and evidence.compiled_calls
-            and not evidence.blocks_uncompiled
-        ):
-            assert self.blocks is not None
+        hidden = evidence.compiled_calls and not evidence.blocks_uncompiled
+        if self.blocks and self.policy == "selective" and hidden:
             with torch.compiler.set_stance("force_eager"), probed(self.blocks, self.uncompiled):
                 run()
 
@@ -138,16 +126,11 @@ class CheckpointBlocks(Technique):
                 for ok, *pair in zip(found, evidence.blocks, looked_into, strict=True)
             ]
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
-        note = (
-            f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to "
-            f"{kept[-1]:.2f} MiB for backward "
-        )
-        note += f"and took in {calls[-1].input_bytes / 2**20:.2f}"
+        note = f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to "
+        note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
-            names = sorted(
-                {name for calls in looked_into for call in calls for name in call.cached}
-            )
-            note += f"; caches hold results of {', '.join(names) or 'nothing'}"
+            names = {name for calls in looked_into for call in calls for name in call.cached}
+            note += f"; caches hold results of {', '.join(sorted(names)) or 'nothing'}"
             note += " (in an uncompiled step)" * bool(self.uncompiled)
         return Observation(all(found), note)
 
@@ -168,19 +151,19 @@ def kept_alike(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> b
     A compiler leaves out the last result, which is the block's own (7 % of the bytes in our
     models).
     """
-    pairs = [
-        (call.saved_bytes, other.saved_bytes) for call, other in zip(calls, uncompiled, strict=True)
-    ]
-    return all(0.75 * other <= kept <= 1.25 * other for kept, other in pairs)
+    pairs = zip(calls, uncompiled, strict=True)
+    ratios = [call.saved_bytes / max(1, other.saved_bytes) for call, other in pairs]
+    return all(0.75 <= ratio <= 1.25 for ratio in ratios)
 
 
-def recomputed(forward: Callable) -> Callable:
+def recomputed(forward: Callable, **how: Any) -> Callable:
+    """A block's forward pass that keeps its inputs and runs again in the backward pass."""
+
     # Our own closure, not functools.partial: a partial in place of `forward` breaks
     # compile(fullgraph=True).
     def forward_recomputed(*inputs):
-        return checkpoint(
-            forward, *inputs, use_reentrant=False, preserve_rng_state=keeps_generator()
-        )
+        keep = keeps_generator()
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, **how)
 
     return forward_recomputed
 

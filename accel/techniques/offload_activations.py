@@ -96,10 +96,8 @@ class OffloadActivations(Technique):
         found = evidence.where(lambda call: call.trains and not call.left)
         kept = sum(call.saved_bytes for call in calls)
         left = sum(call.left for call in calls)
-        note = (
-            f"{evidence.share(found)} keep nothing of {saved_tensors.LEAST_MOVED} bytes or more "
-            "on the device: of "
-        )
+        least = saved_tensors.LEAST_MOVED
+        note = f"{evidence.share(found)} keep nothing of {least} bytes or more on the device: of "
         note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"
         return Observation(bool(found) and all(found), note)
 
