@@ -67,7 +67,7 @@ class History:
         self.config = dict(flat(read_config(folder / "config.yaml")))
         self.environment = dict(flat(self.read("environment.json")))
         self.protocol = dict(flat(self.read("fd_protocol.json")))
-        """Of the distances measured during training."""
+        """What the distances measured during training depend on."""
         self.ledger = self.read_ledger()
         self.state, self.weights = read_newest(path, self.read_checkpoint)
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
@@ -82,7 +82,7 @@ class History:
         if outrun:
             self.summary = {}
         self.figures = {k: y for k, y in (self.summary or latest).items() if is_figure(y)}
-        """Those of the summary; of an unfinished run the last that were logged."""
+        """The figures of the summary; an unfinished run has the last that were logged."""
 
         files = sorted(folder.glob("evaluation/*.json"))
         found = [self.evaluation(file) for file in files]
