@@ -76,7 +76,8 @@ def grids(run: History) -> Iterator[tuple[str, str]]:
         stream = io.BytesIO()
         picture.save(stream, "webp", quality=90)
         seen = samples.get(step)
-        caption = f"step {text(step)}" + (f", {text(seen)} samples seen" if seen else "")
+        told = "" if seen is None else f", {text(seen)} samples seen"
+        caption = f"step {text(step)}{told}"
         yield f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}", caption
 
 
