@@ -132,12 +132,11 @@ class InRun:
         samples = protocol_of(self.training.stack, self.stream, self.count, "balanced")
         told = json.loads(json.dumps(samples | self.evaluator.protocol() | {"weights": "ema"}))
         if file.is_file():
-            earlier = read_object(file)
-            then = earlier.get("reference")
-            # the same images may lie in another folder now
-            name = then.get("name") if isinstance(then, dict) else None
-            expected = told | {"reference": told["reference"] | {"name": name}}
-            changed = difference({key: earlier.get(key) for key in told}, expected)
+            found = read_object(file)
+            earlier = {key: found.get(key) for key in told}
+            if isinstance(earlier["reference"], dict):
+                earlier["reference"].pop("name", None)
+            changed = difference(earlier, told | {"reference": self.evaluator.source.identity})
             if changed:
                 raise UserError(
                     f"{file.parent} has distances of another protocol: {changed}. Set that back, "

@@ -66,6 +66,11 @@ class Source:
     def count(self) -> int:
         return self.told["count"]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What `told` says but for the name: the same images may lie in another folder."""
+        return {key: value for key, value in self.told.items() if key != "name"}
+
 
 def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
     """Takes the images of a folder, tars or `datasets`, cropped to `size`.
@@ -220,10 +225,7 @@ def reference_stats(
 
 def kept_features(source: Source, space: Features, ranks: Ranks) -> ResumableChunks:
     """Opens the cache of the reference's features in one space, once nobody else works in it."""
-    job = {
-        "reference": {key: value for key, value in source.told.items() if key != "name"},
-        "features": space.describe(),
-    }
+    job = {"reference": source.identity, "features": space.describe()}
     key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_folder("references") / key
     return ResumableChunks(folder, job, -(-source.count // CHUNK), ranks, waits=True)

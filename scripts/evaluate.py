@@ -101,11 +101,9 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             f"out={out} cannot be written ({error.strerror}); choose another."
         ) from error
 
-    # the same images in another folder are the same job
-    reference = {k: v for k, v in evaluator.source.told.items() if k != "name"}
     chunks = job.run(
         out.with_name(out.name + ".parts"),
-        evaluator.protocol() | {"reference": reference},
+        evaluator.protocol() | {"reference": evaluator.source.identity},
         lambda labels, latents: evaluator.of_latents(latents),
     )
     result: dict[str, Any] = {}

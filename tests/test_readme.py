@@ -93,6 +93,8 @@ def module(name: str, words: list[str]) -> None:
             < told.index("DiffusionPipeline")
         )
     elif name == "scripts.report":
+        other = f"other={next(Path('runs').glob('[0-9]'))}"
+        words = [other if word == "other=runs/other" else word for word in words]
         assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":
         small = ["data.height=4", "data.width=4", "data.count=2", "model.dim=64", "model.depth=3"]
@@ -105,8 +107,6 @@ def module(name: str, words: list[str]) -> None:
         assert Results(Path(words[1])).of(
             "doctor_tiny"
         )  # tests/test_publish.py publishes, elsewhere than in these docs
-    elif words[0] == "compare":
-        bench(["compare", words[1], str(next(Path("runs").glob("[0-9]")))])
     else:
         assert name == "scripts.bench"
         if words != ["ladder"]:  # tests/test_bench.py climbs it

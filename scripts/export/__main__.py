@@ -237,8 +237,8 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
 
 def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
     """The model card: that of the run where there is one, with code for this folder."""
-    from scripts.report.card import card
     from scripts.report.history import History
+    from scripts.report.pages import card
 
     how = how_to_sample(cfg, trained, include)
     head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
