@@ -50,5 +50,7 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Children are killed, so what they leave to the system is removed without a word.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     with one_sentence():
         main(sys.argv[1:])

@@ -47,7 +47,7 @@ class Case(NamedTuple):
     @property
     def expected(self) -> float:
         """Seconds that it should take."""
-        return self.seconds + 60.0 * self.compiles
+        return self.seconds * (4.0 if self.compiles else 1.0)
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
         "+ no loss.item() each step": [*words, "newcomer.storage=resident", "newcomer.item=never"],
     }
     for name, own in newcomers.items():
-        yield Case(name, measure.compare, own, memory)
+        yield Case(name, measure.compare, own, memory, seconds=10.0)
     for name, added in TABLES["rungs"].items():
         words = [*words, added]
-        yield Case(name, measure.compare, words, memory, [added])
+        yield Case(name, measure.compare, words, memory, [added], 10.0)
 
 
 ATTENTION = "dit"
@@ -240,7 +240,7 @@ def varied(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Pl
 
 COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "doctor": (BenchConfig, varied(measure.machine, {"machine": ""}, 15.0)),
-    "calibration": (BenchConfig, varied(measure.calibration, CALIBRATED)),
+    "calibration": (BenchConfig, varied(measure.calibration, CALIBRATED, 12.0)),
     "tests": (TestsConfig, tests),
     "ladder": (LadderConfig, ladder),
     "techniques": (TechniquesConfig, techniques),
@@ -295,5 +295,6 @@ def job(command: str, words: Words, help_text: str = "") -> Job:
     kept = [word for word in given["words"].split() if not word.startswith(replaced)]
     overrides = [*kept, *theirs]
     compose(overrides)
-    line = " ".join(["python -m scripts.bench", command, *words])
+    told = [word for word in words if not word.startswith(("out=", "again="))]
+    line = " ".join(["python -m scripts.bench", command, *told])
     return Job(line, cfg, list(plan(cfg, overrides)))

@@ -56,7 +56,7 @@ def latent_files(count: int, side: int) -> Path:
     np.save(file, latents)
     np.save(labels, np.arange(count) % 1000)
     for start in range(0, count, 2048):
-        with TarWriter(str(folder / f"{start:08d}.tar"), mtime=0) as tar:
+        with (folder / f"{start:08d}.tar").open("wb") as stream, TarWriter(stream, mtime=0) as tar:
             for i in range(start, min(start + 2048, count)):
                 tar.write({"__key__": f"{i:08d}", "npy": latents[i], "cls": i % 1000})
 
@@ -143,6 +143,5 @@ def loader(case: Case, cfg: DataConfig) -> Figures:
         "first_samples_per_s": first,
         "wait": waited / (waited + cfg.steps * busy),
         "step_ms": cfg.step_ms,
-        "batch_size": size,
         "samples": count,
     }

@@ -40,7 +40,6 @@ from training.memory import lasting_bytes
 if TYPE_CHECKING:
     from scripts.bench.cases import BenchConfig, Case, SeedsConfig
 
-LEFT_OUT = "left out: inductor=false"
 NEEDS_GPU = "needs an NVIDIA GPU"
 PYTEST = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
@@ -74,7 +73,7 @@ def result_of(case: Case, cfg: BenchConfig) -> Figures:
     device = device_of(case.overrides)
     try:
         if case.compiles and not cfg.inductor:
-            return {"reason": LEFT_OUT}
+            return {"reason": "left out: inductor=false"}
         for _, reason in refusals(case.needs, device):
             return {"reason": reason}
         figures = case.measure(case, cfg)

@@ -31,9 +31,6 @@ from training.config.compose import compose
 from training.environment import pick_device
 from training.weights.pretrained import build_model
 
-PREFETCHED = 2
-"""Batches that a worker of PyTorch's DataLoader makes ahead."""
-
 
 class ItemsInFiles(Dataset):
     """Single samples, one npy file each, in a temporary folder."""
@@ -126,7 +123,7 @@ class NewcomersLoop(Loop):
     def prepare(self) -> None:
         """Sets flags, and uses up what workers have prefetched while something else ran."""
         super().prepare()
-        for _ in range(PREFETCHED * self.num_workers):
+        for _ in range(2 * self.num_workers):  # as many as PyTorch's DataLoader makes ahead
             next(self.batches)
 
     def one_step(self, comparable: bool = False) -> Tensor:

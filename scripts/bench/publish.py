@@ -79,8 +79,8 @@ def texts(command: str, entries: Sequence[Figures]) -> Words:
     columns = TABLES["columns"].get(command, {})
     rows: list[Sequence[object]] = [("", *columns, "")]
     for entry in shown(command, entries):
-        there = entry.keys().isdisjoint({"reason", "error"})
-        cells = [Cells().vformat(form, (), entry) if there else None for form in columns.values()]
+        known = defaultdict(lambda: None, entry)
+        cells = [Cells().vformat(form, (), known).replace("–––", "–") for form in columns.values()]
         rows.append((entry["name"], *cells, entry["remark"]))
     return [table(rows), *(entry["text"] for entry in entries if "text" in entry)]
 
@@ -91,10 +91,10 @@ class Result(NamedTuple):
     entry: Figures
     environment: Figures
 
-    @property
-    def rank(self) -> tuple[bool, str]:
-        """Of two results of a case the higher is shown: a failure replaces no figures."""
-        return "error" not in self.entry, self.environment["date"]
+
+def rank(result: Result) -> tuple[bool, str]:
+    """Of two results of a case the higher is shown: a failure replaces no figures."""
+    return "error" not in result.entry, result.environment["date"]
 
 
 class Page:
@@ -109,10 +109,8 @@ class Page:
         self.card = card_of(self.newest)
         self.month = self.newest["date"][:7]
         self.stem = f"{name}_{self.card}_{self.month}"
-        command = self.newest["command"].split()[3]
-        self.kind = TABLES["lists"].get(command, "cases")
-        self.shown = shown(command, self.entries)
-        self.texts = texts(command, self.entries)
+        self.command = self.newest["command"].split()[3]
+        self.shown = shown(self.command, self.entries)
 
 
 def card_of(environment: Figures) -> str:
@@ -129,9 +127,7 @@ def page_in(file: Path) -> Page:
         rows = found["rows"]
         return Page(rows[0]["benchmark"], [Result(row["entry"], row["run"]) for row in rows])
     entries = next(value for value in found.values() if isinstance(value, list))
-    same = found["environment"]
-    results = [Result(entry, same | entry.pop("measured", {})) for entry in entries]
-    return Page(found["benchmark"], results)
+    return Page(found["benchmark"], [Result(entry, entry.pop("measured")) for entry in entries])
 
 
 def result_in(file: Path) -> tuple[str, int, Result]:
@@ -145,7 +141,7 @@ def result_in(file: Path) -> tuple[str, int, Result]:
 
 
 def collected(folder: Path, docs: Path) -> Iterator[Page]:
-    """Yields the pages that the results in a folder make or change."""
+    """Yields the pages that the results in a folder make or change; each is of one machine."""
     found = [result_in(file) for file in folder.glob("*/*.json")]
     if not found:
         raise UserError(f"{folder} has no results; name the `out` folder of a benchmark.")
@@ -156,25 +152,26 @@ def collected(folder: Path, docs: Path) -> Iterator[Page]:
 
     for key, results in groups.items():
         file = docs / f"{'_'.join(key)}.json"
-        best: dict[str, Result] = {}
-        for result in [*results, *(page_in(file).results if file.is_file() else ())]:
-            name = result.entry["name"]
-            if name not in best or result.rank > best[name].rank:
-                best[name] = result
-        if any("reason" not in result.entry for result in best.values()):
-            yield Page(key[0], list(best.values()))
+        every = [*results, *(page_in(file).results if file.is_file() else ())]
+        hardware = Page(key[0], every).newest["hardware"]
+        every = [result for result in every if result.environment["hardware"] == hardware]
+        best = {result.entry["name"]: result for result in sorted(every, key=rank)}
+        names = dict.fromkeys(result.entry["name"] for result in every)
+        page = Page(key[0], [best[name] for name in names])
+        if any("reason" not in entry for entry in page.entries):
+            yield page
 
 
 def write(page: Page, docs: Path) -> None:
     """Writes a page and its figures."""
-    entries = []
-    for entry, run in page.results:
-        measured = {key: value for key, value in run.items() if value != page.newest[key]}
-        entries.append(entry | {"measured": measured})
-    found = {"benchmark": page.name, "environment": page.newest, page.kind: entries}
+    entries = [entry | {"measured": run} for entry, run in page.results]
+    kind = TABLES["lists"].get(page.command, "cases")
+    found = {"benchmark": page.name, "environment": page.newest, kind: entries}
     base = docs / page.stem
     write_atomically(base.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
-    write_atomically(base.with_suffix(".md"), filled("page", page=page))
+    write_atomically(
+        base.with_suffix(".md"), filled("page", page=page, texts=texts(page.command, page.entries))
+    )
     print(base.with_suffix(".md"))
 
 

@@ -42,7 +42,7 @@ from training.environment import describe_environment
 
 START = 300.0
 """Seconds in which a child must be ready to measure."""
-MEASURED = ("accel", "common", "conf", "data", "encoding", "models", "scripts/bench", "training")
+MEASURED = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
 """Folders whose code decides what is measured."""
 UNMEASURED = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
 """Files that plan, keep and show; what they plan is part of each result's identity."""
@@ -101,7 +101,7 @@ class Child:
     def sign_of_life(self) -> Any:
         try:
             return self.receive(START)
-        except (EOFError, TimeoutError) as error:
+        except (EOFError, OSError) as error:
             self.end()
             raise UserError(
                 f"no process can measure here: {self.last_words(error)}. Nothing is lost, and the "
@@ -120,17 +120,18 @@ class Child:
 
     def measure(self, case: Case, cfg: Any, limit: float) -> Figures:
         """Measures a case; an `error` if that takes longer than `limit` or ends the process."""
-        self.connection.send((case, cfg))
-        self.sign_of_life()
         try:
+            self.connection.send((case, cfg))
+            self.sign_of_life()
             return self.receive(limit)
-        except (EOFError, TimeoutError) as error:
+        except (EOFError, OSError) as error:
             return {"error": self.last_words(error)}
 
     def last_words(self, error: BaseException) -> str:
         """Says how the process ended, if it did."""
         if isinstance(error, TimeoutError):
             return str(error)
+        self.process.join(START)
         code = self.process.exitcode or 0
         if code < 0:
             return f"the process was ended by {signal.Signals(-code).name}"

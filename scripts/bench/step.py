@@ -76,7 +76,6 @@ class Loop:
             **spread.as_json("step_ms"),
             "batch_size": self.batch_size,
             "samples_per_s": 1e3 * self.batch_size / spread.median,
-            "mfu": None,
             "memory_reserved_peak": self.memory_peak,
             "warm_up_s": self.warm_up_seconds,
             "ledger": self.ledger.as_dict(),
@@ -109,10 +108,10 @@ class Workload(Loop):
     def figures(self, step_ms: Sequence[float]) -> Figures:
         found = super().figures(step_ms)
         meter = self.training.state.meter
-        if meter.peak_flops:
-            found["mfu"] = found["samples_per_s"] * meter.train_flops / meter.peak_flops
+        flops_a_second = found["samples_per_s"] * meter.train_flops
         model = self.training.model
         return found | {
+            "mfu": flops_a_second / meter.peak_flops if meter.peak_flops else None,
             "parameters": sum(p.numel() for p in model.parameters()),
             "tokens": model.tokens,
             "flops_a_sample": meter.train_flops,
