@@ -115,7 +115,8 @@ def test_a_choice_is_kept_only_for_a_run_that_it_fits(tmp_path: Path):
 ACTOR = """
 import json, os, signal, sys, time
 from pathlib import Path
-role, answers = json.loads(Path(sys.argv[1]).read_text())["cfg"]["role"], os.fdopen(int(sys.argv[2]), "w")
+role = json.loads(Path(sys.argv[1]).read_text())["cfg"]["role"]
+answers = os.fdopen(int(sys.argv[2]), "w")
 def hang():
     Path(sys.argv[1]).with_suffix(".hangs").touch()
     time.sleep(3600)

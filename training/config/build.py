@@ -250,8 +250,8 @@ def admit(words: Iterable[str]) -> list[str]:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
             raise UserError(
-                f"{EXTENSIONS}=[{name}]: there is no package {name} that Python can import; install it, "
-                "or put the folder that holds it on PYTHONPATH."
+                f"{EXTENSIONS}=[{name}]: there is no package {name} that Python can import; "
+                "install it, or put the folder that holds it on PYTHONPATH."
             )
         admitted.add(name)
         folders += [Path(place) / "conf" for place in spec.submodule_search_locations]
