@@ -110,9 +110,6 @@ class CapturedUpdate:
     state of a capture.
     """
 
-    failed = False
-    """`capture` sets it when it fails, for all that this process does later."""
-
     def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
         self.inner = update
         self.stream = torch.cuda.Stream(device)
@@ -161,7 +158,6 @@ class CapturedUpdate:
                     failure = error  # leaving the context raises another, which says less
                     raise
         except Exception as error:
-            CapturedUpdate.failed = True
             # PyTorch's context raises before it leaves the stream of the capture
             torch.cuda.set_stream(current)
             cause = first_line(failure or error)
