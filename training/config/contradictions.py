@@ -1,4 +1,4 @@
-"""Runtime keys that do not go together on any machine, a sentence for each pair. No torch here.
+"""Runtime keys that do not go together on any machine, with a sentence for each. No torch here.
 
 `runtime` is a RuntimeConfig of training/config/schema.py, which calls this. A rule about a key that
 there is not never holds, so a technique goes without a change here.
