@@ -17,8 +17,9 @@ from accel.technique import Technique
 from common.errors import UserError
 from scripts.bench import TABLES, Figures, Words, data, kernels, measure, step
 from scripts.capabilities import override
+from scripts.words import own_and_others
 from training.components import runtime_values
-from training.config.compose import CONF, ROOT, compose, own_and_others
+from training.config.compose import CONF, ROOT, compose
 
 SETTINGS = TABLES["settings"]
 
