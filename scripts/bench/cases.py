@@ -18,7 +18,8 @@ from common.errors import UserError
 from common.files import ROOT
 from scripts.bench import TABLES, Figures, Words, data, kernels, measure, step
 from scripts.capabilities import override
-from training.config.compose import CONF, compose, own_and_others
+from scripts.words import own_and_others
+from training.config.compose import CONF, compose
 
 SETTINGS = TABLES["settings"]
 

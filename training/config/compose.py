@@ -297,13 +297,3 @@ def refuse_nested(node: Any, schema: type, words: list[str], prefix: str = "") -
             entries = value.values() if isinstance(value, dict) else value or ()
             if any(isinstance(entry, list | dict) for entry in entries):
                 raise UserError(f"{as_given(key, words)} must be {must_be(schema, key)}.")
-
-
-def own_and_others(
-    schema: type[Words], words: list[str], help_text: str
-) -> tuple[Words, list[str]]:
-    """Reads the words that set a key of `schema`, and returns the others: a training's
-    overrides."""
-    own = {field.name for field in fields(cast(Any, schema))}
-    others = [word for word in words if "=" in word and word.partition("=")[0] not in own]
-    return from_words(schema, [word for word in words if word not in others], help_text), others
