@@ -34,7 +34,9 @@ import accel.kernels.counter_noise
 import accel.techniques.offload_optimizer
 import accel.techniques.weights
 import models.mixers.attention
+from accel.stack import AccelerationStack
 from accel.techniques.fused_adamw import is_fused
+from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser
