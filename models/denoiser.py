@@ -75,18 +75,13 @@ class Denoiser(nn.Module):
         self.label_embed = LabelEmbedding(dim, num_classes)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        by_layer = "layer" in inspect.signature(mixer).parameters
-
-        def branches(layer: int) -> list[nn.Module]:
-            own = {"layer": layer} if by_layer else {}
-            mixing = mixer(dim=dim, head_dim=head_dim, grid=self.grid, **own)
-            return [mixing, mlp(dim=dim, hidden=hidden)] if hidden else [mixing]
+        layers = (mixer, mlp, dim, hidden, head_dim, self.grid)
 
         # Each block knows the order in which the block before it leaves the tokens.
         self.blocks = nn.ModuleList()
         self.leaving = None
-        for layer in range(depth):
-            block = Block(branches(layer), eps, self.leaving, norm)
+        for number in range(depth):
+            block = Block(branches_of(number, *layers), eps, self.leaving, norm)
             self.blocks.append(block)
             self.leaving = block.orders[-1]
         register_rows(self, "rows", self.leaving)
@@ -202,6 +197,21 @@ class Denoiser(nn.Module):
         )
         blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
         return blocks + 2 * (self.tokens * per_token + per_sample)
+
+
+def branches_of(
+    number: int,
+    mixer: Callable[..., nn.Module],
+    mlp: Callable[..., nn.Module],
+    dim: int,
+    hidden: int,
+    head_dim: int,
+    grid: tuple[int, int],
+) -> list[nn.Module]:
+    """The layers of a block: a mixer, and an MLP of width `hidden` unless that is 0."""
+    own = {"layer": number} if "layer" in inspect.signature(mixer).parameters else {}
+    mixing = mixer(dim=dim, head_dim=head_dim, grid=grid, **own)
+    return [mixing, mlp(dim=dim, hidden=hidden)] if hidden else [mixing]
 
 
 def refuse_shape(
