@@ -155,7 +155,7 @@ class ResidentLatents(LatentLoader):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
     The device holds all of it if that takes at most `device_memory_gib` (null: half of the free
-    memory), else a chunk (data/chunked.py); the loader prints which, and why. `storage="int8"`
+    memory), else a chunk; the loader prints which, and why. `storage="int8"`
     halves the memory of 16-bit latents and prints its error. `normalisation`: "channel" uses the
     mean and std per channel that precompute measured, "scale_shift" the autoencoder's own
     constants, `[[means], [stds]]` these. `encoder` and `latent_scale` are expectations: the loader

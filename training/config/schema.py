@@ -209,7 +209,7 @@ KERNELS = tuple(node.name for node in fields(RuntimeConfig) if node.type == "Ker
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule, in samples (training/optim.py)."""
+    """Learning-rate schedule, in samples (training/optimizers.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: int = 1280
