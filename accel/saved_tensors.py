@@ -10,7 +10,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
