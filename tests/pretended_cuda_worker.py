@@ -188,7 +188,7 @@ def pretend_device() -> None:
 def pretend_launches() -> None:
     """Stands in for what fake tensors cannot do: launch Triton, choose an attention backend,
     page-lock memory."""
-    for module in (accel.kernels.counter_noise, accel.weights):
+    for module in (accel.kernels.counter_noise, accel.techniques.weights):
         module.draw = draw
     accel.techniques.offload_optimizer.host_tensor = partial(torch.empty_like, device="cpu")
     models.mixers.attention.attend = attend

@@ -94,6 +94,11 @@ class RoundedUpdate(Members):
             self.counts.clear()
         super().step(closure)
 
+    def widened(self, parameter: Tensor) -> Tensor:
+        """A parameter in fp32, with what was rounded off before."""
+        wide = parameter.detach().float()
+        return wide + self.state[parameter][COMPENSATION] if self.rounding == "kahan" else wide
+
     @contextmanager
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them
@@ -102,14 +107,11 @@ class RoundedUpdate(Members):
         stand_ins = [stand_in for stand_in in stand_ins if self.narrow[stand_in].grad is not None]
         narrow = [self.narrow[stand_in] for stand_in in stand_ins]
         for stand_in, parameter in zip(stand_ins, narrow, strict=True):
-            stand_in.data = parameter.detach().float()
+            stand_in.data = self.widened(parameter)
             stand_in.grad = parameter.grad.float()
-            if self.rounding == "kahan":
-                rest = self.state[parameter][COMPENSATION]
-                stand_in.data += rest
-                if self.counts is not None:
-                    self.count("rests", rest != 0.0)
-                    self.count("used", stand_in.data != parameter)
+            if self.counts is not None and self.rounding == "kahan":
+                self.count("rests", self.state[parameter][COMPENSATION] != 0.0)
+                self.count("used", stand_in.data != parameter)
         yield
 
         updated = [stand_in.data for stand_in in stand_ins]
