@@ -48,6 +48,7 @@ def train(composed: Composed) -> dict[str, Any]:
     # 2. What we train, on what, and what makes it fast. One observed step shows what is really on.
     cfg = run.tuned()
     training = assemble(cfg, run.device, ranks, run.folder)
+    run.keep_kernels(training)
     state = training.state
     step = training.step
     meter = training.state.meter

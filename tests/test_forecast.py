@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from accel.composite_optimizer import kept_by
 from accel.techniques.compilation import PARTITIONER, Compile
 from data.loader import Batch
-from scripts.capabilities import pretended
 from scripts.plan.memory import Question, forecast
 from training.assemble import assemble
 from training.config.compose import compose
@@ -121,16 +120,15 @@ def marked(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(30)])
+@pytest.mark.usefixtures("techniques_of_a_gpu")
 def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.MonkeyPatch):
     words = sampled(seed)
     if "optim=adamw_8bit" in words:
         pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(Compile, "backend", PARTITIONER)
 
-    def both() -> tuple[Any, float]:
-        cfg = compose(words).cfg
-        spec = assemble(cfg, CPU).loader.spec
-        return forecast(Question(cfg, spec, gpu=False)), counted_peak(words)
-
-    found, counted = pretended(both)()
+    cfg = compose(words).cfg
+    spec = assemble(cfg, CPU).loader.spec
+    found = forecast(Question(cfg, spec, gpu=False))
+    counted = counted_peak(words)
     assert found.needs.total == pytest.approx(counted, rel=0.05), (words, found.phases)

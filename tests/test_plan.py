@@ -326,7 +326,7 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
             "hardware=abacus is not known; choose one of h200, h100, h100_pcie, a100",
         ),
         (
-            ["scale", *SMALL, "hardware=abacus"],
+            ["scale", *SMALL, "mfu=0.4", "hardware=abacus"],
             "hardware=abacus is not known; choose one of h200, h100",
         ),
         (["scale", *SMALL, "gpus=[0]"], r"gpus=\[0\] .* must be at least 1"),

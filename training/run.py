@@ -131,6 +131,15 @@ class Run:
     def write_json(self, name: str, content: Any) -> None:
         write_atomically(self.folder / name, as_json(content, indent=1) + "\n")
 
+    def keep_kernels(self, training: Training) -> None:
+        """Writes which kernels were chosen before they are first run, so that a run that is resumed
+        computes with the same."""
+        if not training.kernels:
+            return
+        self.claimed = self.claimed or self.ranks.agreed(self.hold)
+        if self.ranks.first:
+            self.write_json(KERNELS_FILE, training.kernels)
+
     def open(self, training: Training, ledger: Ledger, logger: SafeLogger, where: str) -> None:
         """Describes the run that is about to start: in its folder, on the terminal and to the
         logger; by the first process only."""
@@ -143,8 +152,6 @@ class Run:
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)
         self.write_json("ledger.json", rows)
-        if training.kernels:  # a resumed run computes with the same
-            self.write_json(KERNELS_FILE, training.kernels)
 
         hardware = self.environment["hardware"]
         print(f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{where}", flush=True)
