@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from accel.ledger import Ledger
-from accel.stack import AccelerationStack
+from accel.stack import TECHNIQUES, AccelerationStack
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
 from scripts.capabilities import capabilities
 from scripts.tables import table
@@ -222,7 +222,8 @@ def verdict(
     bound = bound_of(step_ms, data_ms, busy)
     if bound:
         reason = reason_of(bound, step_ms, data_ms, busy)
-        return bound, reason, keys_for(bound, left, data)
+        fewer = [kind.override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
+        return bound, reason, keys_for(bound, [word for word in fewer if word in left], data)
 
     multiplies = share >= 0.5
     bound = "compute-bound" if multiplies else "bandwidth-bound"
