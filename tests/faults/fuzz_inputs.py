@@ -36,7 +36,7 @@ from tests.test_import_latents import COUNT, FORMATS, add, everything
 from training.assemble import assemble
 from training.config.compose import CONF, compose, from_words
 from training.config.explain import known_keys
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
 from training.config.yaml_text import from_yaml
 from training.distributed.exit import run_app
 

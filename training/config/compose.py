@@ -34,7 +34,7 @@ from common.text import printable
 from training.config import build
 from training.config.explain import explain
 from training.config.paths import refuse_paths
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
 from training.config.words import (

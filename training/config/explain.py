@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
 from training.config.words import (
     CONF,
     as_given,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
 from training.config.schema import SamplingConfig, TrainConfig
 
 OF_SETS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
