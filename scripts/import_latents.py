@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from common.errors import UserError
-from training.config.compose import CONF, from_words, one_sentence
+from training.config.compose import CONF, from_words, from_yaml, one_sentence
 from training.config.paths import refuse_missing
 from training.config.schema import Positive, refuse_values
-from training.config.yaml_text import from_yaml
 
 if TYPE_CHECKING:
     from torch import Tensor

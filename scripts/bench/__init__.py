@@ -26,7 +26,7 @@ soon as it is there, and not measured again while code, hardware, versions and k
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from training.config.yaml_text import read_config
+from training.config.compose import read_config
 
 Figures: TypeAlias = dict[str, Any]
 """What a measure finds: names with units, such as step_ms, to numbers and texts."""

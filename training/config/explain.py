@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -24,34 +23,18 @@ from training.config.words import (
     not_read,
 )
 
-QUOTES = '\'"."'
 
-
-@dataclass(frozen=True)
 class Refusal:
     """An exception of Hydra's or OmegaConf's on `words` for a `schema`."""
 
-    error: Exception
-    words: list[str]
-    schema: type
-
-    @cached_property
-    def cause(self) -> Exception:
-        return self.error.__cause__ if isinstance(self.error.__cause__, Exception) else self.error
-
-    @cached_property
-    def text(self) -> str:
-        return str(self.error).strip()
-
-    @cached_property
-    def detail(self) -> str:
-        """The first line of what was behind it."""
-        return str(self.cause).strip().splitlines()[0]
-
-    @cached_property
-    def key(self) -> str:
-        """The key that OmegaConf blames, without the place in a list; empty if it names none."""
-        return re.sub(r"\[.*", "", getattr(self.cause, "full_key", None) or "")
+    def __init__(self, error: Exception, words: list[str], schema: type) -> None:
+        self.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        self.text = str(error).strip()
+        self.detail = str(self.cause).strip().splitlines()[0]
+        # what OmegaConf blames, without the place in a list; empty if it names no key
+        self.key = re.sub(r"\[.*", "", getattr(self.cause, "full_key", None) or "")
+        self.words = words
+        self.schema = schema
 
     def given(self, key: str) -> str:
         return as_given(key, self.words)
@@ -77,15 +60,10 @@ def of_known_key(found: re.Match[str], refusal: Refusal) -> str:
     return f"{refusal.given(found[1])}: the key is there already; leave out the +."
 
 
-def of_unknown_override(found: re.Match[str], refusal: Refusal) -> str:
-    fix = nearest_of(found[1], refusal.schema)
-    return f"{refusal.given(found[1])}: there is no such key; {fix}"
-
-
 def of_unknown_key(found: re.Match[str], refusal: Refusal) -> str:
-    where = f" ({refusal.text.split(':')[0]})" if refusal.text.startswith("In ") else ""
-    name = refusal.key or found[1]
+    name = found["overridden"] or refusal.key or found["unknown"]
     fix = nearest_of(name, refusal.schema)
+    where = f" ({refusal.text.split(':')[0]})" if refusal.text.startswith("In ") else ""
     return f"{refusal.given(name)}: there is no such key; {fix}{where}"
 
 
@@ -94,13 +72,12 @@ def of_file(found: re.Match[str], refusal: Refusal) -> str:
     return f"{found[3]}: {found[2]}; it must be {wanted} ({found[1]})."
 
 
-Sentence = Callable[[re.Match[str], Refusal], str]
-SENTENCES: dict[str, Sentence] = {
+SENTENCES: dict[str, Callable[[re.Match[str], Refusal], str]] = {
     r"\AAmbiguous value for argument '(([^=]*)=.*)'": of_sweep,
     r"Could not (?:find|load) '([^'/]+)/([^']+)'": of_missing_file,
     r"\ACould not append to config. An item is already at '([^']+)'": of_known_key,
-    r"\ACould not override '([^']+)'": of_unknown_override,
-    r"Key '(\w+)' (?:is )?not in": of_unknown_key,
+    r"\ACould not override '(?P<overridden>[^']+)'"
+    r"|Key '(?P<unknown>\w+)' (?:is )?not in": of_unknown_key,
     r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)": of_file,
 }
 """What is found in Hydra's or OmegaConf's text -> what the user is told."""
@@ -116,6 +93,7 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         found = re.search(pattern, f"{refusal.text}\n{refusal.detail}")
         if found:
             return sentence(found, refusal)
+
     if isinstance(refusal.cause, OmegaConfBaseException):
         return of_value(refusal)
     told = " ".join(refusal.text.split())
@@ -135,8 +113,9 @@ def of_value(refusal: Refusal) -> str:
     interpolated = (given for given in refusal.words if "${" in given)
     blamed = word or next(interpolated, refusal.text.splitlines()[0])
     detail = refusal.detail.removeprefix("KeyError raised while resolving interpolation: ")
+    detail = detail.strip("'\".")
     more = f"; it must be {wanted}" if wanted else ""
-    return f"{blamed}: {detail.strip(QUOTES)}{more}."
+    return f"{blamed}: {detail}{more}."
 
 
 def nearest_of(key: str, schema: type) -> str:

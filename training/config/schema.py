@@ -150,7 +150,9 @@ class ScheduleConfig:
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: Natural = 1280
-    final: Annotated[float, Ge(0), Le(1)] = 0.0  # cosine: the share of the rate that is left at the end
+    final: Annotated[float, Ge(0), Le(1)] = (
+        0.0  # cosine: the share of the rate that is left at the end
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from common.errors import UserError
 from common.files import ROOT
@@ -119,16 +119,22 @@ def refuse_words(words: list[str]) -> None:
     breaks on."""
     refuse_form(words, FOREIGN)
     for word in words:
-        key, equals, value = word.lstrip("+~").partition("=")
+        key, _, value = word.lstrip("+~").partition("=")
         nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
         if nameless and key and "." not in key and (CONF / key).is_dir():
             raise UserError(
                 f"{key}={value}: a run needs one; choose one of {', '.join(choices_of(key))}."
             )
-        if equals and key in FOREIGN:
-            raise UserError(
-                f"{key}={value} is not spelled so here; use {spelled(FOREIGN[key], value)}."
-            )
+    refuse_foreign(words, FOREIGN)
+
+
+def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
+    """ValueError for a key of other trainers, with ours."""
+    for word in words:
+        key, equals, value = word.lstrip("+~").partition("=")
+        if equals and key in foreign:
+            ours = spelled(foreign[key], value)
+            raise UserError(f"{key}={value} is not spelled so here; use {ours}.")
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
@@ -261,9 +267,8 @@ def must_be(schema: type, key: str) -> str:
     default = getattr(node, last)
     if is_dataclass(default):
         return f"set key by key, such as {key}.{fields(default)[0].name}=<value>"
-    kinds = " or ".join(
-        kind_of(hint) for hint in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
-    )
+    either = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = " or ".join(map(kind_of, either))
     plain = default is None or isinstance(default, bool | Enum) or default == {}
     return kinds if plain else f"{kinds}, such as {str(default).translate({39: None, 32: None})}"
 
