@@ -13,12 +13,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-import hydra
-import omegaconf
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -33,14 +31,13 @@ from common.machine_errors import of_machine
 from common.terminal import advisory_printing
 from common.text import printable
 from training.config import build
-from training.config.explain import explain
+from training.config.explain import explain, flat
 from training.config.paths import refuse_paths
 from training.config.schema import PrecomputeConfig, TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
 from training.config.words import (
     CONF,
     FOREIGN_DRAWING,
-    nearest,
     not_read,
     quoted,
     refuse_foreign,
@@ -101,10 +98,8 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
 
 def of_library(error: BaseException) -> bool:
     """Whether Hydra or OmegaConf refused a word, or broke on one."""
-    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    broke = any(
-        origin.is_relative_to(Path(str(library.__file__)).parent) for library in (hydra, omegaconf)
-    )
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    broke = frame.f_globals.get("__name__", "").startswith(("hydra.", "omegaconf."))
     return broke or isinstance(error, HydraException | OmegaConfBaseException)
 
 
@@ -119,7 +114,7 @@ def composed_by_hydra(source: DictConfig) -> Composed:
 
 
 def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> Composed:
-    """Refuses unknown keys, resolves, types, freezes and checks."""
+    """Resolves, types, freezes and checks; ValueError for extensions that a file names."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = build.named_by(overrides)
     unasked = [name for name in source.get("extensions") or [] if name not in named]
@@ -141,32 +136,16 @@ def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str])
     )
 
 
-def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
-    """ValueError for a key that the schema lacks: `+junk=1` gets past Hydra, not past this."""
-    known = {f.name: f.default_factory for f in fields(schema)}
-    for name in node:
-        if name not in known:
-            fix = nearest(str(name), list(known), prefix)
-            raise UserError(f"{prefix}{name}={node[name]}: there is no such key; {fix}")
-        nested = known[str(name)]
-        if isinstance(nested, type) and is_dataclass(nested):
-            refuse_unknown(node[name], nested, f"{prefix}{name}.")
-
-
-def refuse_strange_numbers(value: Any, key: str = "") -> None:
+def refuse_strange_numbers(node: Any) -> None:
     """ValueError for NaN and infinity, which pass the comparisons of a check, and for whole numbers
     beyond 64 bits."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{key}={value} is no finite number; give one.")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(
-            f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number."
-        )
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    if isinstance(value, dict):
-        for name, child in value.items():
-            refuse_strange_numbers(child, f"{key}.{name}" if key else str(name))
+    for key, value in flat(node):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}={value} is no finite number; give one.")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise UserError(
+                f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number."
+            )
 
 
 @contextmanager
@@ -246,10 +225,11 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     are what was typed.
     """
     node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
-    refuse_unknown(node, schema)
     try:
-        refuse_strange_numbers(OmegaConf.to_container(node, resolve=True))
-        return cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
+        values = OmegaConf.to_container(node, resolve=True)
+        refuse_strange_numbers(values)
+        merged = OmegaConf.merge(unlocked(schema), cast("dict[str, Any]", values))
+        return cast(Words, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, words, schema)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from training.config.schema import PrecomputeConfig
+from training.config.schema import PrecomputeConfig, TrainConfig
 from training.config.words import (
     CONF,
     as_given,
@@ -77,7 +78,7 @@ SENTENCES: dict[str, Callable[[re.Match[str], Refusal], str]] = {
     r"Could not (?:find|load) '([^'/]+)/([^']+)'": of_missing_file,
     r"\ACould not append to config. An item is already at '([^']+)'": of_known_key,
     r"\ACould not override '(?P<overridden>[^']+)'"
-    r"|Key '(?P<unknown>\w+)' (?:is )?not in": of_unknown_key,
+    r"|Key '(?P<unknown>[^']+)' (?:is )?not in": of_unknown_key,
     r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)": of_file,
 }
 """What is found in Hydra's or OmegaConf's text -> what the user is told."""
@@ -120,28 +121,32 @@ def of_value(refusal: Refusal) -> str:
 
 def nearest_of(key: str, schema: type) -> str:
     """The fix for a key that the configuration lacks."""
+    command = {TrainConfig: "train", PrecomputeConfig: "precompute_latents"}.get(schema)
+    if command is None:
+        return nearest(key, [field.name for field in fields(schema)])
     group, _, inner = key.partition(".")
     choices = [choice for _, choice in keys_of_choices(inner, group) if choices_of(group)]
     if choices:
         having = [f"{group}={choice}" for choice in choices]
         return f"{having[0]} has it; add {' or '.join(having[:2])}."
-    encodes = schema is PrecomputeConfig
     if choices_of(key):
-        return f"it is a group of {'train.py' if encodes else 'precompute_latents.py'}."
-    known = known_keys("precompute_latents" if encodes else "train")
-    return nearest(key, known + [f"{group}.{key}" for group, _ in keys_of_choices(key)])
+        other = "precompute_latents" if command == "train" else "train"
+        return f"it is a group of {other}.py."
+    return nearest(key, known_keys(command) + [f"{g}.{key}" for g, _ in keys_of_choices(key)])
 
 
 @cache
 def known_keys(config_name: str) -> list[str]:
     """All keys of the default configuration, dotted."""
-
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for name, value in node.items():
-            yield f"{prefix}{name}"
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-
     with initialize_config_dir(str(CONF), version_base="1.3"):
         default = OmegaConf.to_container(compose(config_name), resolve=False)
-    return list(walk(default, ""))
+    return [key for key, _ in flat(default) if not key.rpartition(".")[2].isdigit()]
+
+
+def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All values inside of a tree of mappings and lists, and their dotted keys."""
+    entries = dict(enumerate(node)) if isinstance(node, list) else node
+    if isinstance(entries, dict):
+        for name, value in entries.items():
+            yield f"{prefix}{name}", value
+            yield from flat(value, f"{prefix}{name}.")
