@@ -114,7 +114,7 @@ def of_value(refusal: Refusal) -> str:
     interpolated = (given for given in refusal.words if "${" in given)
     blamed = word or next(interpolated, refusal.text.splitlines()[0])
     detail = refusal.detail.removeprefix("KeyError raised while resolving interpolation: ")
-    detail = detail.strip("'\".")
+    detail = detail.strip('".')
     more = f"; it must be {wanted}" if wanted else ""
     return f"{blamed}: {detail}{more}."
 
