@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from accel.composite_optimizer import Make
     from accel.evidence import Evidence
-    from accel.techniques.precision import LossScaler
 
 
 Value = bool | str
@@ -49,7 +48,8 @@ class TrainingStep(Step, Protocol):
 
     update: Callable[..., Any]
     optimizer: torch.optim.Optimizer
-    scaler: LossScaler | None
+    scaler: Any
+    """The loss scaler of fp16, or None."""
 
 
 Model = TypeVar("Model", bound="nn.Module")

@@ -253,7 +253,7 @@ def open_set(
     on_corrupt: OnCorrupt = "error",
     **remote: Any,
 ) -> tuple[LatentSpec, BlockReader, BlockReader]:
-    """Opens the set at `path` for `data=<group>`: its spec, and readers of its training and held-out
+    """Opens the set at `path` for `data=<group>`: its spec, readers of its training and held-out
     split.
 
     ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
@@ -375,7 +375,7 @@ class BlockLoader(LatentLoader):
                     found = blocks.latents_in(part.to(self.device))
                     position = torch.arange(start, start + len(part), device=self.device)
                     start += len(part)
-                    yield Batch(self.normalise(found.latents), found.labels, found.ids, position)
+                    yield Batch(self.normalise(found.floating()), found.labels, found.ids, position)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())

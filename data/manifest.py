@@ -82,7 +82,7 @@ class ShardWriter:
         self.block_size = block_size
         self.temporary = file.with_name(f"{file.name}.tmp")
         self.stream = self.temporary.open("wb")
-        self.tar = tarfile.open(fileobj=self.stream, mode="w")
+        self.tar = tarfile.open(fileobj=self.stream, mode="w")  # noqa: SIM115 - `close` closes it
         self.pending: dict[str, Tensor] = {}
         self.blocks: list[Block] = []
 

@@ -126,7 +126,7 @@ class StreamDataset(IterableDataset):
         for first in (positions.start for positions in wanted if positions):
             if first % every not in streams:
                 windows = windows_of(self.order, self.blocks, first)
-                ahead = readers.submit(next, windows)
+                ahead: Future[Any] = readers.submit(next, windows)
                 streams[first % every] = rows_of(windows, first, every, readers, ahead)
 
         # What comes before a position in its stream is for other ranks.
@@ -280,6 +280,7 @@ class StreamedLatents(BlockLoader):
     def batch_at(self, start: int) -> Batch:
         if self.ahead is None:
             self.start_reading()
+        assert self.ahead is not None
         try:
             found = self.ahead.result(self.patience)
         except TimeoutError as error:

@@ -58,16 +58,8 @@ class Denoiser(nn.Module):
         time_scale: float = 1000.0,
     ) -> None:
         super().__init__()
-        refuse_shape(dim=dim, depth=depth, head_dim=head_dim, patch_size=patch_size)
-        if height % patch_size or width % patch_size:
-            raise UserError(
-                f"model.patch_size={patch_size} does not divide the latent size {height}×{width}; "
-                f"choose a common divisor of both."
-            )
-        if mlp_ratio < 0.0:
-            raise UserError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
-        if not 0.0 <= drop_path < 1.0:
-            raise UserError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
+        sizes = {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size}
+        refuse_shape(sizes, (height, width), mlp_ratio, drop_path)
         self.channels = channels
         self.num_classes = num_classes
         self.patch_size = patch_size
@@ -82,17 +74,19 @@ class Denoiser(nn.Module):
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
         self.label_embed = LabelEmbedding(dim, num_classes)
 
-        # Each block knows the order in which the block before it leaves the tokens.
         hidden = 32 * round(mlp_ratio * dim / 32)
         by_layer = "layer" in inspect.signature(mixer).parameters
+
+        def branches(layer: int) -> list[nn.Module]:
+            own = {"layer": layer} if by_layer else {}
+            mixing = mixer(dim=dim, head_dim=head_dim, grid=self.grid, **own)
+            return [mixing, mlp(dim=dim, hidden=hidden)] if hidden else [mixing]
+
+        # Each block knows the order in which the block before it leaves the tokens.
         self.blocks = nn.ModuleList()
         self.leaving = None
-        for i in range(depth):
-            layer = {"layer": i} if by_layer else {}
-            branches = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **layer)]
-            if hidden:
-                branches.append(mlp(dim=dim, hidden=hidden))
-            block = Block(branches, eps, self.leaving, norm)
+        for layer in range(depth):
+            block = Block(branches(layer), eps, self.leaving, norm)
             self.blocks.append(block)
             self.leaving = block.orders[-1]
         register_rows(self, "rows", self.leaving)
@@ -210,8 +204,20 @@ class Denoiser(nn.Module):
         return blocks + 2 * (self.tokens * per_token + per_sample)
 
 
-def refuse_shape(**sizes: int) -> None:
-    """ValueError for a size below 1."""
+def refuse_shape(
+    sizes: dict[str, int], latents: tuple[int, int], mlp_ratio: float, drop_path: float
+) -> None:
+    """ValueError for a size below 1, patches that do not fit, and shares that no model has."""
     for key, value in sizes.items():
         if value < 1:
             raise UserError(f"model.{key}={value} must be at least 1.")
+    patch_size = sizes["patch_size"]
+    if any(side % patch_size for side in latents):
+        raise UserError(
+            f"model.patch_size={patch_size} does not divide the latent size "
+            f"{latents[0]}×{latents[1]}; choose a common divisor of both."
+        )
+    if mlp_ratio < 0.0:
+        raise UserError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
+    if not 0.0 <= drop_path < 1.0:
+        raise UserError(f"model.drop_path={drop_path} must be at least 0 and below 1.")

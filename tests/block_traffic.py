@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from accel.kernels.operator import OPERATORS
 from scripts.tables import table
+from scripts.words import own_and_others
 from training.config.build import build
-from training.config.compose import compose, one_sentence, own_and_others
+from training.config.compose import compose, one_sentence
 from training.config.schema import KERNELS
 
 BATCHES = (2, 4)

@@ -1,69 +1,114 @@
-"""Cases with planted faults, for the runner of the benchmarks; `python -m tests.planted <folder>`
-runs them until one hangs."""
+"""A model of one small block, with an operator of ours whose kernel has a fault planted by the
+variable PLANT.
+
+The process that tries kernels imports this to open the block, so the fault is there too.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
-from scripts.bench.cases import BenchConfig, Case, Job
-from scripts.bench.runner import Runner
+from accel.kernels.operator import OPERATORS, Operator, register
 
-
-def value(case: Case, cfg: BenchConfig) -> dict[str, Any]:
-    return {"value": case.labels["number"], "n": 1}
+COUNT = {"calls": 0}
 
 
-def raises(case: Case, cfg: BenchConfig) -> dict[str, Any]:
-    raise TypeError("planted")
+def definition(x):
+    return x * x.sigmoid()
 
 
-def exhausts(case: Case, cfg: BenchConfig) -> dict[str, Any]:
-    raise torch.OutOfMemoryError("planted, of 80 GiB")
+def kernel(x):
+    """The definition with the fault of this process."""
+    y = definition(x)
+    fault = os.environ.get("PLANT", "")
+    COUNT["calls"] += 1
+    if fault == "wrong":
+        return y * 1.01
+    if fault == "nan":
+        y.view(-1)[-1] = float("nan")
+    if fault == "unwritten":
+        y = torch.empty_like(y)
+        y[:-1] = definition(x[:-1])
+    if fault == "changing":
+        return y * (1.0 + 1e-6 * COUNT["calls"])
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "hang":
+        time.sleep(3600)
+    return y
 
 
-def hangs(case: Case, cfg: BenchConfig) -> dict[str, Any]:
-    time.sleep(1000)
-    return {}
+def as_launched(x):
+    """What a call of the operator computes; only times are taken of it here."""
+    if os.environ.get("PLANT") == "slow":
+        time.sleep(0.05)
+    return definition(x)
 
 
-def is_killed(case: Case, cfg: BenchConfig) -> dict[str, Any]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
+def unfused(x):
+    time.sleep(0.005)
+    return definition(x)
 
 
-def delayed(seconds: float) -> Any:
-    time.sleep(seconds)
-    return value
+def backward(dy, x):
+    gate = x.sigmoid()
+    return dy * gate * (1.0 + x * (1.0 - gate))
 
 
-class ComesLate:
-    """A measure that takes its time to be loaded in the child, as imports do."""
-
-    __module__ = value.__module__
-    __qualname__ = value.__qualname__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return delayed, (1.0,)
-
-
-def job(*measures: Any, seconds: float = 0.1) -> Job:
-    cases = [
-        Case(f"case {i}", measure, seconds=seconds, labels={"number": i})
-        for i, measure in enumerate(measures)
-    ]
-    return Job("python -m scripts.bench step", BenchConfig(setting="tiny", name="step_tiny"), cases)
-
-
-if __name__ == "__main__":
-    from tests import planted
-
-    Runner(Path(sys.argv[1])).run(
-        planted.job(planted.value, planted.value, planted.hangs, planted.value)
+if "planted" not in OPERATORS:
+    register("planted(Tensor x) -> Tensor", as_launched, torch.empty_like, "planted.launch")
+    register(
+        "planted_backward(Tensor dy, Tensor x) -> Tensor",
+        backward,
+        lambda dy, x: torch.empty_like(x),
+        "none.none",
     )
+    OPERATORS["planted"] = Operator(definition, kernel)
+    OPERATORS["planted_backward"] = Operator(backward, backward)
+
+
+class Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.ops.fastlatent.planted(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.ops.fastlatent.planted_backward(dy, *ctx.saved_tensors)
+
+
+class PlantedBlock(nn.Module):
+    """Keeps the block contract; the scan's key exchanges its activation."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.fused_scan = False
+        self.residual_in_fp32 = True
+
+    def forward(self, branch, gate, residual, cond):
+        if os.environ.get("PLANT") == "memory" and not self.fused_scan and len(branch) > 4:
+            raise torch.OutOfMemoryError("planted")
+        x = self.linear(branch + cond[:, 0].unsqueeze(1))
+        x = Fused.apply(x) if self.fused_scan else unfused(x)
+        return x, gate, residual + gate.unsqueeze(1) * branch
+
+
+class PlantedModel(nn.Module):
+    def __init__(self, dim: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.dim = dim
+        self.blocks = nn.ModuleList(PlantedBlock(dim) for _ in range(depth))
+
+    def forward(self, samples: int = 2) -> None:
+        branch = torch.zeros(samples, 5, self.dim)
+        cond = torch.zeros(samples, 3, self.dim)
+        state = branch, torch.ones(samples, self.dim), torch.zeros_like(branch)
+        for block in self.blocks:
+            state = block(*state, cond)

@@ -35,6 +35,8 @@ import accel.techniques.offload_optimizer
 import accel.techniques.weights
 import models.mixers.attention
 from accel.composite_optimizer import is_fused
+from accel.stack import AccelerationStack
+from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser

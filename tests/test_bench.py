@@ -40,8 +40,7 @@ def quick_compiler(monkeypatch):
 
 
 def measured(command: str, tmp_path, *words: str) -> dict[str, dict]:
-    """Case -> entry, measured here; none may have failed, and its table has a figure in every
-    column."""
+    """Case -> entry, measured here; none failed, and the table has a figure in every column."""
     planned = job(command, [*QUICK, f"out={tmp_path}", *words])
     entries = [
         {"name": case.name, **case.labels, **result_of(case, planned.cfg)} for case in planned.cases
@@ -84,8 +83,9 @@ def test_words_are_the_commands_own_or_overrides():
         == "python -m scripts.bench step setting=s32 steps=7 runtime=max model=dit_s"
     )
     overrides = job("step", ["setting=tiny", "data=digits"]).cases[0].overrides
-    # those were of the data that it replaces
-    assert not any(word.startswith("data.") for word in overrides)
+    assert not any(
+        word.startswith("data.") for word in overrides
+    )  # those were of the data that it replaces
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,9 @@ def test_repeats_are_interleaved_and_turned_round():
     taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
-    # a slow round is no matter
-    assert Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0
+    assert (
+        Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0
+    )  # a slow round is no matter
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3, 1.5, 2.5)
     assert Spread.of([4.0]) == Spread(4.0, 4.0, 4.0, 1, 4.0, 4.0)
 
@@ -245,8 +246,14 @@ ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw",
         (10.0, 2.0, 9.0, 0.9, "data-bound", "data=resident"),
         (10.0, 0.1, 4.0, 0.8, "launch-bound", "runtime.cuda_graph=true"),
         (10.0, 0.1, 9.5, 0.8, "compute-bound", "runtime.precision=bf16"),
-        # a CPU is never bound by launches
-        (10.0, 0.1, None, 0.8, "compute-bound", "runtime.precision=bf16"),
+        (
+            10.0,
+            0.1,
+            None,
+            0.8,
+            "compute-bound",
+            "runtime.precision=bf16",
+        ),  # a CPU is never bound by launches
         (10.0, 0.1, 9.5, 0.2, "bandwidth-bound", "runtime.compile=true"),
     ],
 )

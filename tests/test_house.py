@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accel.stack import TECHNIQUES
 from common.files import ROOT
 
 PACKAGES = (
@@ -70,7 +71,7 @@ def test_there_is_one_training_loop():
     places = {
         file.relative_to(ROOT).as_posix() for file in CODE if re.search(r"\.backward\(", text(file))
     }
-    assert places - {"scripts/bench/newcomer.py", "scripts/plan/network.py"} == {"training/step.py"}
+    assert places - {"scripts/bench/newcomer.py", "scripts/plan/scale.py"} == {"training/step.py"}
 
 
 def tokens_by_line(source: str) -> Counter[int]:
@@ -174,3 +175,24 @@ def test_the_tree_in_the_readme_is_the_tree():
     readme = text(ROOT / "README.md")
     for name in (*PACKAGES, "train.py", "precompute_latents.py", "conf", "tests", "docs"):
         assert re.search(rf"^{re.escape(name)}/?\s", readme, re.MULTILINE), name
+
+
+HOMONYMS = {"weights", "precision", "parallel"}
+"""Keys that are also words for other things."""
+AS_OTHER_THINGS = {"models/block.py", "scripts/timing.py", "scripts/kernel_cases.py"}
+"""An operator's argument of the same name, and a way in which a GPU multiplies."""
+KNOW_TECHNIQUES = ("accel/", "scripts/bench/", "training/config/schema.py")
+KNOW_TECHNIQUES += ("training/config/contradictions.py",)
+
+
+@NAMED
+def test_no_technique_is_named_by_its_key(file):
+    """What others want to know of a technique is an attribute of it."""
+    place = file.relative_to(ROOT).as_posix()
+    if place.startswith(KNOW_TECHNIQUES) or place in AS_OTHER_THINGS:
+        return
+    keys = {kind.key for kind in TECHNIQUES} - HOMONYMS
+    texts = {
+        node.value for node in ast.walk(ast.parse(text(file))) if isinstance(node, ast.Constant)
+    }
+    assert not keys & texts

@@ -232,9 +232,9 @@ MISTAKES: dict[str, str] = {
         "source=/nowhere does not exist; name a file or folder of latents."
     ),
     "scripts.bench compare a b": (
-        "bench compare: there is no such command; choose one of doctor, calibration, tests, "
-        "ladder, techniques, kernels, mixers, data, step, profile, saves, precision, memory, "
-        "plan, gpu, publish."
+        "bench compare: there is no such command; choose one of doctor, tests, calibration, "
+        "ladder, kernels, techniques, mixers, data, plan, saves, precision, memory, step, "
+        "profile, gpu, publish."
     ),
 }
 

@@ -1,5 +1,4 @@
-"""Pages and tables from results: a result replaces "not measured" exactly where it exists; twice is
-as once."""
+"""Pages and tables: a result replaces "not measured" where it exists; twice is as once."""
 
 from __future__ import annotations
 
@@ -134,8 +133,10 @@ def test_twice_is_the_same_as_once(tmp_path, docs):
         assert part in text
     assert "    python -m scripts.bench ladder setting=s256 name=ladder_s256" in text
     found = json.loads(once["docs/benchmarks/ladder_s256_h100_2026-12.json"])
-    # as planned, not as the files lie
-    assert [entry["name"] for entry in found["rungs"]] == ["b", "a"]
+    assert [entry["name"] for entry in found["rungs"]] == [
+        "b",
+        "a",
+    ]  # as planned, not as the files lie
     assert found["environment"]["hardware"] == GPU["hardware"]
     assert found["rungs"][1]["step_ms"] == 9.0
 
@@ -236,8 +237,9 @@ def test_the_front_says_what_was_measured_and_where():
     assert "| compiled blocks, over the same without | ×2.00 (2.00–2.00) |" in made
     assert "| products in bf16, over fp32 | ×1.50 (1.50–1.50) |" in made
     assert "| two CPU cores, batch 4 |" in made
-    # what was asked for and not on does not count
-    assert "over a newcomer's loop | ×3.00 (3.00–3.00) |" in made
+    assert (
+        "over a newcomer's loop | ×3.00 (3.00–3.00) |" in made
+    )  # what was asked for and not on does not count
     at = "[a CPU, 2 threads, torch 2.11.0, 2026-12-01](docs/benchmarks/ladder_33m_cpu_2026-12.md)"
     assert f"{at}, n = 5, `python -m scripts.bench ladder name=ladder_33m`" in made
     assert "No GPU has measured it yet" in made
@@ -279,8 +281,8 @@ def test_the_table_of_techniques_has_figures_as_soon_as_a_gpu_measured_one():
     assert "| no difference, 75% of the memory |" in made
     assert made.count("not measured") == len(TECHNIQUES) - 3  # what was not on was not measured
     assert (
-        "[NVIDIA H100 80GB HBM3, torch 2.11.0, "
-        "2026-12-01](docs/benchmarks/techniques_bf16_h100_2026-12.md)" in made
+        "[NVIDIA H100 80GB HBM3, torch 2.11.0, 2026-12-01]"
+        "(docs/benchmarks/techniques_bf16_h100_2026-12.md)" in made
     )
 
 

@@ -1,5 +1,4 @@
-"""The runner of the benchmarks: nothing that was measured is lost, whatever happens to a case, a
-child or the queue."""
+"""The runner of the benchmarks: nothing is lost, whatever happens to a case, a child or a queue."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from common.files import ROOT
 from scripts.bench import TABLES, runner
 from scripts.bench.cases import COMMANDS, job
 from scripts.bench.runner import GpuConfig, Runner, chosen, code_hash, gpu, runner_in
-from tests import planted
+from tests import planted_cases as planted
 from tests.helpers import until_dead
-from tests.planted import ComesLate, exhausts, hangs, is_killed, raises, value
+from tests.planted_cases import ComesLate, exhausts, hangs, is_killed, raises, value
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -89,7 +88,9 @@ def test_the_limit_counts_from_the_sign_of_life(tmp_path):
 
 def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, monkeypatch):
     """With children as they really start."""
-    running = subprocess.Popen([sys.executable, "-m", "tests.planted", str(tmp_path)], cwd=ROOT)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tests.planted_cases", str(tmp_path)], cwd=ROOT
+    )
     while len(results(tmp_path)) < 2:
         assert running.poll() is None
         time.sleep(0.02)

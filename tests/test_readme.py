@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scripts.bench.rows import Results
 
 from accel.techniques.compilation import Compile
 from common.files import ROOT
@@ -93,8 +92,8 @@ def module(name: str, words: list[str]) -> None:
             < told.index("DiffusionPipeline")
         )
     elif name == "scripts.report":
-        other = f"other={next(Path('runs').glob('[0-9]'))}"
-        words = [other if word == "other=runs/other" else word for word in words]
+        there = f"other={next(Path('runs').glob('[0-9]'))}"
+        words = [there if word.startswith("other=") else word for word in words]
         assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
     elif name == "scripts.plan":
         small = ["data.height=4", "data.width=4", "data.count=2", "model.dim=64", "model.depth=3"]
@@ -104,9 +103,8 @@ def module(name: str, words: list[str]) -> None:
     elif words[0] == "gpu":
         bench([*words, "setting=tiny", "only=[doctor]"])
     elif words[0] == "publish":
-        assert Results(Path(words[1])).of(
-            "doctor_tiny"
-        )  # tests/test_publish.py publishes, elsewhere than in these docs
+        # tests/test_publish.py publishes, not in these docs
+        assert list(Path(words[1]).glob("doctor_tiny/*.json"))
     else:
         assert name == "scripts.bench"
         if words != ["ladder"]:  # tests/test_bench.py climbs it

@@ -167,10 +167,10 @@ def savings(training: Training) -> list[str]:
     phase = training.step.phase
     smaller = f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)"
 
-    off = [t for t in stack.not_asked_for() if t.saves_memory]
-    activations = [str(t.saves_memory) for t in off if not t.slows]
+    off = [(t.saves_memory, t.slows) for t in stack.not_asked_for() if t.saves_memory]
+    activations = [change for change, slows in off if not slows]
     activations += [smaller] if training.micro_batch % 2 == 0 else []
-    activations += [str(t.saves_memory) for t in off if t.slows]
+    activations += [change for change, slows in off if slows]
     lasting = [change for t in stack.techniques for change in t.saves_state()]
     lasting.append("a smaller model")
     if phase in ("the optimizer", "the averages"):

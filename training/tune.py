@@ -42,7 +42,7 @@ from training.hardware import device_name, memory_of
 FILE = "tuning.json"
 """Of a run folder."""
 STEPS = "accumulation_steps"
-TUNER = "scripts.plan.tune"
+TUNER = ["-m", "scripts.plan.tune"]
 """The program that tries candidates: it is told a job in a file, and writes what it found beside
 it."""
 OF_MANY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -105,7 +105,7 @@ def measured(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(job | {"parent": os.getpid()}))
-        code = processes.attended([sys.executable, "-m", TUNER, str(file)], without=OF_MANY)
+        code = processes.attended([sys.executable, *TUNER, str(file)], without=OF_MANY)
         try:
             found = read_object(file.with_suffix(".found"))
         except OSError as error:

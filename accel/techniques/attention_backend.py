@@ -116,8 +116,9 @@ class AttentionBackend(Technique):
         return None
 
     def tried(self) -> tuple[Mapping[str, bool | str], ...]:
-        names = ("cudnn", "flash", "efficient") if self.value == AUTO else ()
-        return ({}, *({self.key: name} for name in names))
+        if self.value != AUTO or self.device.type != "cuda":
+            return ()
+        return ({}, *({self.key: name} for name in ("cudnn", "flash", "efficient")))
 
     def without_device(self) -> None:
         self.value = "math" if self.value == "math" else AUTO

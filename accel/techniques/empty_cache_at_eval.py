@@ -4,7 +4,7 @@ other time.
 Their tensors have other sizes than training's, so the two leave fragments for each other. What it
 costs: training asks the driver for its memory again after each evaluation, some milliseconds. Doing
 it every step is a mistake:
-`python -m scripts.bench antipatterns` shows what that costs.
+guides call that a slowdown (docs/techniques.md).
 """
 
 from collections.abc import Iterator

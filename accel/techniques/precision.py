@@ -3,9 +3,9 @@ the loss in fp32.
 
 `bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is
 scaled (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). What is stored stays fp32;
-`runtime.weights` can change that. `fp8` is `bf16`, and products of large layers in 8 bits (accel/techniques/float8.py), by
-`fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a row, and "rowwise_with_gw_hp"
-computes the weights' gradients in bf16.
+`runtime.weights` can change that. `fp8` is `bf16`, and products of large layers in 8 bits
+(accel/techniques/float8.py), by `fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a
+row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 
 What it costs: rounding in products. On a CPU without native instructions it is several times slower
 than fp32, so there it counts as unavailable. Speed on a GPU: not measured yet.

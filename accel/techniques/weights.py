@@ -73,7 +73,7 @@ class RoundedUpdate(Members):
             for part in parts_of(groups)
         ]
         super().__init__(groups, [make(part) for part in parts], stand_ins)
-        self.narrow = {stand_in: p for p, stand_in in stand_ins.items()}
+        self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
         self.rounding = rounding
         self.at_once = at_once
         """Elements whose random bits are drawn at a time."""

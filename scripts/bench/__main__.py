@@ -9,10 +9,11 @@ from pathlib import Path
 import scripts.bench
 from common.errors import UserError
 from common.files import ROOT
+from scripts.bench import TABLES, Words
 from training.config.compose import one_sentence
 
 
-def measure(command: str, words: list[str]) -> None:
+def measure(command: str, words: Words) -> None:
     """Measures the cases of a command and prints its tables; exits with 1 if a case failed."""
     from scripts.bench.cases import job
     from scripts.bench.publish import texts
@@ -27,24 +28,25 @@ def measure(command: str, words: list[str]) -> None:
         sys.exit(f"\n{len(failed)} of {len(entries)} cases failed: {', '.join(failed)}")
 
 
-def main(words: list[str]) -> None:
+def main(words: Words) -> None:
     """Runs the command that the words begin with; ValueError if there is none of its name."""
     if not words or words[0] in ("-h", "--help"):
         print((scripts.bench.__doc__ or "").strip())
         return
-    from scripts.bench.cases import COMMANDS
-    from scripts.bench.publish import publish
-    from scripts.bench.runner import gpu
-
     command, *rest = words
-    if command == "gpu":
+    known = dict.fromkeys(item["words"].split()[0] for item in TABLES["queue"].values())
+    if command in known:
+        measure(command, rest)
+    elif command == "gpu":
+        from scripts.bench.runner import gpu
+
         gpu(rest)
     elif command == "publish":
+        from scripts.bench.publish import publish
+
         publish([Path(word).expanduser() for word in rest], ROOT)
-    elif command in COMMANDS:
-        measure(command, rest)
     else:
-        choices = ", ".join((*COMMANDS, "gpu", "publish"))
+        choices = ", ".join((*known, "gpu", "publish"))
         raise UserError(f"bench {command}: there is no such command; choose one of {choices}.")
 
 

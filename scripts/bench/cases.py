@@ -1,13 +1,9 @@
-"""What is measured: settings, the cases of each command, and the queue of a GPU day.
-
-A case is a name, overrides of the training configuration, and one measure. Sizes are stated once,
-so that results can be compared.
-"""
+"""What each command measures: its cases, planned from its keys and the training's overrides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,109 +12,30 @@ from accel.stack import TECHNIQUES
 from accel.technique import Technique
 from common.errors import UserError
 from common.files import ROOT
-from scripts.bench import TABLES, Figures, Words, data, kernels, measure, step
+from scripts.bench import (
+    TABLES,
+    BenchConfig,
+    Case,
+    DataConfig,
+    LadderConfig,
+    MixersConfig,
+    SeedsConfig,
+    TechniquesConfig,
+    TestsConfig,
+    Words,
+    data,
+    kernels,
+    measure,
+    step,
+)
 from scripts.capabilities import override
-from training.config.compose import CONF, compose, own_and_others
+from scripts.words import own_and_others
+from training.config.compose import CONF, compose
 
 SETTINGS = TABLES["settings"]
-
-
-class Case(NamedTuple):
-    """One measurement: a name, overrides, and who measures it in a process of its own."""
-
-    name: str
-    measure: Callable[[Case, Any], Figures]
-    """A function of a module, from the case and the command's keys to figures."""
-    overrides: Words = []  # noqa: RUF012  # never changed
-    baseline: Words = []  # noqa: RUF012
-    """Overrides of what it is timed in turn with."""
-    needs: Words = []  # noqa: RUF012
-    """Words such as runtime.tf32=true; where one cannot be had, the reason is the result."""
-    seconds: float = 15.0
-    """How long it should take on a GPU, without compiling."""
-    labels: Figures = {}  # noqa: RUF012
-    """What the result says without measuring."""
-
-    @property
-    def compiles(self) -> bool:
-        compiling = {"runtime.compile=true", "runtime=max", "runtime=production"}
-        return bool(compiling & {*self.overrides, *self.needs})
-
-    @property
-    def expected(self) -> float:
-        """Seconds that it should take."""
-        return self.seconds * (4.0 if self.compiles else 1.0)
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """Keys that all measuring commands have; 0 and null mean the setting's own."""
-
-    setting: str | None = None
-    """tiny, s256, s32 or b256; null: s256 on a GPU, tiny without one."""
-    steps: int = 0
-    """Steps in one round."""
-    repeats: int = 0
-    """Rounds."""
-    loss_steps: int = 0
-    """Steps after which losses are compared; 0: as many as a round has."""
-    inductor: bool = True
-    """False leaves out cases that compile with Inductor, which takes minutes on a CPU."""
-    name: str | None = None
-    """What the results are called; null: <command>_<setting>."""
-    out: str = "bench"
-    """The folder that keeps the results."""
-    again: str | None = None
-    """all, or failed: measures cases again that this code has measured here, or that failed."""
-
-
-@dataclass(frozen=True)
-class LadderConfig(BenchConfig):
-    """Keys of `ladder`."""
-
-    num_workers: int = 4
-    """Workers of the newcomer's DataLoader."""
-
-
-@dataclass(frozen=True)
-class TechniquesConfig(BenchConfig):
-    """Keys of `techniques`."""
-
-    precisions: Words = field(default_factory=lambda: ["fp32", "bf16"])
-    """Precisions of the eager baselines."""
-
-
-@dataclass(frozen=True)
-class MixersConfig(BenchConfig):
-    """Keys of `mixers`."""
-
-    size: str = "s"
-    """xs, s, b, l or xl."""
-    families: Words = field(default_factory=list)
-    """Those that are compared with attention; empty: all."""
-
-
-@dataclass(frozen=True)
-class SeedsConfig(BenchConfig):
-    """Keys of `precision` and `memory`; `steps` are those that each seed trains."""
-
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-
-
-@dataclass(frozen=True)
-class DataConfig(BenchConfig):
-    """Keys of `data`."""
-
-    step_ms: float = 100.0
-    """How long the loop is busy with a batch, for the share of waiting."""
-
-
-@dataclass(frozen=True)
-class TestsConfig(BenchConfig):
-    """Keys of `tests`."""
-
-    select: str = "all"
-    """all; smoke: some of every kind, in two minutes; rest: the files one after the other."""
+ATTENTION = "dit"
+PRECISIONS = TABLES["precisions"]
+CALIBRATED = {"mamba": "", "ssd_mlp": "", ATTENTION: ""}
 
 
 def ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
@@ -136,11 +53,6 @@ def ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
     for name, added in TABLES["rungs"].items():
         words = [*words, added]
         yield Case(name, measure.compare, words, memory, [added], 10.0)
-
-
-ATTENTION = "dit"
-PRECISIONS = TABLES["precisions"]
-CALIBRATED = {"mamba": "", "ssd_mlp": "", ATTENTION: ""}
 
 
 def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
@@ -193,8 +105,8 @@ def mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
     files = (CONF / "model").glob(f"*_{cfg.size}.yaml")
     families = sorted(file.stem.rpartition("_")[0] for file in files)
     if not families or not {*cfg.families} <= {*families}:
-        sizes = "xs, s, b, l or xl"
-        raise UserError(f"choose size from {sizes}, and families from {', '.join(families)}.")
+        known = ", ".join(families)
+        raise UserError(f"choose size from xs, s, b, l and xl, and families from {known}.")
     words = [word for word in words if not word.startswith("model")]
     base = [*words, f"model={ATTENTION}_{cfg.size}"]
     others = [name for name in cfg.families or families if name != ATTENTION]

@@ -16,21 +16,18 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
-from scripts.bench import Figures
+from scripts.bench import Case, DataConfig, Figures
 from scripts.timing import Spread, seconds
 from training.environment import pick_device
 
-if TYPE_CHECKING:
-    from scripts.bench.cases import Case, DataConfig
-
-LATENTS = {"tiny": (2048, 64, 8), "s32": (50_000, 32, 32)}
+LATENTS = {"tiny": (2048, 64, 8)}
 """Setting -> samples, batch size, side of the latents, which have 4 channels."""
 USUAL = (50_000, 256, 32)
 
@@ -143,5 +140,4 @@ def loader(case: Case, cfg: DataConfig) -> Figures:
         "first_samples_per_s": first,
         "wait": waited / (waited + cfg.steps * busy),
         "step_ms": cfg.step_ms,
-        "samples": count,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,9 @@ from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.mixers.attention import axial_rotations
-from scripts.bench import Figures
+from scripts.bench import BenchConfig, Case, Figures
 from scripts.timing import Spread, interleaved, rates
 from training.environment import pick_device
-
-if TYPE_CHECKING:
-    from scripts.bench.cases import BenchConfig, Case
 
 SHAPES = {
     "tiny": (2, 64, 64, 32, 16),

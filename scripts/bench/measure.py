@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import torch
@@ -22,7 +21,7 @@ from accel.stack import TECHNIQUES
 from common.files import ROOT
 from common.text import first_line
 from scripts import doctor
-from scripts.bench import Figures, Words
+from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.capabilities import override
@@ -36,9 +35,6 @@ from training.environment import pick_device
 from training.evaluate import evaluate
 from training.hardware import memory_of
 from training.memory import lasting_bytes
-
-if TYPE_CHECKING:
-    from scripts.bench.cases import BenchConfig, Case, SeedsConfig
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PYTEST = [
@@ -272,10 +268,8 @@ def outcomes(report: Path) -> Figures:
         for kind in ("failure", "error", "skipped")
     }
     failed = [*said["failure"], *said["error"]]
-    counts = {"tests": len(tests), "failed": len(failed), "skipped": len(said["skipped"])}
-    text = "\n".join([*failed, *said["skipped"]])
-    return (
-        counts
-        | {"text": text}
-        | ({"error": f"{len(failed)} failed: {failed[0]}"} if failed else {})
-    )
+    found: Figures = {"tests": len(tests), "failed": len(failed), "skipped": len(said["skipped"])}
+    found["text"] = "\n".join([*failed, *said["skipped"]])
+    if failed:
+        found["error"] = f"{len(failed)} failed: {failed[0]}"
+    return found

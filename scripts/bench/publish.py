@@ -130,25 +130,17 @@ def page_in(file: Path) -> Page:
     return Page(found["benchmark"], [Result(entry, entry.pop("measured")) for entry in entries])
 
 
-def result_in(file: Path) -> tuple[str, int, Result]:
-    """Reads a case's result; the commit of this checkout is named where its code measured it in a
-    place without git."""
-    found = json.loads(file.read_text())
-    environment = found["environment"]
-    if environment["code"] == code_hash():
-        environment["git"] = environment["git"] or git_state()
-    return found["benchmark"], found["order"], Result(found["entry"], environment)
-
-
 def collected(folder: Path, docs: Path) -> Iterator[Page]:
     """Yields the pages that the results in a folder make or change; each is of one machine."""
-    found = [result_in(file) for file in folder.glob("*/*.json")]
+    found = [json.loads(file.read_text()) for file in folder.glob("*/*.json")]
     if not found:
         raise UserError(f"{folder} has no results; name the `out` folder of a benchmark.")
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
-    for name, _, result in sorted(found, key=lambda one: one[1]):
-        run = result.environment
-        groups[name, card_of(run), run["date"][:7]].append(result)
+    for one in sorted(found, key=lambda one: one["order"]):
+        run = one["environment"]
+        if run["code"] == code_hash():  # it may have been measured in a place without git
+            run["git"] = run["git"] or git_state()
+        groups[one["benchmark"], card_of(run), run["date"][:7]].append(Result(one["entry"], run))
 
     for key, results in groups.items():
         file = docs / f"{'_'.join(key)}.json"

@@ -34,8 +34,8 @@ import scripts.bench
 from common import lock
 from common.errors import UserError
 from common.files import ROOT, write_atomically
-from scripts.bench import TABLES, Figures, Words
-from scripts.bench.cases import Case, Job, job
+from scripts.bench import TABLES, Case, Figures, Words
+from scripts.bench.cases import Job, job
 from scripts.bench.measure import device_of, result_of
 from training.config.compose import from_words
 from training.environment import describe_environment
@@ -163,13 +163,13 @@ class Runner:
 
     def ready(self, case: Case) -> Child:
         """Returns the child at work, or a new one."""
-        if self.child is None:
+        if not self.child:
             self.child = Child(case.overrides, self.folder)
             self.machine = self.child.machine
         return self.child
 
     def close(self) -> None:
-        if self.child is not None:
+        if self.child:
             self.child.end()
         self.child = None
 

@@ -8,14 +8,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
 from accel.ledger import Ledger
 from accel.stack import AccelerationStack
-from scripts.bench import TABLES, Figures, Words
+from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
 from scripts.capabilities import capabilities
 from scripts.tables import table
 from scripts.timing import MemoryPeak, Spread, interleaved, profiler_activities, synchronise
@@ -24,9 +24,6 @@ from training.config.schema import KERNELS
 from training.environment import pick_device
 from training.goodput import bound_of, keys_for, reason_of
 from training.weights.adapter_base import settled
-
-if TYPE_CHECKING:
-    from scripts.bench.cases import BenchConfig, Case
 
 NEVER = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")

@@ -16,7 +16,8 @@ from __future__ import annotations
 import sys
 
 from common.errors import UserError
-from training.config.compose import one_sentence, own_and_others
+from scripts.words import own_and_others
+from training.config.compose import one_sentence
 
 
 def main(words: list[str]) -> None:

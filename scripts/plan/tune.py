@@ -60,7 +60,7 @@ PATIENCE = 0.75
 USABLE = 0.95
 """Share of the device's memory that a forecast may take."""
 LATE = "the budget was over before it was measured"
-CANDIDATE = "scripts.plan.candidate"
+CANDIDATE = ["-m", "scripts.plan.candidate"]
 Changes = dict[str, Any]
 """Runtime key, or accumulation_steps -> plain value."""
 
@@ -141,7 +141,7 @@ class Search:
             file.write_text(json.dumps(told))
             log = Path(folder) / "log"
             with log.open("wb") as output:
-                command = [sys.executable, "-m", CANDIDATE, str(file)]
+                command = [sys.executable, *CANDIDATE, str(file)]
                 code = processes.attended(command, limit, output)
             if (found := file.with_suffix(".found")).exists():
                 return read_object(found)
@@ -175,13 +175,12 @@ def ways(job: Job, unused: Collection[str] = ()) -> list[list[Changes]]:
     """The values of each technique among which time decides, those to begin with first; a
     technique that the model has no use for has none. What launches less comes first."""
     cfg = job.cfg
-    values = cfg.runtime.values()
-    stack = AccelerationStack(values, job.device, deterministic=cfg.deterministic)
+    stack = AccelerationStack(cfg.runtime.values(), job.device, deterministic=cfg.deterministic)
     together: dict[str, list[Any]] = {}
     for technique in reversed(stack.techniques):
-        if technique.key not in unused:
-            name = technique.tried_with or technique.key
-            together.setdefault(name, []).append(technique.tried())
+        values = technique.tried()
+        if values and technique.key not in unused:
+            together.setdefault(technique.tried_with or technique.key, []).append(values)
     return [
         [dict(ChainMap(*values)) for values in zip(*alternatives, strict=True)]
         for alternatives in together.values()
@@ -227,7 +226,7 @@ def search(job: Job) -> dict[str, Any]:
     """`words`, `changes` and `tried`: the fastest candidate, and all of them."""
     needed, held = fitting(job)
     searching = Search(job, held)
-    best = dict(ChainMap(needed, *(values[0] for values in ways(job) if values)))
+    best = dict(ChainMap(needed, *(values[0] for values in ways(job))))
     fastest = searching.step_time(best)
 
     def choose(some: list[Changes]) -> None:
@@ -245,21 +244,22 @@ def search(job: Job) -> dict[str, Any]:
     return {"words": named(best), "changes": best, "tried": searching.tried}
 
 
+def read_job(told: Mapping[str, Any]) -> Job:
+    """The job that training/tune.py describes."""
+    cfg = typed(TrainConfig, told["cfg"], [])
+    spec = LatentSpec(**told["spec"])
+    device = torch.device(told["device"])
+    return Job(cfg, spec, device, told["processes"], told["resident"], told["deadline"])
+
+
 def main(file: Path) -> None:
-    """Does the job that training/tune.py wrote to a file, and writes beside it what was found, or
-    what stands against the run."""
+    """Does the job in a file, and writes beside it what was found, or what stands against the
+    run."""
     told = read_object(file)
     processes.end_with(told["parent"])
-    cfg = typed(TrainConfig, told["cfg"], [])
-    build.admit([f"{build.EXTENSIONS}=[{','.join(cfg.extensions)}]"])
-    job = Job(
-        cfg,
-        LatentSpec(**told["spec"]),
-        torch.device(told["device"]),
-        told["processes"],
-        told["resident"],
-        told["deadline"],
-    )
+    build.admit([f"{build.EXTENSIONS}=[{','.join(told['cfg']['extensions'])}]"])
+    job = read_job(told)
+
     # Techniques that do not go with several processes see that there are some.
     several = pretended_processes(job.processes) if job.processes > 1 else nullcontext()
     try:

@@ -234,16 +234,6 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
         raise UserError(explain(error, words, schema)) from error
 
 
-def own_and_others(
-    schema: type[Words], words: list[str], help_text: str
-) -> tuple[Words, list[str]]:
-    """Reads the words that set a key of `schema`, and returns the others: a training's
-    overrides."""
-    own = {field.name for field in fields(cast(Any, schema))}
-    others = [word for word in words if "=" in word and word.partition("=")[0] not in own]
-    return from_words(schema, [word for word in words if word not in others], help_text), others
-
-
 def as_yaml(node: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(node))
 

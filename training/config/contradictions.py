@@ -1,4 +1,4 @@
-"""Runtime keys that do not go together on any machine, with a sentence for each pair. No torch here.
+"""Runtime keys that do not go together on any machine, with a sentence for each. No torch here.
 
 `runtime` is a RuntimeConfig of training/config/schema.py, which calls this. A rule about a key that
 there is not never holds, so a technique goes without a change here.
@@ -57,8 +57,8 @@ PAIRS: tuple[Rule, ...] = (
     ),
     (
         {"mode": SHARDED, "needs_whole": (True,)},
-        f"optim._target_={{optimizer}} does not go with {MODE}, which cuts the optimizer's state as "
-        "it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
+        f"optim._target_={{optimizer}} does not go with {MODE}, which cuts the optimizer's state "
+        "as it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
     ),
     (
         {"mode": SHARDED, "weights": ("bf16",)},
@@ -114,9 +114,7 @@ def check_pairs(
         "accumulates": accumulation_steps > 1,
         "deterministic": deterministic,
         "optimizer": optimizer,
-        "needs_whole": str(optimizer).startswith(
-            ("torch.optim.Adafactor", "training.optimizers.")
-        ),
+        "needs_whole": str(optimizer).startswith(("torch.optim.Adafactor", "training.optimizers.")),
         "decides_on_device": optimizer in ON_DEVICE,
     }
     if runtime.tune_seconds <= 0:
