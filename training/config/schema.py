@@ -9,7 +9,7 @@ refuses those that no run can have. No torch in here, so that `--help` stays qui
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum, StrEnum
+from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,21 +22,101 @@ from training.config.contradictions import check_momentum, check_nccl, check_pai
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-Device = StrEnum("Device", "auto cuda cpu")
-PrecisionName = StrEnum("PrecisionName", "fp32 bf16 fp16 fp8")
-Fp8Recipe = StrEnum("Fp8Recipe", "tensorwise rowwise rowwise_with_gw_hp")
-WeightsName = StrEnum("WeightsName", "fp32 bf16")
-Rounding = StrEnum("Rounding", "stochastic kahan")
-AttentionName = StrEnum("AttentionName", "auto flash cudnn efficient math flex flash3 flash4")
-CheckpointPolicyName = StrEnum("CheckpointPolicyName", "blocks every_2 selective")
-CompileScope = StrEnum("CompileScope", "blocks model")
-CompileMode = StrEnum("CompileMode", "default max-autotune-no-cudagraphs reduce-overhead")
-OnUnavailable = StrEnum("OnUnavailable", "degrade error")
-ScheduleKind = StrEnum("ScheduleKind", "constant cosine")
-ParallelMode = StrEnum("ParallelMode", "auto none ddp fsdp hsdp")
-ReduceDtype = StrEnum("ReduceDtype", "fp32 bf16")
-LatentKind = StrEnum("LatentKind", "mean_std sample")
-LatentDtype = StrEnum("LatentDtype", "float16 bfloat16 float32")
+
+class Device(str, Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class PrecisionName(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class Fp8Recipe(str, Enum):
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+
+
+class WeightsName(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Rounding(str, Enum):
+    stochastic = "stochastic"
+    kahan = "kahan"
+
+
+class AttentionName(str, Enum):
+    auto = "auto"
+    flash = "flash"
+    cudnn = "cudnn"
+    efficient = "efficient"
+    math = "math"
+    flex = "flex"
+    flash3 = "flash3"
+    flash4 = "flash4"
+
+
+class CheckpointPolicyName(str, Enum):
+    blocks = "blocks"
+    every_2 = "every_2"
+    selective = "selective"
+
+
+class CompileScope(str, Enum):
+    blocks = "blocks"
+    model = "model"
+
+
+CompileMode = Enum(  # a call, because two of torch's names are no identifiers
+    "CompileMode",
+    {
+        "default": "default",
+        "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
+        "reduce-overhead": "reduce-overhead",
+    },
+)
+
+
+class OnUnavailable(str, Enum):
+    degrade = "degrade"
+    error = "error"
+
+
+class ScheduleKind(str, Enum):
+    constant = "constant"
+    cosine = "cosine"
+
+
+class ParallelMode(str, Enum):
+    auto = "auto"
+    none = "none"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
+class ReduceDtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class LatentKind(str, Enum):
+    mean_std = "mean_std"
+    sample = "sample"
+
+
+class LatentDtype(str, Enum):
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
 
 Positive = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
