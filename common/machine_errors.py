@@ -39,11 +39,13 @@ def of_machine(error: Exception) -> str | None:
         )
     if not isinstance(error, OSError):
         return None
+
     for name in CACHES:
-        if os.environ.get(name) and text.endswith(f"'{os.environ[name]}'"):
+        folder = os.environ.get(name)
+        if folder and text.endswith(f"'{folder}'"):
             return (
-                f"{name}={os.environ[name]} cannot be made or used ({error.strerror}); set it to "
-                "another folder."
+                f"{name}={folder} cannot be made or used ({error.strerror}); set it to another "
+                "folder."
             )
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {str(error.filename)[:60]}… is too long; use a shorter one."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
 
@@ -21,20 +21,21 @@ class AdvisoryStream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self.failures_warned():
-            self.stream.write(text)
+        self.attempt(lambda: self.stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        with self.failures_warned():
-            self.stream.flush()
+        self.attempt(self.stream.flush)
 
-    @contextmanager
-    def failures_warned(self) -> Iterator[None]:
+    def attempt(self, act: Callable[[], object]) -> None:
+        """Acts on the stream; after an OSError its file descriptor is /dev/null, which also takes
+        what is still in its buffer."""
         try:
-            yield
+            act()
         except OSError as error:
-            send_nowhere(self.stream)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
             with suppress(OSError):
                 print(
                     f"warning: what is printed cannot be written ({error.strerror}); it is lost "
@@ -42,14 +43,6 @@ class AdvisoryStream:
                     file=sys.__stderr__,
                     flush=True,
                 )
-
-
-def send_nowhere(stream: TextIO) -> None:
-    """Points the stream's file descriptor at /dev/null; what is still in its buffer goes there
-    too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from encoding.job import ChannelSums, Numbered, Plan, digest_of, finished
 from encoding.listing import ImageList
 from models.autoencoders import Autoencoder
 from models.images import psnr
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
 from training.distributed.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from common.errors import UserError
 from common.shared_memory import refuse_small_shared_memory
 from common.text import first_line
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFile

@@ -25,7 +25,7 @@ from data.manifest import NAME, Manifest, Shard
 from encoding.images import RESIZE, ImageEntry
 from encoding.listing import ImageList
 from models.autoencoders import Autoencoder
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
 JOB = "job.json"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from models.solver import Solver
-from training.config.schema import at_least
+from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,14 +48,14 @@ class DrawConfig:
     """`balanced`: all classes in turn; `data`: as often as the training set has them; or a list,
     dealt in turn, of numbers and names: [3,apple]. A name that YAML reads as something else stands
     in quotes: ['3']."""
-    count: int = 64
+    count: Positive = 64
     guidance: float | None = None
     guidance_interval: list[float] | None = None
     solver: Solver | None = None
     steps: int | None = None
     shift: float | None = None
     seed: int = 0
-    batch_size: int = 64
+    batch_size: Positive = 64
     """Of each process. Guidance doubles it."""
     runtime: dict[str, Any] = field(default_factory=dict)
     """Changes to the run's own runtime keys, such as runtime.precision=fp32 or
@@ -70,7 +70,7 @@ class DrawConfig:
             raise UserError(
                 f"{fault}; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors."
             )
-        at_least(1, self, "count", "batch_size")
+        refuse_values(self)
 
 
 class SampleJob:

@@ -28,9 +28,8 @@ from models.images import to_uint8
 from models.sampler import check_guidance, draw_latents
 from training.checkpoint.find import read_newest, weights_file
 from training.components import build_loader, prove_kernels, spine
-from training.config.compose import typed
+from training.config.compose import read_config, typed
 from training.config.schema import RuntimeConfig, SamplingConfig
-from training.config.yaml_text import read_config
 from training.environment import pick_device
 from training.weights.adapter_file import Opened, load_model
 from training.weights.pretrained import build_autoencoder

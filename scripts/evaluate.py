@@ -25,13 +25,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
 from training.config.compose import from_words
 from training.config.paths import refuse_drawing, refuse_missing
-from training.config.schema import FdConfig, at_least
+from training.config.schema import FdConfig, Positive, Several
 from training.distributed.exit import resumable_command
 
 
@@ -39,12 +41,12 @@ from training.distributed.exit import resumable_command
 class EvaluateConfig(DrawConfig):
     """What to draw, and what to compare it with."""
 
-    count: int = 10_000
-    batch_size: int = 128
+    count: Annotated[int, Ge(4)] = 10_000
+    batch_size: Positive = 128
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     reference: str | None = None
     """A folder of images, tars or `datasets`; null: the run's training latents, decoded."""
-    reference_count: int = 50_000
+    reference_count: Several = 50_000
     """At most so many of the reference."""
     inception: str | None = None
     """File of torch-fidelity's Inception weights."""
@@ -52,12 +54,6 @@ class EvaluateConfig(DrawConfig):
     """Folder or hub id of DINOv2."""
     out: str | None = None
     """Null: <run_dir>/evaluation/step-<N>-<hash of the protocol>; needed where there is no run."""
-
-    def check(self) -> None:
-        """ValueError for a value that nothing can be evaluated with."""
-        super().check()
-        at_least(4, self, "count")
-        at_least(8, self, "reference_count")
 
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:

@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from common.errors import UserError
-from training.config.compose import CONF, from_words, one_sentence
+from training.config.compose import CONF, from_words, from_yaml, one_sentence
 from training.config.paths import refuse_missing
-from training.config.schema import at_least
-from training.config.yaml_text import from_yaml
+from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +66,8 @@ class ImportConfig:
     dtype: str = "float16"
     held_out: float = 0.02
     seed: int = 0
-    shard_size: int = 2048
-    block_size: int = 256
+    shard_size: Positive = 2048
+    block_size: Positive = 256
     check_scale: bool = True
     """Refuse a scale if the std of the raw latents is not about that of the encoder's."""
     device: str = "auto"
@@ -98,7 +97,7 @@ def checked(cfg: ImportConfig) -> ImportConfig:
             raise UserError(
                 f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}."
             )
-    at_least(1, cfg, "shard_size", "block_size")
+    refuse_values(cfg)
     if (
         cfg.scale == 0.0
         or not math.isfinite(cast("float", cfg.scale))

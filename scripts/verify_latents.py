@@ -184,7 +184,7 @@ def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: i
     from encoding.images import decode_image, read_image
     from encoding.job import plan_shards
     from encoding.sources import list_images
-    from training.config.precompute import PrecomputeConfig
+    from training.config.schema import PrecomputeConfig
 
     if manifest.resolution is None:
         raise UserError(

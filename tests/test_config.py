@@ -22,8 +22,7 @@ from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
 from training.config.compose import CONF, compose, from_words, one_sentence
 from training.config.paths import refuse_paths
-from training.config.precompute import PrecomputeConfig
-from training.config.schema import RuntimeConfig, TrainConfig
+from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
 from training.config.words import FOREIGN
 from training.distributed.exit import run_app

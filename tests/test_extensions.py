@@ -14,8 +14,7 @@ from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from train import train
 from training.config import build
-from training.config.compose import compose, from_words
-from training.config.yaml_text import from_yaml
+from training.config.compose import compose, from_words, from_yaml
 from training.weights.pretrained import load_pretrained
 
 MIXER = '''

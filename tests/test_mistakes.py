@@ -112,8 +112,7 @@ MISTAKES: dict[str, str] = {
         "sampling.guidance_interval=[1.0] must be two increasing times, such as [0.1,0.9]."
     ),
     "train.py sampling.guidance_interval=[[0,1],1]": (
-        "sampling.guidance_interval=[[0,1],1] must be a list, each entry a number, such as "
-        "[0.0,1.0]."
+        "sampling.guidance_interval.0=[0, 1] must be a valid number."
     ),
     "train.py sampling.shift=0": "sampling.shift=0.0 must be above 0; 1 shifts nothing.",
     'train.py "run_dir=it\'s"': (

@@ -24,8 +24,7 @@ from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
 from scripts.report.pages import card, page
 from scripts.report.plots import TRAINING, distance_plots, draw
-from training.config.compose import compose
-from training.config.yaml_text import as_yaml
+from training.config.compose import as_yaml, compose
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"

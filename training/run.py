@@ -22,9 +22,8 @@ from training.assemble import Training
 from training.checkpoint.find import branch_of, complete, description, verified
 from training.checkpoint.load import MUST_MATCH, difference, identity
 from training.checkpoint.save import Checkpoints
-from training.config.compose import Composed
+from training.config.compose import Composed, as_yaml, from_yaml, read_config
 from training.config.schema import TrainConfig
-from training.config.yaml_text import as_yaml, from_yaml, read_config
 from training.distributed.stop_request import EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
 from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, Account

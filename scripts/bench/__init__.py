@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from training.config.yaml_text import read_config
+from training.config.compose import read_config
 
 Figures: TypeAlias = dict[str, Any]
 """What a measure finds: names with units, such as step_ms, to numbers and texts."""

@@ -44,10 +44,9 @@ from scripts.plan.scale import pretended_processes
 from scripts.tables import table
 from training.assemble import plain
 from training.config import build
-from training.config.compose import typed
+from training.config.compose import as_yaml, typed
 from training.config.schema import TrainConfig
 from training.config.words import CONF
-from training.config.yaml_text import as_yaml
 from training.distributed.ranks import SINGLE
 from training.environment import describe_environment, pick_device
 from training.hardware import GIB, memory_of

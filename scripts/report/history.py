@@ -14,7 +14,7 @@ from common.files import file_sha256, read_object
 from common.text import is_figure
 from training.checkpoint.find import complete, description, read_newest
 from training.checkpoint.parts import flat
-from training.config.yaml_text import read_config
+from training.config.compose import read_config
 from training.goodput import told
 from training.metrics import read_metrics
 from training.weights.pretrained import read_tensors

@@ -25,8 +25,7 @@ from sampling.draw import SAMPLER
 from scripts.report import history
 from scripts.report.history import History, text
 from training.checkpoint.parts import flat
-from training.config.compose import compose
-from training.config.yaml_text import as_yaml, from_yaml
+from training.config.compose import as_yaml, compose, from_yaml
 
 MAX_GRIDS = 6
 GRID_WIDTH = 960

@@ -9,13 +9,12 @@ where it has one, joins Hydra's search path.
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import inspect
+import json
 import os
-import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -44,32 +43,27 @@ def resolve_target(target: str, key: str) -> type:
     The object itself is judged, not its path: `models.denoiser.torch.load` starts like one of ours
     and is not.
     """
-    refusal = (
+    refusal = UserError(
         f"{key}._target_={target} is not allowed: it must be a class defined in one of "
         f"{', '.join(PACKAGES)}, in a package that extensions=[…] on this command line names, or "
         f"one of {', '.join(OUTSIDERS)}."
     )
-    if not isinstance(target, str):
-        raise UserError(refusal)
-    module_name, _, name = target.rpartition(".")
+    module_name, _, name = str(target).rpartition(".")
     module_name = MOVED.get(module_name, module_name)
-    if (
-        target not in OUTSIDERS
-        and module_name.split(".")[0] not in PACKAGES
-        and not is_admitted(target)
-    ):
-        raise UserError(refusal)
+    if target not in OUTSIDERS and module_name.split(".")[0] not in (*PACKAGES, *admitted):
+        raise refusal
+
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
-            raise UserError(refusal) from None
+            raise refusal from None
         raise UserError(
             f"{key}._target_={target} needs the package {error.name}; install it."
         ) from error
     ours = inspect.isclass(found) and found.__module__ == module_name and found.__qualname__ == name
     if not (ours or target in OUTSIDERS):
-        raise UserError(refusal)
+        raise refusal
     return typing.cast(type, found)
 
 
@@ -93,150 +87,89 @@ def build(
         raise UserError(
             f"{key}._target_={node['_target_']} is no {kind.__name__}, which {key} must be."
         )
-    built = built_arguments(target, node, key, supplied=set(runtime), skip=len(args))
+    given = arguments(target, node, key, set(runtime), positional=len(args))
     try:
-        return target(*args, **built, **runtime)
+        return target(*args, **given, **runtime)
     except ValueError as error:
         if node["_target_"] in OUTSIDERS:
             raise UserError(f"{key}: {error}; {target.__name__} refuses that value.") from error
         raise
 
 
-def built_arguments(
+def build_nested(node: Mapping[str, Any], key: str) -> Any:
+    """Builds a node inside another: an object, or a partial that lacks arguments."""
+    rest = {name: value for name, value in node.items() if name != "_partial_"}
+    if not node.get("_partial_"):
+        return build(rest, key)
+    target = resolve_target(node["_target_"], key)
+    return partial(target, **arguments(target, rest, key, partially=True))
+
+
+def arguments(
     target: type,
     node: Mapping[str, Any],
     key: str,
+    supplied: Collection[str] = (),
     *,
+    positional: int = 0,
     partially: bool = False,
-    supplied: set[str],
-    skip: int,
 ) -> dict[str, Any]:
-    """The node's other keys, checked, and those among them built that are nodes themselves."""
-    given = {
-        k: v for k, v in node.items() if k != "_target_" and not (partially and k == "_partial_")
-    }
-    checked = check_arguments(target, given, key, partially=partially, supplied=supplied, skip=skip)
-    nested = {
-        name: value
-        for name, value in checked.items()
-        if isinstance(value, Mapping) and "_target_" in value
-    }
-    return checked | {name: build_nested(value, f"{key}.{name}") for name, value in nested.items()}
+    """The node's keys as arguments of `target`: checked by its signature, nested nodes built.
 
-
-def build_nested(node: Mapping[str, Any], key: str) -> Any:
-    if not node.get("_partial_"):
-        return build({k: v for k, v in node.items() if k != "_partial_"}, key)
-    target = resolve_target(node["_target_"], key)
-    return partial(
-        target, **built_arguments(target, node, key, partially=True, supplied=set(), skip=0)
-    )
-
-
-def check_arguments(
-    target: type, given: dict[str, Any], key: str, *, partially: bool, supplied: set[str], skip: int
-) -> dict[str, Any]:
-    """`given` with its types settled by the target's signature."""
-    parameters = dict(list(inspect.signature(target).parameters.items())[skip:])
-    for name, value in given.items():
-        if name in supplied or name not in parameters:
-            names = [n for n in parameters if n not in supplied]
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = (
-                f"did you mean {key}.{close[0]}?"
-                if close
-                else f"it takes {', '.join(names) or 'no arguments'}."
-            )
+    `supplied` are arguments that the program gives, beside the first `positional` ones.
+    """
+    parameters = list(inspect.signature(target).parameters.values())[positional:]
+    free = {p.name: p.default is p.empty for p in parameters if p.name not in supplied}
+    given = {name: value for name, value in node.items() if name != "_target_"}
+    for name in given:
+        if name not in free:
+            close = difflib.get_close_matches(name, free, n=1)
+            takes = f"it takes {', '.join(free) or 'no arguments'}."
+            hint = f"did you mean {key}.{close[0]}?" if close else takes
             raise UserError(
-                f"{key}.{name}={value}: {target.__name__} has no argument {name}; {hint}"
+                f"{key}.{name}={given[name]}: {target.__name__} has no argument {name}; {hint}"
             )
-    required = [n for n, p in parameters.items() if p.default is p.empty]
-    missing = [n for n in required if n not in given and n not in supplied]
+    missing = [name for name, required in free.items() if required and name not in given]
     if missing and not partially:
         raise UserError(
             f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set "
             f"{key}.{missing[0]}=<value>."
         )
     hints = typing.get_type_hints(target.__init__)
-    return {
-        name: check_type(value, hints.get(name, Any), f"{key}.{name}")
-        for name, value in given.items()
-    }
+    return {n: argument(value, hints.get(n, Any), f"{key}.{n}") for n, value in given.items()}
 
 
-def check_type(value: Any, annotation: Any, key: str) -> Any:
-    """`value` as the annotated type (whole numbers become floats, lists tuples where asked);
-    ValueError otherwise."""
+def argument(value: Any, annotation: Any, key: str) -> Any:
+    """`value` as the annotated type, as JSON has it: whole numbers become floats, and lists tuples.
+
+    A node is built. ValueError for a value of another type; one that YAML cannot hold fits no
+    value.
+    """
+    if isinstance(value, Mapping) and "_target_" in value:
+        return build_nested(value, key)
+    from pydantic import ConfigDict, TypeAdapter  # here, so that `--help` stays quick
+
+    how = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
-        return converted(value, annotation)
-    except TypeError:
-        choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
-        expected = (
-            f"one of {', '.join(map(str, choices))}"
-            if choices
-            else f"of type {type_name(annotation)}"
-        )
+        return TypeAdapter(annotation, config=how).validate_json(json.dumps(value), strict=True)
+    except ValueError:
+        if typing.get_origin(annotation) is Literal:
+            expected = f"one of {', '.join(map(str, typing.get_args(annotation)))}"
+        elif inspect.isclass(annotation):
+            expected = f"of type {annotation.__name__}"
+        else:
+            expected = f"of type {annotation}".replace("typing.", "")
         raise UserError(f"{key}={value} is not {expected}; give a value that is.") from None
-
-
-def converted(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation`; TypeError if it does not fit. Types that YAML cannot hold accept
-    nested nodes only."""
-    origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
-    if annotation is Any or (isinstance(value, Mapping) and "_target_" in value):
-        return value
-    if origin in (typing.Union, types.UnionType):
-        # an int for `float | int` stays an int
-        for member in sorted(arguments, key=lambda member: member is float):
-            try:
-                return converted(value, member)
-            except TypeError:
-                continue
-    elif origin is Literal:
-        if value in arguments:
-            return value
-    elif origin in (tuple, list) and isinstance(value, list | tuple):
-        members = (
-            [arguments[0]] * len(value)
-            if origin is list or arguments[1:] == (...,)
-            else list(arguments)
-        )
-        if len(members) == len(value):
-            return origin(converted(v, a) for v, a in zip(value, members, strict=True))
-    elif annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:  # a whole number above all floats
-            raise TypeError from None
-    elif (
-        inspect.isclass(annotation)
-        and isinstance(value, annotation)
-        and isinstance(value, bool) == (annotation is bool)
-    ):
-        return value
-    raise TypeError
-
-
-def type_name(annotation: Any) -> str:
-    return (
-        annotation.__name__
-        if inspect.isclass(annotation)
-        else str(annotation).replace("typing.", "")
-    )
 
 
 def named_by(words: Iterable[str]) -> list[str]:
     """Names in `extensions=[a,b]` among a command's words, and in the environment variable."""
-    values = [
-        word.partition("=")[2] for word in words if word.lstrip("+").partition("=")[0] == EXTENSIONS
-    ]
-    names = [
-        name.strip(" '\"")
-        for value in (*values, os.environ.get(ENVIRONMENT, ""))
-        for name in value.strip("[]").split(",")
-    ]
-    return list(dict.fromkeys(name for name in names if name))
+    start = f"{EXTENSIONS}="
+    given = [word.lstrip("+") for word in words]
+    values = [word.removeprefix(start) for word in given if word.startswith(start)]
+    values.append(os.environ.get(ENVIRONMENT, ""))
+    names = [name.strip(" []'\"") for name in ",".join(values).split(",")]
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def admit(words: Iterable[str]) -> list[str]:

@@ -13,12 +13,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-import hydra
-import omegaconf
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -26,58 +24,44 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from common.errors import UserError
 from common.machine_errors import of_machine
 from common.terminal import advisory_printing
 from common.text import printable
 from training.config import build
-from training.config.explain import explain
+from training.config.explain import explain, flat
 from training.config.paths import refuse_paths
-from training.config.precompute import PrecomputeConfig
-from training.config.schema import TrainConfig
+from training.config.schema import PrecomputeConfig, TrainConfig
 from training.config.secrets import redact_words, redacted, scrubbed
 from training.config.words import (
     CONF,
     FOREIGN_DRAWING,
-    as_given,
-    must_be,
-    nearest,
     not_read,
     quoted,
+    refuse_foreign,
     refuse_form,
     refuse_words,
-    spelled,
 )
-from training.config.yaml_text import as_yaml
+
+SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
+"""Name of a primary file in conf/ -> what it is checked against."""
 
 
 def unlocked(kind: type) -> DictConfig:
     """The schema of a frozen dataclass, open for merging; `OmegaConf.to_object` gives the frozen
     object."""
-
-    def unlock(node: DictConfig, schema: type) -> None:
-        OmegaConf.set_readonly(node, False)
-        for f in fields(schema):
-            if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):
-                unlock(node[f.name], f.default_factory)
-
     schema = OmegaConf.structured(kind)
-    unlock(schema, kind)
+    todo = [schema]
+    for node in todo:
+        OmegaConf.set_readonly(node, False)
+        todo += [child for child in node.values() if isinstance(child, DictConfig)]
     return schema
 
 
-SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
-
-
-def register() -> None:
-    """Makes the schemas known to Hydra; the primary yaml files start from them."""
-    store = ConfigStore.instance()
-    store.store(name="train_schema", node=unlocked(TrainConfig))
-    store.store(name="precompute_schema", node=unlocked(PrecomputeConfig))
-
-
-register()
+for name, kind in SCHEMAS.items():  # Hydra's primary files start from them
+    ConfigStore.instance().store(name=f"{name}_schema", node=unlocked(kind))
 
 
 class Composed(NamedTuple):
@@ -114,10 +98,8 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
 
 def of_library(error: BaseException) -> bool:
     """Whether Hydra or OmegaConf refused a word, or broke on one."""
-    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    broke = any(
-        origin.is_relative_to(Path(str(library.__file__)).parent) for library in (hydra, omegaconf)
-    )
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    broke = frame.f_globals.get("__name__", "").startswith(("hydra.", "omegaconf."))
     return broke or isinstance(error, HydraException | OmegaConfBaseException)
 
 
@@ -132,10 +114,11 @@ def composed_by_hydra(source: DictConfig) -> Composed:
 
 
 def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> Composed:
-    """Refuses unknown keys, resolves, types, freezes and checks."""
+    """Resolves, types, freezes and checks; ValueError for extensions that a file names."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = build.named_by(overrides)
-    if unasked := [name for name in source.get("extensions") or [] if name not in named]:
+    unasked = [name for name in source.get("extensions") or [] if name not in named]
+    if unasked:
         raise UserError(
             f"extensions={unasked} comes from a file, and only the command itself may say whose "
             f"code it runs; put extensions=[{','.join(unasked)}] on the command line, or set "
@@ -153,36 +136,16 @@ def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str])
     )
 
 
-def refuse_unknown(node: DictConfig, schema: type, prefix: str = "") -> None:
-    """ValueError for a key that the schema lacks: `+junk=1` gets past Hydra, not past this."""
-    known = {f.name: f for f in fields(schema)}
-    for name in node:
-        if name not in known:
-            raise UserError(
-                f"{prefix}{name}={node[name]}: there is no such key; "
-                f"{nearest(str(name), list(known), prefix)}"
-            )
-        nested = known[str(name)].default_factory
-        if isinstance(nested, type) and is_dataclass(nested):
-            refuse_unknown(node[name], nested, f"{prefix}{name}.")
-
-
 def refuse_strange_numbers(node: Any) -> None:
     """ValueError for NaN and infinity, which pass the comparisons of a check, and for whole numbers
     beyond 64 bits."""
-    todo = [("", OmegaConf.to_container(node, resolve=True))]
-    while todo:
-        key, value = todo.pop()
+    for key, value in flat(node):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={value} is no finite number; give one.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise UserError(
                 f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number."
             )
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        if isinstance(value, dict):
-            todo += [(f"{key}.{name}".lstrip("."), child) for name, child in value.items()]
 
 
 @contextmanager
@@ -198,18 +161,9 @@ def one_sentence() -> Iterator[None]:
     with advisory_printing():
         try:
             yield
-        except (
-            HydraException,
-            OmegaConfBaseException,
-            ValueError,
-            OSError,
-            MemoryError,
-            RuntimeError,
-        ) as error:
-            if (
-                os.environ.get("FASTLATENT_TRACEBACK") == "1"
-                or (message := sentence_of(error)) is None
-            ):
+        except Exception as error:
+            message = sentence_of(error)
+            if message is None or os.environ.get("FASTLATENT_TRACEBACK") == "1":
                 raise
             print(f"error: {printable(scrubbed(message))}", file=sys.stderr)
             sys.exit(1)
@@ -217,12 +171,11 @@ def one_sentence() -> Iterator[None]:
 
 def sentence_of(error: Exception) -> str | None:
     """What a user is told of an exception; None for one that is ours to mend."""
-    if refusal := of_machine(error):
-        return refusal
-    if of_library(error):
+    by_machine = of_machine(error)
+    if by_machine is None and of_library(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
         return explain(error, sys.argv[1:], schema)
-    return str(error) if isinstance(error, UserError) else None
+    return str(error) if isinstance(error, UserError) else by_machine
 
 
 Words = TypeVar("Words")
@@ -234,13 +187,9 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
 
     Every such command takes `extensions=[…]` too, for models and encoders of the user's own.
     """
-    if any(word in ("-h", "--help") for word in words):
-        print(
-            help_text.strip()
-            + "\n\nKeys:\n"
-            + as_yaml(OmegaConf.structured(schema))
-            + "extensions: []"
-        )
+    if "-h" in words or "--help" in words:
+        keys = as_yaml(OmegaConf.structured(schema))
+        print(f"{help_text.strip()}\n\nKeys:\n{keys}{build.EXTENSIONS}: []")
         sys.exit(0)
     own = {field.name for field in fields(cast(Any, schema))}
     foreign = {
@@ -249,6 +198,7 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
         if ours.partition("=")[0] in own - {theirs}
     }
     refuse_form(words, foreign)
+    refuse_foreign(words, foreign)
     if "encoder" in own:  # the folder itself, which precompute_latents.py is told in two words
         words = [
             re.sub("^encoder[.]path=", "encoder=", word)
@@ -256,16 +206,15 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             if word != "encoder=local"
         ]
     build.admit(words)
+
     given = OmegaConf.create({})
     for word in words:
-        key, _, value = word.partition("=")
-        if key in foreign:
-            raise UserError(f"{word} is not spelled so here; use {spelled(foreign[key], value)}.")
-        if key != build.EXTENSIONS:
-            try:
-                given.merge_with_dotlist([word])
-            except Exception as error:  # of YAML and OmegaConf; they name no word
-                raise UserError(not_read(word)) from error
+        if word.partition("=")[0] == build.EXTENSIONS:
+            continue
+        try:
+            given.merge_with_dotlist([word])
+        except Exception as error:  # of YAML and OmegaConf; they name no word
+            raise UserError(not_read(word)) from error
     return typed(schema, given, words)
 
 
@@ -276,24 +225,33 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     are what was typed.
     """
     node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
-    refuse_unknown(node, schema)
     try:
-        refuse_strange_numbers(node)
-        found = cast(Words, OmegaConf.to_object(OmegaConf.merge(unlocked(schema), node)))
+        values = OmegaConf.to_container(node, resolve=True)
+        refuse_strange_numbers(values)
+        merged = OmegaConf.merge(unlocked(schema), cast("dict[str, Any]", values))
+        return cast(Words, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, words, schema)) from error
-    refuse_nested(found, schema, words)
+
+
+def as_yaml(node: Any) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(node))
+
+
+def from_yaml(text: str) -> Any:
+    """Plain containers, with interpolations as they are written."""
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The same from a file; ValueError if it holds no configuration, OSError if it cannot be
+    read."""
+    try:
+        found = from_yaml(file.read_text())
+    except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file} cannot be read as YAML ({' '.join(str(error).split())[:300]}); restore it."
+        ) from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds no configuration; restore it.")
     return found
-
-
-def refuse_nested(node: Any, schema: type, words: list[str], prefix: str = "") -> None:
-    """ValueError for a list or mapping inside one of plain values, which OmegaConf lets pass."""
-    for field in fields(node):
-        value = getattr(node, field.name)
-        key = f"{prefix}{field.name}"
-        if is_dataclass(value):
-            refuse_nested(value, schema, words, f"{key}.")
-        elif str(field.type).startswith(("list[", "dict[str, str]")):
-            entries = value.values() if isinstance(value, dict) else value or ()
-            if any(isinstance(entry, list | dict) for entry in entries):
-                raise UserError(f"{as_given(key, words)} must be {must_be(schema, key)}.")

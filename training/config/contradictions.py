@@ -114,9 +114,7 @@ def check_pairs(
         "accumulates": accumulation_steps > 1,
         "deterministic": deterministic,
         "optimizer": optimizer,
-        "needs_whole": (optimizer or "").startswith(
-            ("torch.optim.Adafactor", "training.optimizers.")
-        ),
+        "needs_whole": str(optimizer).startswith(("torch.optim.Adafactor", "training.optimizers.")),
         "decides_on_device": optimizer in ON_DEVICE,
     }
     if runtime.tune_seconds <= 0:

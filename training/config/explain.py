@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from training.config.precompute import PrecomputeConfig
+from training.config.schema import PrecomputeConfig, TrainConfig
 from training.config.words import (
     CONF,
     as_given,
@@ -24,34 +24,18 @@ from training.config.words import (
     not_read,
 )
 
-QUOTES = '\'"."'
 
-
-@dataclass(frozen=True)
 class Refusal:
     """An exception of Hydra's or OmegaConf's on `words` for a `schema`."""
 
-    error: Exception
-    words: list[str]
-    schema: type
-
-    @cached_property
-    def cause(self) -> Exception:
-        return self.error.__cause__ if isinstance(self.error.__cause__, Exception) else self.error
-
-    @cached_property
-    def text(self) -> str:
-        return str(self.error).strip()
-
-    @cached_property
-    def detail(self) -> str:
-        """The first line of what was behind it."""
-        return str(self.cause).strip().splitlines()[0]
-
-    @cached_property
-    def key(self) -> str:
-        """The key that OmegaConf blames, without the place in a list; empty if it names none."""
-        return re.sub(r"\[.*", "", getattr(self.cause, "full_key", None) or "")
+    def __init__(self, error: Exception, words: list[str], schema: type) -> None:
+        self.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        self.text = str(error).strip()
+        self.detail = str(self.cause).strip().splitlines()[0]
+        # what OmegaConf blames, without the place in a list; empty if it names no key
+        self.key = re.sub(r"\[.*", "", getattr(self.cause, "full_key", None) or "")
+        self.words = words
+        self.schema = schema
 
     def given(self, key: str) -> str:
         return as_given(key, self.words)
@@ -77,15 +61,10 @@ def of_known_key(found: re.Match[str], refusal: Refusal) -> str:
     return f"{refusal.given(found[1])}: the key is there already; leave out the +."
 
 
-def of_unknown_override(found: re.Match[str], refusal: Refusal) -> str:
-    fix = nearest_of(found[1], refusal.schema)
-    return f"{refusal.given(found[1])}: there is no such key; {fix}"
-
-
 def of_unknown_key(found: re.Match[str], refusal: Refusal) -> str:
-    where = f" ({refusal.text.split(':')[0]})" if refusal.text.startswith("In ") else ""
-    name = refusal.key or found[1]
+    name = found["overridden"] or refusal.key or found["unknown"]
     fix = nearest_of(name, refusal.schema)
+    where = f" ({refusal.text.split(':')[0]})" if refusal.text.startswith("In ") else ""
     return f"{refusal.given(name)}: there is no such key; {fix}{where}"
 
 
@@ -94,13 +73,12 @@ def of_file(found: re.Match[str], refusal: Refusal) -> str:
     return f"{found[3]}: {found[2]}; it must be {wanted} ({found[1]})."
 
 
-Sentence = Callable[[re.Match[str], Refusal], str]
-SENTENCES: dict[str, Sentence] = {
+SENTENCES: dict[str, Callable[[re.Match[str], Refusal], str]] = {
     r"\AAmbiguous value for argument '(([^=]*)=.*)'": of_sweep,
     r"Could not (?:find|load) '([^'/]+)/([^']+)'": of_missing_file,
     r"\ACould not append to config. An item is already at '([^']+)'": of_known_key,
-    r"\ACould not override '([^']+)'": of_unknown_override,
-    r"Key '(\w+)' (?:is )?not in": of_unknown_key,
+    r"\ACould not override '(?P<overridden>[^']+)'"
+    r"|Key '(?P<unknown>[^']+)' (?:is )?not in": of_unknown_key,
     r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)": of_file,
 }
 """What is found in Hydra's or OmegaConf's text -> what the user is told."""
@@ -116,6 +94,7 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         found = re.search(pattern, f"{refusal.text}\n{refusal.detail}")
         if found:
             return sentence(found, refusal)
+
     if isinstance(refusal.cause, OmegaConfBaseException):
         return of_value(refusal)
     told = " ".join(refusal.text.split())
@@ -135,34 +114,39 @@ def of_value(refusal: Refusal) -> str:
     interpolated = (given for given in refusal.words if "${" in given)
     blamed = word or next(interpolated, refusal.text.splitlines()[0])
     detail = refusal.detail.removeprefix("KeyError raised while resolving interpolation: ")
+    detail = detail.strip('".')
     more = f"; it must be {wanted}" if wanted else ""
-    return f"{blamed}: {detail.strip(QUOTES)}{more}."
+    return f"{blamed}: {detail}{more}."
 
 
 def nearest_of(key: str, schema: type) -> str:
     """The fix for a key that the configuration lacks."""
+    command = {TrainConfig: "train", PrecomputeConfig: "precompute_latents"}.get(schema)
+    if command is None:
+        return nearest(key, [field.name for field in fields(schema)])
     group, _, inner = key.partition(".")
     choices = [choice for _, choice in keys_of_choices(inner, group) if choices_of(group)]
     if choices:
         having = [f"{group}={choice}" for choice in choices]
         return f"{having[0]} has it; add {' or '.join(having[:2])}."
-    encodes = schema is PrecomputeConfig
     if choices_of(key):
-        return f"it is a group of {'train.py' if encodes else 'precompute_latents.py'}."
-    known = known_keys("precompute_latents" if encodes else "train")
-    return nearest(key, known + [f"{group}.{key}" for group, _ in keys_of_choices(key)])
+        other = "precompute_latents" if command == "train" else "train"
+        return f"it is a group of {other}.py."
+    return nearest(key, known_keys(command) + [f"{g}.{key}" for g, _ in keys_of_choices(key)])
 
 
 @cache
 def known_keys(config_name: str) -> list[str]:
     """All keys of the default configuration, dotted."""
-
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for name, value in node.items():
-            yield f"{prefix}{name}"
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-
     with initialize_config_dir(str(CONF), version_base="1.3"):
         default = OmegaConf.to_container(compose(config_name), resolve=False)
-    return list(walk(default, ""))
+    return [key for key, _ in flat(default) if not key.rpartition(".")[2].isdigit()]
+
+
+def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All values inside of a tree of mappings and lists, and their dotted keys."""
+    entries = dict(enumerate(node)) if isinstance(node, list) else node
+    if isinstance(entries, dict):
+        for name, value in entries.items():
+            yield f"{prefix}{name}", value
+            yield from flat(value, f"{prefix}{name}.")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from training.config.precompute import PrecomputeConfig
-from training.config.schema import SamplingConfig, TrainConfig
+from training.config.schema import PrecomputeConfig, SamplingConfig, TrainConfig
 
 OF_SETS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """Loaders whose `path` is a latent set."""

@@ -2,19 +2,25 @@
 its meaning.
 
 A field added here is a key on the command line, and its value stands nowhere else: the files in
-`conf/` only hold what differs from it. `check` refuses values that no run can have. No torch in
-here, so that `--help` stays quick.
+`conf/` only hold what differs from it. A field's type says which values it may have, and `check`
+refuses those that no run can have. No torch in here, so that `--help` stays quick.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from common.errors import UserError
 from models.solver import Solver
 from training.config.contradictions import check_momentum, check_nccl, check_pairs
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 class Device(str, Enum):
@@ -101,33 +107,44 @@ class ReduceDtype(str, Enum):
     bf16 = "bf16"
 
 
+class LatentKind(str, Enum):
+    mean_std = "mean_std"
+    sample = "sample"
+
+
+class LatentDtype(str, Enum):
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+Positive = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+"""0 or more."""
+Several = Annotated[int, Ge(8)]
+"""So many that a distance can be told."""
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How several processes share the work (accel/techniques/parallel.py)."""
 
     # several processes: ddp; or fsdp; hsdp shards over shard_degree of them
     mode: ParallelMode = ParallelMode.auto
-    shard_degree: int | None = None  # hsdp; null: the GPUs of one machine
+    shard_degree: Positive | None = None  # hsdp; null: the GPUs of one machine
     # fsdp, hsdp: false keeps gathered parameters until the backward pass
     reshard_after_forward: bool = True
     reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: gradients travel in half the bytes
-    bucket_cap_mb: int = 25  # ddp
+    bucket_cap_mb: Positive = 25  # ddp
     gradient_as_bucket_view: bool = True  # ddp
     cpu_offload: bool = False  # fsdp, hsdp: parameters and optimizer in host memory
-    timeout_minutes: float = 30.0  # a process without progress for so long ends the run
+    # a process without progress for so long ends the run
+    timeout_minutes: Annotated[float, Gt(0), Le(1_000_000)] = 30.0
     # variables of NCCL, such as {NCCL_DEBUG: INFO}
     nccl: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
         """ValueError for a value that no run can have."""
-        at_least(1, self, "bucket_cap_mb", prefix="runtime.parallel.")
-        if self.shard_degree is not None:
-            at_least(1, self, "shard_degree", prefix="runtime.parallel.")
-        at_most(1_000_000, self, "timeout_minutes", prefix="runtime.parallel.")
-        if self.timeout_minutes <= 0:
-            raise UserError(
-                f"runtime.parallel.timeout_minutes={self.timeout_minutes} must be above 0."
-            )
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             given = f"runtime.parallel.shard_degree={self.shard_degree}"
             raise UserError(f"{given} is for mode=hsdp; leave it out with mode={self.mode.value}.")
@@ -212,8 +229,10 @@ class ScheduleConfig:
     """Learning-rate schedule, in samples (training/optimizers.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
-    warmup_samples: int = 1280
-    final: float = 0.0  # cosine: the share of the rate that is left at the end
+    warmup_samples: Natural = 1280
+    final: Annotated[float, Ge(0), Le(1)] = (
+        0.0  # cosine: the share of the rate that is left at the end
+    )
 
 
 @dataclass(frozen=True)
@@ -229,17 +248,11 @@ class GuardsConfig:
     """What protects a run from bad steps (training/failures.py)."""
 
     # steps without a finite gradient after which a run stops, with a dump
-    max_skipped_in_row: int = 20
+    max_skipped_in_row: Positive = 20
     # > 0: also skip a step whose gradient norm is so many deviations above the mean …
-    spike_sigmas: float = 0.0
-    spike_window: int = 128  # … of the last so many finite ones
-
-    def check(self) -> None:
-        """ValueError for a value that no run can have."""
-        at_least(1, self, "max_skipped_in_row", prefix="guards.")
-        at_least(0, self, "spike_sigmas", prefix="guards.")
-        at_least(8, self, "spike_window", prefix="guards.")
-        at_most(100_000, self, "spike_window", prefix="guards.")  # each step reads it whole
+    spike_sigmas: Annotated[float, Ge(0)] = 0.0
+    # … of the last so many finite ones, all of which each step reads
+    spike_window: Annotated[int, Ge(8), Le(100_000)] = 128
 
 
 @dataclass(frozen=True)
@@ -247,16 +260,16 @@ class SamplingConfig:
     """How samples are drawn, in training and by `scripts.sample` (models/sampler.py)."""
 
     solver: Solver = Solver.heun
-    steps: int = 20
+    steps: Positive = 20
     guidance: float = 1.5  # 1: none
     # times t in which guidance is on
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     shift: float = 1.0
-    per_class: int = 20  # columns of a grid made in training
+    per_class: Positive = 20  # columns of a grid made in training
 
     def check(self, prefix: str = "sampling.") -> None:
         """ValueError for a value that nothing can be sampled with."""
-        at_least(1, self, "steps", "per_class", prefix=prefix)
+        refuse_values(self, prefix)
         interval = self.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
             raise UserError(
@@ -273,17 +286,16 @@ class FdConfig:
     (evaluation/evaluator.py)."""
 
     # samples; fd needs more than twice the values of a feature space, kd does not
-    count: int = 1000
+    count: Several = 1000
     # inception, dinov2, or your own class
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     reference: str | None = None  # a folder of images; null: the decoded training latents
-    reference_count: int = 10_000  # at most so many of them
+    reference_count: Several = 10_000  # at most so many of them
     inception: str | None = None  # file of torch-fidelity's Inception weights
     dinov2: str | None = None  # folder or hub id of DINOv2
 
     def check(self, keep_best: str) -> None:
         """ValueError for a value that no run can have."""
-        at_least(8, self, "count", "reference_count", prefix="fd.")
         known = [
             "eval_loss",
             *(f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features),
@@ -299,7 +311,7 @@ class FdConfig:
 class TrainConfig:
     """A training run. The defaults train on handwritten digits in about a minute."""
 
-    seed: int = 0
+    seed: Natural = 0
     # null: runs/<date>-<time>-<model>-<runtime>; set it: the same command again resumes
     run_dir: str | None = None
     resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or a run, or a checkpoint
@@ -310,19 +322,19 @@ class TrainConfig:
     # packages of your own; on the command line only
     extensions: list[str] = field(default_factory=list)
     # the horizon; schedules and EMA count samples, so batch_size does not move results
-    total_samples: int = 102_400
-    batch_size: int = 64  # global
-    accumulation_steps: int = 1  # micro-batches that a batch is cut into
-    max_grad_norm: float = 1.0  # 0: no clipping
+    total_samples: Positive = 102_400
+    batch_size: Positive = 64  # global
+    accumulation_steps: Positive = 1  # micro-batches that a batch is cut into
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0  # 0: no clipping
     deterministic: bool = False  # true: bit-for-bit resume
-    log_every: int = 50  # steps; 0: never. Each of these also happens at the end
-    eval_every: int = 400
-    sample_every: int = 800
-    fd_every: int = 0
-    save_every: int = 400
-    keep_checkpoints: int = 2  # the newest; the one with the lowest `keep_best` stays too
+    log_every: Natural = 50  # steps; 0: never. Each of these also happens at the end
+    eval_every: Natural = 400
+    sample_every: Natural = 800
+    fd_every: Natural = 0
+    save_every: Natural = 400
+    keep_checkpoints: Positive = 2  # the newest; the one with the lowest `keep_best` stays too
     keep_best: str = "eval_loss"  # or fd_<features>, kd_<features>, with fd_every
-    keep_every: int = 0  # steps; a checkpoint at a multiple of it is kept for good. 0: none
+    keep_every: Natural = 0  # steps; a checkpoint at a multiple of it is kept for good. 0: none
     # written in the background; training waits only while the state is copied
     async_checkpoints: bool = True
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -340,17 +352,12 @@ class TrainConfig:
 
     def check(self) -> None:
         """ValueError for a value that no run can have."""
-        at_least(1, self, "total_samples", "batch_size", "accumulation_steps", "keep_checkpoints")
-        at_least(0, self, "seed", "max_grad_norm", "keep_every")
-        at_least(0, self, *(f"{what}_every" for what in ("log", "eval", "sample", "fd", "save")))
-        self.guards.check()
+        refuse_values(self)
         if self.init_from is None and (self.adapter or (self.model or {}).get("of")):
             raise UserError(
                 f"{'adapter' if self.adapter else 'model=pretrained'} needs a trained model; set "
                 "init_from=<weights file, checkpoint or run>."
             )
-        at_least(0, self.schedule, "warmup_samples", "final", prefix="schedule.")
-        at_most(1, self.schedule, "final", prefix="schedule.")
         check_momentum(self.optim or {})
         self.sampling.check()
         self.fd.check(self.keep_best)
@@ -369,13 +376,96 @@ class TrainConfig:
         )
 
 
-def at_least(minimum: int, node: object, *keys: str, prefix: str = "") -> None:
-    for key in keys:
-        if getattr(node, key) < minimum:
-            raise UserError(f"{prefix}{key}={getattr(node, key)} must be at least {minimum}.")
+@dataclass(frozen=True)
+class PrecomputeConfig:
+    """An encoding job."""
+
+    # a folder with one subfolder a class; tars of images + cls; a folder of `datasets`
+    source: str | None = None
+    out: str | None = None  # folder for shards and manifest.json
+    # packages of your own; on the command line only
+    extensions: list[str] = field(default_factory=list)
+    # by subfolders, .cls members, a label column; or their number; none: all labels are 0
+    classes: Any = "given"
+    allow_cut: bool = False  # true: of a tar that was cut, or is damaged, use what comes before
+    resolution: Positive = 256  # images are resized and centre-cropped to this square
+    # what shows through transparent pixels; a name or "'#rrggbb'", in both quotes
+    background: str = "white"
+    # larger images are skipped; a worker takes 7 to 20 bytes a pixel to decode one
+    max_megapixels: Annotated[float, Gt(0)] = 80.0
+    # posterior mean (and std), drawn anew each step; sample: one draw
+    kind: LatentKind = LatentKind.mean_std
+    dtype: LatentDtype = LatentDtype.float16
+    # encode mirrored images too (a mirrored latent is not the latent of a mirrored image)
+    flips: bool = False
+    # share of images kept out of training, for eval_loss
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
+    limit: Positive | None = None  # only so many images, drawn by seed
+    seed: Natural = 0  # order of images over shards, and draws of kind=sample
+    batch_size: Positive = 32
+    num_workers: Natural = 2  # processes that decode images
+    shard_size: Positive = 2048  # images a shard
+    block_size: Positive = 256  # samples a tar member
+    min_psnr: float = 20.0  # dB; a worse reconstruction of the first images is refused
+    # say what is used, what not, how many images, bytes and minutes it is, and write nothing
+    dry_run: bool = False
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    encoder: Any = None
+
+    def check(self) -> None:
+        """ValueError for a value that no job can have."""
+        if not self.source:
+            raise UserError("source is not set; say which: source=<a folder of images or tars>.")
+        if not self.out:
+            raise UserError("out is not set; say which: out=<the folder for the latents>.")
+        refuse_values(self)
+        counted = type(self.classes) is int and self.classes >= 1
+        if not counted and self.classes not in ("given", "none"):
+            raise UserError(f"classes={self.classes} must be given, none, or a number from 1 on.")
+        self.runtime.check()
+        if not is_colour(self.background):
+            raise UserError(
+                f"background={self.background} is no opaque colour; give a name such as white or "
+                "gray, or #rrggbb in quotes: background=\"'#ffffff'\"."
+            )
 
 
-def at_most(maximum: int, node: object, *keys: str, prefix: str = "") -> None:
-    for key in keys:
-        if getattr(node, key) > maximum:
-            raise UserError(f"{prefix}{key}={getattr(node, key)} must be at most {maximum}.")
+BOUNDS = {
+    "greater_than_equal": "at least {ge:.0f}",
+    "greater_than": "above {gt:.0f}",
+    "less_than_equal": "at most {le:.0f}",
+    "less_than": "below {lt:.0f}",
+}
+"""What pydantic calls a value outside of its bounds -> what it must be."""
+
+
+@cache
+def adapter_of(kind: type) -> TypeAdapter[Any]:
+    """Pydantic's judge of a dataclass, made once for each."""
+    from pydantic import TypeAdapter  # here, so that `--help` stays quick
+
+    return TypeAdapter(kind)
+
+
+def refuse_values(node: Any, prefix: str = "") -> None:
+    """ValueError for a value that the type of its field does not allow; `node` is a dataclass."""
+    from pydantic import ValidationError
+
+    try:
+        adapter_of(type(node)).validate_python(asdict(node))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = prefix + ".".join(map(str, fault["loc"]))
+        bound = BOUNDS.get(fault["type"], fault["msg"].removeprefix("Input should be "))
+        wanted = bound.format(**fault.get("ctx", {}))
+        raise UserError(f"{key}={fault['input']} must be {wanted}.") from None
+
+
+def is_colour(text: str) -> bool:
+    """Whether Pillow knows `text` as a colour without transparency."""
+    from PIL import ImageColor  # here, so that `--help` stays quick
+
+    try:
+        return len(ImageColor.getrgb(text)) == 3
+    except ValueError:
+        return False

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from common.errors import UserError
 from common.files import ROOT
@@ -88,6 +88,8 @@ FOREIGN_DRAWING = {theirs: ours for ours, keys in DRAWING.items() for theirs in 
 NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE)
 """What Hydra takes for a value of another type where it expects the name of a file."""
 MOST_BRACKETS = 100
+"""No key has as many inside each other; Hydra and OmegaConf recurse into each."""
+LISTED = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
 )
@@ -101,6 +103,14 @@ CALL = re.compile(
 )
 OPEN = "runtime.parallel.nccl"
 """The mapping whose keys are not ours: Hydra wants a + in front of what is new in it."""
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a mapping such as {NAME: value}",
+    NoneType: "null",
+}
 UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """What Hydra reads in quotes only."""
 
@@ -119,16 +129,22 @@ def refuse_words(words: list[str]) -> None:
     breaks on."""
     refuse_form(words, FOREIGN)
     for word in words:
-        key, equals, value = word.lstrip("+~").partition("=")
+        key, _, value = word.lstrip("+~").partition("=")
         nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
         if nameless and key and "." not in key and (CONF / key).is_dir():
             raise UserError(
                 f"{key}={value}: a run needs one; choose one of {', '.join(choices_of(key))}."
             )
-        if equals and key in FOREIGN:
-            raise UserError(
-                f"{key}={value} is not spelled so here; use {spelled(FOREIGN[key], value)}."
-            )
+    refuse_foreign(words, FOREIGN)
+
+
+def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
+    """ValueError for a key of other trainers, with ours."""
+    for word in words:
+        key, equals, value = word.lstrip("+~").partition("=")
+        if equals and key in foreign:
+            ours = spelled(foreign[key], value)
+            raise UserError(f"{key}={value} is not spelled so here; use {ours}.")
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
@@ -136,51 +152,42 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise UserError("one word of the command is empty; give key=value.")
-        refuse_deep(word)
+        if word.count("[") + word.count("{") > MOST_BRACKETS:
+            raise UserError(
+                f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many."
+            )
         key, equals, value = word.partition("=")
         name = key.strip(" -").replace("-", "_")
         if key.startswith("~") or (equals and name and key[0] not in " -" and key[-1] != " "):
             continue
-        if not equals and behind and "=" not in behind and not behind.startswith("--"):
-            word = f"{word} {behind}"
-            value = behind
+
+        # it has the wrong form, perhaps with the next word as its value
         if before.count("[") > before.count("]"):
             key = before.partition("=")[0]
             raise UserError(
                 f'{before} …: the list has spaces; quote the whole word for the shell: "{key}=[…]".'
             )
-        fault = (
-            ": keys are given as key=value, without dashes"
-            if key[:1] == "-"
-            else " is not of the form key=value"
-        )
-        ours = (
-            spelled(foreign[name], value or "true")
-            if name in foreign
-            else f"{name}={value.strip() or '<value>'}"
-        )
-        remedy = (
-            f"write {ours}" if re.fullmatch(r"[a-z_][\w.]+", name) else "`--help` lists the keys"
-        )
-        raise UserError(f"{word}{fault}; {remedy}.")
-
-
-def refuse_deep(word: str) -> None:
-    """ValueError for brackets inside brackets that no key has; Hydra and OmegaConf recurse into
-    each."""
-    if word.count("[") + word.count("{") > MOST_BRACKETS:
-        raise UserError(f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many.")
+        if not equals and behind and "=" not in behind and not behind.startswith("--"):
+            word = f"{word} {behind}"
+            value = behind
+        fault = " is not of the form key=value"
+        if key.startswith("-"):
+            fault = ": keys are given as key=value, without dashes"
+        ours = f"{name}={value.strip() or '<value>'}"
+        if name in foreign:
+            ours = spelled(foreign[name], value or "true")
+        named = re.fullmatch(r"[a-z_][\w.]+", name)
+        raise UserError(f"{word}{fault}; {f'write {ours}' if named else LISTED}.")
 
 
 def overrides_of(words: list[str]) -> list[str]:
     """The words of a command without Hydra's own flags and their values."""
-    valued = [False, *map(HYDRA_SETTING.fullmatch, words)]
-    flags = [
-        HYDRA_FLAG.fullmatch(word) or HYDRA_SETTING.fullmatch(word.partition("=")[0])
-        for word in words
-    ]
     return [
-        word for word, flag, value in zip(words, flags, valued, strict=False) if not (flag or value)
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not HYDRA_FLAG.fullmatch(word)
+        and not HYDRA_SETTING.fullmatch(word.partition("=")[0])
+        and not HYDRA_SETTING.fullmatch(before)
     ]
 
 
@@ -213,33 +220,29 @@ def not_read(word: str) -> str:
     )
 
 
-def nearest(name: str, known: list[str], prefix: str = "") -> str:
+def nearest(name: str, known: list[str]) -> str:
     """The fix for an unknown key: the one that was probably meant, or where to look."""
-    if variable := re.search(r"NCCL_\w+$", name):
+    variable = re.search(r"NCCL_\w+$", name)
+    if variable:
         return f"did you mean {OPEN}.{variable[0]}?"
     public = [key for key in known if not re.search(r"(^|\.)_", key)]
     nested = [key for key in public if key.endswith(f".{name}")]
     close = nested or difflib.get_close_matches(name, public, n=1)
-    return f"did you mean {prefix}{close[0]}?" if close else "`--help` lists all keys."
+    return f"did you mean {close[0]}?" if close else "`--help` lists all keys."
 
 
 def keys_of_choices(name: str, group: str = "*") -> list[tuple[str, str]]:
     """(group, file) of those that have a key of this name."""
-    files = [
-        file for file in sorted(CONF.glob(f"{group}/*.yaml")) if file.parent.name != "experiment"
-    ]
-    return [
-        (file.parent.name, file.stem)
-        for file in files
-        if re.search(rf"(?m)^{re.escape(name)}:", file.read_text())
-    ]
+    line = re.compile(rf"(?m)^{re.escape(name)}:")
+    files = sorted(CONF.glob(f"{group}/*.yaml"))
+    having = [(file.parent.name, file.stem) for file in files if line.search(file.read_text())]
+    return [(group, choice) for group, choice in having if group != "experiment"]
 
 
 def choices_of(group: str) -> list[str]:
     """The files of a group of our own."""
-    return (
-        sorted(file.stem for file in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
-    )
+    files = (CONF / group).glob("*.yaml") if group.isidentifier() else ()
+    return sorted(file.stem for file in files)
 
 
 def as_given(key: str, words: list[str]) -> str:
@@ -251,8 +254,8 @@ def as_given(key: str, words: list[str]) -> str:
 def must_be(schema: type, key: str) -> str:
     """What the value of a key of `schema` must be, with the default as the example; empty for a key
     of a component."""
-    node: Any = schema()
     *above, last = key.split(".")
+    node: Any = schema()
     for name in above:
         node = getattr(node, name, None)
     if not is_dataclass(node) or not hasattr(node, last):
@@ -261,9 +264,8 @@ def must_be(schema: type, key: str) -> str:
     default = getattr(node, last)
     if is_dataclass(default):
         return f"set key by key, such as {key}.{fields(default)[0].name}=<value>"
-    kinds = " or ".join(
-        kind_of(hint) for hint in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
-    )
+    either = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = " or ".join(map(kind_of, either))
     plain = default is None or isinstance(default, bool | Enum) or default == {}
     return kinds if plain else f"{kinds}, such as {str(default).translate({39: None, 32: None})}"
 
@@ -274,13 +276,4 @@ def kind_of(hint: Any) -> str:
         return f"one of {', '.join(choice.value for choice in hint)}"
     if get_origin(hint) is list:
         return f"a list, each entry {kind_of(get_args(hint)[0])}"
-    words = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        NoneType: "null",
-    }
-    return words.get(hint) or (
-        "a mapping such as {NAME: value}" if get_origin(hint) is dict else "a value"
-    )
+    return KINDS.get(get_origin(hint) or hint, "a value")
