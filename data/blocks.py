@@ -3,7 +3,7 @@ finite values.
 
 `BlockReader` reads a block by its offset in the manifest; it parses no tar and unpickles nothing.
 The manifest's order numbers the samples of a split; that number is the id in a `Batch`. `Readers`
-are threads that read ahead, and `BlockLoader` the base of the loaders that use them.
+are threads that read `Ahead`, and `BlockLoader` is the base of the loaders that use them.
 """
 
 from __future__ import annotations
@@ -343,6 +343,29 @@ def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
         del future, function, arguments  # while a thread waits, it keeps no owner alive
 
 
+class Ahead(Iterator[Result]):
+    """Takes the items of an iterator in a thread of `readers`, one ahead, from this moment on."""
+
+    def __init__(self, items: Iterator[Result], readers: Readers) -> None:
+        self.items = items
+        self.readers = readers
+        self.submit()
+
+    def submit(self) -> None:
+        self.ahead = self.readers.submit(next, self.items, None)
+
+    def __next__(self) -> Result:
+        return self.get(None)
+
+    def get(self, timeout: float | None) -> Result:
+        """The next item; TimeoutError if it takes longer than `timeout` seconds."""
+        item = self.ahead.result(timeout)
+        if item is None:
+            raise StopIteration
+        self.submit()
+        return item
+
+
 class BlockLoader(LatentLoader):
     """Base of the loaders that read blocks while they run: it knows the blocks of both splits."""
 
@@ -358,21 +381,22 @@ class BlockLoader(LatentLoader):
         """See `LatentLoader`; a thread reads a block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
-        futures = (readers.submit(blocks.rows, number) for number in range(len(blocks.places)))
-        start = 0
-        parts: list[Tensor] = []
+        positions = torch.arange(blocks.count, device=self.device).split(batch_size)
         try:
-            ahead = next(futures, None)
-            while ahead is not None:
-                rows = torch.cat([*parts, ahead.result()])
-                ahead = next(futures, None)
-                whole = list(rows.split(batch_size))
-                parts = [] if ahead is None else [whole.pop()]  # the next block goes on with it
-                for part in whole:
-                    found = blocks.latents_in(part.to(self.device))
-                    position = torch.arange(start, start + len(part), device=self.device)
-                    start += len(part)
-                    yield Batch(self.normalise(found.latents), found.labels, found.ids, position)
+            read = Ahead((blocks.rows(number) for number in range(len(blocks.places))), readers)
+            for rows, position in zip(cut(read, batch_size), positions, strict=False):
+                found = blocks.latents_in(rows.to(self.device))
+                yield Batch(self.normalise(found.latents), found.labels, found.ids, position)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())
+
+
+def cut(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+    """Yields the rows of all blocks `size` at a time; the last part may be smaller."""
+    left: list[Tensor] = []
+    for rows in blocks:
+        *whole, last = torch.cat([*left, rows]).split(size)
+        left = [last]
+        yield from whole
+    yield from left

@@ -8,10 +8,11 @@ workers have for a batch; and `StreamedLatents` copies that to the device and no
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Generator, Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from common.errors import UserError
 from common.shared_memory import refuse_small_shared_memory
 from common.text import first_line
 from data.blocks import (
+    Ahead,
     BlockLoader,
     BlockReader,
     OnCorrupt,
@@ -43,8 +45,11 @@ COPIES = 3
 """Peak copies of a block in memory while a thread reads it: its bytes, its tensors, its rows."""
 
 
-def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterator[Tensor]:
-    """Yields the rows of a stream from `position` on, without end: window by window, shuffled.
+def windows_of(
+    order: StreamOrder, blocks: BlockReader, position: int
+) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
+    """Yields the windows of a stream without end, shuffled, from `position` on: the position of the
+    first row, and the rows.
 
     It keeps the last block of a window, because the next window begins in it.
     """
@@ -52,33 +57,14 @@ def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterat
     content = torch.empty(0)
     while True:
         window, offset = order.locate(position)
-        place = order.permutation(window).argsort()
-        shuffled: Tensor | None = None
-        done = 0
+        parts = []
         for block, row, rows in order.blocks_of(window):
             if block != last:
                 content = blocks.rows(block)
                 last = block
-            if shuffled is None:
-                shuffled = content.new_empty((window.size, content.shape[1]))
-            shuffled.index_copy_(0, place[done : done + rows], content[row : row + rows])
-            done += rows
-
-        assert shuffled is not None
-        yield shuffled[offset:]
+            parts.append(content[row : row + rows])
+        yield position, torch.cat(parts)[order.permutation(window)[offset:]]
         position += (window.size - offset) * order.streams
-
-
-def rows_of(
-    windows: Iterator[Tensor], position: int, streams: int, readers: Readers, ahead: Future[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields (position, row) of a stream; while it uses up a window, a thread reads the next."""
-    while True:
-        window = ahead.result()
-        ahead = readers.submit(next, windows)
-        for row in window:
-            yield position, row
-            position += streams
 
 
 class WorkerBatch(NamedTuple):
@@ -114,7 +100,11 @@ class StreamDataset(IterableDataset):
         start = self.start
         try:
             while True:
-                wanted = [self.of_rank.positions(start, number) for number in own[worker::workers]]
+                wanted = [
+                    position
+                    for number in own[worker::workers]
+                    for position in self.of_rank.positions(start, number)
+                ]
                 yield self.batch(streams, readers, wanted)
                 start += self.of_rank.global_batch
         except UserError as error:
@@ -123,54 +113,65 @@ class StreamDataset(IterableDataset):
             readers.close()
 
     def batch(
-        self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[range]
+        self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[int]
     ) -> WorkerBatch:
-        """The samples at `wanted` positions, a range a stream; reads in `streams`, and adds to
-        them."""
+        """The samples at `wanted` positions, of `streams`; it begins those that are not there."""
         every = self.order.streams
-        for first in (positions.start for positions in wanted if positions):
-            if first % every not in streams:
-                windows = windows_of(self.order, self.blocks, first)
-                ahead = readers.submit(next, windows)
-                streams[first % every] = rows_of(windows, first, every, readers, ahead)
+        for position in wanted:
+            if position % every not in streams:
+                windows = Ahead(windows_of(self.order, self.blocks, position), readers)
+                streams[position % every] = rows_of(windows, every)
 
         # What comes before a position in its stream is for other ranks.
-        flat = [p for positions in wanted for p in positions]
-        taken = [next(row for at, row in streams[p % every] if at == p) for p in flat]
+        taken = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
         reports = self.blocks.take_reports()
         if not taken:
             return WorkerBatch(torch.empty(0), reports)
-        position = torch.tensor(flat).view(torch.uint8).view(-1, 8)
+        position = torch.tensor(wanted).view(torch.uint8).view(-1, 8)
         return WorkerBatch(torch.cat([position, torch.stack(taken)], dim=1), reports)
 
 
-def next_of_all(items: Iterator[WorkerBatch | str], workers: int) -> list[WorkerBatch]:
-    """What each worker has for the next batch; ValueError with the reason if one fails."""
-    found = []
-    for _ in range(workers):
-        try:
-            item = next(items)
-        except (RuntimeError, OSError, EOFError) as error:
-            # The latter two come of a kill while the worker sent a batch.
-            reason = first_line(error)
-            known = reason.startswith(("DataLoader worker", "Pin memory thread"))
-            if isinstance(error, RuntimeError) and not known:
-                raise
-            raise UserError(
-                f"a reader of data=webdataset died ({reason}); start the same command again to "
-                "resume, with a smaller data.window or data.num_workers if memory ran out."
-            ) from error
-        if isinstance(item, str):
-            raise UserError(item)
-        found.append(item)
-    return found
+def rows_of(windows: Iterator[tuple[int, Tensor]], streams: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields (position, row) for every sample of the windows of a stream."""
+    for position, rows in windows:
+        yield from zip(count(position, streams), rows, strict=False)
 
 
-def end_reading(feeder: Readers, items: Any) -> None:
+def batches_of(loader: DataLoader, workers: int) -> Generator[list[WorkerBatch]]:
+    """Yields what all workers have for a batch, without end; ValueError with the reason if one
+    fails.
+
+    It runs in a thread, whose children the workers are: in the main thread PyTorch would raise the
+    death of one as an error of whatever line runs then.
+    """
+    items = iter(loader)
+    try:
+        while True:
+            found = [next(items) for _ in range(workers)]
+            for item in found:
+                if isinstance(item, str):
+                    raise UserError(item)
+            yield found
+    except (RuntimeError, OSError, EOFError) as error:
+        # The latter two come of a kill while a worker sent a batch.
+        reason = first_line(error)
+        known = reason.startswith(("DataLoader worker", "Pin memory thread"))
+        if isinstance(error, RuntimeError) and not known:
+            raise
+        raise UserError(
+            f"a reader of data=webdataset died ({reason}); start the same command again to resume, "
+            "with a smaller data.window or data.num_workers if memory ran out."
+        ) from error
+    finally:
+        # Not when `items` is collected, for the traceback of a failure keeps it.
+        getattr(items, "_shutdown_workers", lambda: None)()
+
+
+def end_reading(feeder: Readers, batches: Generator[Any]) -> None:
     """Ends the thread and the workers; `weakref.finalize` calls this when the process ends, too."""
     feeder.close(wait=True)
-    # Not when `items` is collected, for the traceback of a failure keeps it.
-    getattr(items, "_shutdown_workers", lambda: None)()
+    with contextlib.suppress(ValueError):  # the thread still waits for a worker
+        batches.close()
 
 
 class StreamedLatents(BlockLoader):
@@ -222,7 +223,7 @@ class StreamedLatents(BlockLoader):
         self.given = streams
         self.window = window
         self.allowed_gib = host_memory_gib
-        self.ahead: Future[list[WorkerBatch]] | None = None
+        self.batches: Ahead[list[WorkerBatch]] | None = None
         self.use_streams(streams)
 
     def use_streams(self, given: int | None) -> None:
@@ -253,12 +254,13 @@ class StreamedLatents(BlockLoader):
 
     def start_reading(self) -> None:
         """Starts the workers, and the thread that takes from them."""
+        a_batch = self.batch_size * (8 + self.blocks.row_bytes)
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                self.batch_size * (8 + self.blocks.row_bytes),
+                a_batch,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
         loader = DataLoader(
@@ -270,31 +272,22 @@ class StreamedLatents(BlockLoader):
             generator=torch.Generator(),  # the default would draw from the run's generator
         )
 
-        # Workers are the thread's children: in the main thread PyTorch would raise the death of one
-        # as an error of whatever line runs then.
-        self.feeder = Readers(1, "feeder")
-        self.items = self.feeder.submit(iter, loader).result()
-        self.stop = weakref.finalize(self, end_reading, self.feeder, self.items)
-        self.read_ahead()
-
-    def read_ahead(self) -> None:
-        self.ahead = self.feeder.submit(next_of_all, self.items, max(1, self.num_workers))
+        feeder = Readers(1, "feeder")
+        batches = batches_of(loader, max(1, self.num_workers))
+        self.batches = Ahead(batches, feeder)
+        self.stop = weakref.finalize(self, end_reading, feeder, batches)
 
     def batch_at(self, start: int) -> Batch:
-        if self.ahead is None:
+        if self.batches is None:
             self.start_reading()
         try:
-            found = self.ahead.result(self.patience)
+            found = self.batches.get(self.patience)
         except TimeoutError as error:
             raise UserError(
                 f"data=webdataset gave no batch for {self.patience / 60:g} minutes "
                 "(runtime.parallel.timeout_minutes). A disk that hangs does that, and so does a "
                 "full /dev/shm; mend it, or use data.num_workers=0."
             ) from error
-        except UserError:
-            self.stop()
-            raise
-        self.read_ahead()
         for item in found:
             add_skipped(self.skipped, item.reports)
         parts = [item.rows.to(self.device, non_blocking=True) for item in found if len(item.rows)]
@@ -324,9 +317,9 @@ class StreamedLatents(BlockLoader):
             )
         if streams != self.order.streams:
             self.use_streams(streams)
-        if self.ahead is not None:
+        if self.batches is not None:
             self.stop()
-            self.ahead = None
+            self.batches = None
         super().load_state_dict(state)
 
 

@@ -471,7 +471,7 @@ HONEST = "bytes 10-19/100"
         (answer(206, b"x" * 11), r"the server sends more than the 10 bytes that were asked for"),
         (
             answer(206, b"x" * 9, Content_Range="bytes 10-18/100"),
-            r"sends 9 of the 10 bytes .*, and the file goes on",
+            r"sends 9 bytes as 'bytes 10-18/100', and 10 bytes from 10 were",
         ),
         (
             answer(206, b"x" * 9, Content_Range=HONEST),
@@ -553,6 +553,12 @@ def test_retry_after_is_waited_for(server: Server, monkeypatch: pytest.MonkeyPat
     assert paused(server, monkeypatch, formatdate(time.time() - 99.0, usegmt=True)) == []
     assert paused(server, monkeypatch, "soon") == []
     assert paused(server, monkeypatch, "3600") == [source.LONGEST_PAUSE]
+    server.script = lambda number, path: 500
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(OSError, match=r"answers 500 \(5 attempts\)"):
+        open_source(server.url, retries=4).read("train-00000.tar", 0, 4)
+    assert pauses == [factor * source.FIRST_PAUSE for factor in (2, 4, 8)]
     server.script = lambda number, path: answer(429, Retry_After="3600")
     with pytest.raises(
         OSError,
