@@ -267,7 +267,10 @@ def open_set(
     source = open_source(path, **remote)
     manifest = read_manifest(source)
     made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
-    if encoder is not None and made_with not in (encoder, str(Path(encoder).expanduser().resolve())):
+    if encoder is not None and made_with not in (
+        encoder,
+        str(Path(encoder).expanduser().resolve()),
+    ):
         raise UserError(
             f"data.encoder={encoder}, but {source} was encoded with {made_with}; change one of "
             "them."

@@ -78,9 +78,7 @@ class LatentSpec:
         """The spec of the same set in an order, or with an error, that no other run may resume on;
         `earlier` is what earlier versions called it, if not the same."""
         known = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
-        return replace(
-            self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=known
-        )
+        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=known)
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call

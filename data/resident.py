@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from data.blocks import (
-    Ahead,
-    BlockLoader,
-    BlockReader,
-    OnCorrupt,
-    Readers,
-    add_skipped,
-    open_set,
-)
+from data.blocks import Ahead, BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped, open_set
 from data.loader import (
     Batch,
     InMemoryLatents,

@@ -193,7 +193,9 @@ class HttpSource(RemoteSource):
                 amount = None if size is None else size + 1
                 content = reply.raw.read(amount, decode_content=True)
                 if amount == len(content):
-                    raise OSError(f"the server sends more than the {size} bytes that were asked for")
+                    raise OSError(
+                        f"the server sends more than the {size} bytes that were asked for"
+                    )
         except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
             # urllib3's reason says more than requests' "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)

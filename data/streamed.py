@@ -215,7 +215,9 @@ class StreamedLatents(BlockLoader):
         expected = (normalisation, encoder, latent_scale)
         spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
         spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
-        super().__init__(spec, LoaderArgs(batch_size, seed, device, rank, world_size), train, held_out)
+        super().__init__(
+            spec, LoaderArgs(batch_size, seed, device, rank, world_size), train, held_out
+        )
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor

@@ -459,15 +459,9 @@ HONEST = "bytes 10-19/100"
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
-        (
-            answer(302, Location="/train-00000.tar"),
-            r"TooManyRedirects Exceeded 30 redirects$",
-        ),
+        (answer(302, Location="/train-00000.tar"), r"TooManyRedirects Exceeded 30 redirects$"),
         (answer(302, Location="ftp://elsewhere/x"), r"InvalidSchema [^(]*$"),
-        (
-            answer(302, Location="http://h:x/"),
-            r"InvalidURL [^(]*'x'$",
-        ),
+        (answer(302, Location="http://h:x/"), r"InvalidURL [^(]*'x'$"),
         (answer(206, b"x" * 11), r"the server sends more than the 10 bytes that were asked for"),
         (
             answer(206, b"x" * 9, Content_Range="bytes 10-18/100"),
