@@ -65,4 +65,4 @@ class DigitLatents(InMemoryLatents):
             + (f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""),
         )
         args = LoaderArgs(batch_size, seed, device, rank, world_size)
-        super().__init__(spec, *splits, args)
+        super().__init__(spec, splits[0], splits[1], args)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from data.blocks import Ahead, BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped, open_set
+from common.read_ahead import Ahead, Readers
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, open_set
 from data.loader import (
     Batch,
     InMemoryLatents,
@@ -140,7 +141,7 @@ class ResidentLatents(LatentLoader):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
     The device holds all of it if that takes at most `device_memory_gib` (null: half of the free
-    memory), else a chunk (data/chunked.py); the loader prints which, and why. `storage="int8"`
+    memory), else a chunk (`ChunkedLatents`); the loader prints which, and why. `storage="int8"`
     halves the memory of 16-bit latents and prints its error. `normalisation`: "channel" uses the
     mean and std per channel that precompute measured, "scale_shift" the autoencoder's own
     constants, `[[means], [stds]]` these. `encoder` and `latent_scale` are expectations: the loader

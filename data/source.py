@@ -127,7 +127,7 @@ class TransientError(OSError):
 
 
 class Pauses(Retry):
-    """urllib3's pauses between attempts, none longer than `LONGEST_PAUSE` whatever a server asks."""
+    """urllib3's pauses between attempts, none longer than `LONGEST_PAUSE`."""
 
     def get_retry_after(self, response: Any) -> float | None:
         with contextlib.suppress(InvalidHeader):

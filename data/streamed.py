@@ -21,18 +21,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.errors import UserError
-from common.shared_memory import refuse_small_shared_memory
+from common.read_ahead import Ahead, Readers, refuse_small_shared_memory
 from common.text import first_line
-from data.blocks import (
-    Ahead,
-    BlockLoader,
-    BlockReader,
-    OnCorrupt,
-    Readers,
-    Skipped,
-    add_skipped,
-    open_set,
-)
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, Skipped, add_skipped, open_set
 from data.loader import Batch, LoaderArgs, refuse_below
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
@@ -254,7 +245,7 @@ class StreamedLatents(BlockLoader):
             flush=True,
         )
 
-    def start_reading(self) -> None:
+    def start_reading(self) -> Ahead[list[WorkerBatch]]:
         """Starts the workers, and the thread that takes from them."""
         a_batch = self.batch_size * (8 + self.blocks.row_bytes)
         prefetch = self.prefetch_factor if self.num_workers else None
@@ -276,14 +267,14 @@ class StreamedLatents(BlockLoader):
 
         feeder = Readers(1, "feeder")
         batches = batches_of(loader, max(1, self.num_workers))
-        self.batches = Ahead(batches, feeder)
         self.stop = weakref.finalize(self, end_reading, feeder, batches)
+        self.batches = Ahead(batches, feeder)
+        return self.batches
 
     def batch_at(self, start: int) -> Batch:
-        if self.batches is None:
-            self.start_reading()
+        batches = self.batches or self.start_reading()
         try:
-            found = self.batches.get(self.patience)
+            found = batches.get(self.patience)
         except TimeoutError as error:
             raise UserError(
                 f"data=webdataset gave no batch for {self.patience / 60:g} minutes "
@@ -306,12 +297,10 @@ class StreamedLatents(BlockLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues with the number of streams that the run began with, because the order of
         samples depends on it."""
+        super().load_state_dict(state)
         # Earlier versions had 64 where none were given.
         streams = state.get("streams", self.given or MOST_STREAMS)
-        if type(streams) is not int or streams < 1:
-            raise UserError(
-                f"the state of the loader says streams={streams}, which is no number of streams."
-            )
+        refuse_below(1, streams=streams)
         if self.given not in (None, streams):
             raise UserError(
                 f"data.streams={self.given}, but the run began with {streams}; leave data.streams "
@@ -322,7 +311,6 @@ class StreamedLatents(BlockLoader):
         if self.batches is not None:
             self.stop()
             self.batches = None
-        super().load_state_dict(state)
 
 
 def memory_of_a_stream(blocks: BlockReader, window: int) -> int:

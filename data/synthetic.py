@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
@@ -26,7 +28,7 @@ class SyntheticLatents(InMemoryLatents):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        sizes = {
+        sizes: dict[str, Any] = {
             "channels": channels,
             "height": height,
             "width": width,

@@ -270,8 +270,8 @@ def write(
     import torch
 
     from data.manifest import Manifest
-    from data.manifest import ShardWriter
     from encoding.job import facts
+    from encoding.shards import ShardWriter
     from encoding.statistics import ChannelSums
 
     held_out = round(cfg.held_out * foreign.count)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from data.manifest import Manifest, Shard
-from data.manifest import ShardWriter
+from encoding.shards import ShardWriter
 from models.autoencoders import add_global_branch
 
 CPU = torch.device("cpu")

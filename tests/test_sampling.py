@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from accel.techniques.compilation import Compile
-from data.resident import ChunkedLatents
 from data.loader import LatentSpec
+from data.resident import ChunkedLatents
 from models.sampler import sample
 from sampling import load as sampling
 from sampling.draw import DrawConfig, Drawing

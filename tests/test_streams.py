@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.order import ChunkOrder
 from data.loader import LatentTensors, sampled
+from data.order import ChunkOrder, RankPositions, StreamOrder
 from data.resident import ChunkedLatents, ResidentLatents
 from data.streamed import StreamedLatents, fitting_streams
-from data.order import RankPositions, StreamOrder
 from tests.helpers import CPU, random_samples, save_latent_set
 from tests.test_loaders import assert_same, by_position, joined
 

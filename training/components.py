@@ -49,8 +49,8 @@ def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSp
         return spec, 2.2 * node["count"] * spec.channels * spec.height * spec.width
     if node.get("path") is None or "normalisation" not in node:
         return build_loader(node, seed, 1, device).spec, 0.0
-    expected = {name: node.get(name) for name in ("encoder", "latent_scale")}
-    spec, *splits = open_set("resident", node["path"], node["normalisation"], **expected)
+    expected = (node["normalisation"], node.get("encoder"), node.get("latent_scale"))
+    spec, *splits = open_set("resident", node["path"], *expected)
     if "storage" not in node:
         return spec, 0.0
     whole = bytes_of_a_sample(splits[0], node["storage"]) * sum(split.count for split in splits)
