@@ -258,6 +258,8 @@ def open_set(
         )
     source = open_source(path, **remote)
     manifest = read_manifest(source)
+
+    # The set must be what the configuration expects.
     made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
     if encoder is not None and made_with not in (
         encoder,

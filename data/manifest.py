@@ -181,6 +181,8 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
         content = source.read(NAME)
     except OSError as error:
         raise UserError(f"{unreadable(file, error)}; {remedy}.") from error
+
+    # First its types, then what its fields say of each other.
     again = "run precompute_latents.py again to rebuild it"
     try:
         manifest = schema().validate_json(content, strict=True)
@@ -244,6 +246,8 @@ def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) ->
             )
         mean = [manifest.shift_factor or 0.0] * manifest.channels
         std = [1.0 / manifest.scaling_factor] * manifest.channels
+
+    # A run knows its data again by the fingerprint, so that says which mean and std there are.
     return LatentSpec(
         channels=manifest.channels,
         height=manifest.height,

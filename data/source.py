@@ -215,6 +215,8 @@ def check_reply(reply: Any, in_part: bool) -> None:
         pause = headers.get("Retry-After")
         asks = f" and asks for a pause of {pause}; a reader waits {LONGEST_PAUSE:g} s at most"
         raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
+
+    # Another attempt would not help.
     if status in (404, 410):
         raise FileNotFoundError(f"the server answers {status}")
     if status not in (200, 206):

@@ -2,8 +2,9 @@
 
 A latent goes this way: `StreamOrder` (data/order.py) says which windows of which streams a rank
 needs; threads of a worker process read and shuffle them (`windows_of`); the worker puts the next
-samples of its streams together (`StreamDataset`); a thread of the run's process takes what all
-workers have for a batch; and `StreamedLatents` copies that to the device and normalises it.
+samples of its streams together (`StreamDataset`); a thread of the run's process joins what all
+workers have for a batch (`batches_of`); `StreamedLatents` copies that to the device and normalises
+it.
 """
 
 from __future__ import annotations
@@ -48,21 +49,24 @@ def windows_of(
     content = torch.empty(0)
     while True:
         window, offset = order.locate(position)
-        parts = []
-        for block, row, rows in order.blocks_of(window):
+        shuffled = torch.empty(window.size, blocks.row_bytes, dtype=torch.uint8)
+        place = order.permutation(window).argsort()
+        done = 0
+        for block, first, rows in order.blocks_of(window):
             if block != last:
                 content = blocks.rows(block)
                 last = block
-            parts.append(content[row : row + rows])
-        yield position, torch.cat(parts)[order.permutation(window)[offset:]]
+            shuffled[place[done : done + rows]] = content[first : first + rows]
+            done += rows
+        yield position, shuffled[offset:]
         position += (window.size - offset) * order.streams
 
 
 class WorkerBatch(NamedTuple):
-    """A worker's samples of a batch."""
+    """A worker's samples of a batch and their positions."""
 
     rows: UInt8[Tensor, "n bytes"]
-    """Of each sample its position (8 bytes), then its tensors."""
+    position: list[int]
     reports: list[Skipped]
 
 
@@ -115,11 +119,8 @@ class StreamDataset(IterableDataset):
 
         # What comes before a position in its stream is for other ranks.
         taken = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
-        reports = self.blocks.take_reports()
-        if not taken:
-            return WorkerBatch(torch.empty(0), reports)
-        position = torch.tensor(wanted).view(torch.uint8).view(-1, 8)
-        return WorkerBatch(torch.cat([position, torch.stack(taken)], dim=1), reports)
+        rows = torch.stack(taken) if taken else torch.empty(0, dtype=torch.uint8)
+        return WorkerBatch(rows, wanted, self.blocks.take_reports())
 
 
 def rows_of(windows: Iterator[tuple[int, Tensor]], streams: int) -> Iterator[tuple[int, Tensor]]:
@@ -128,9 +129,11 @@ def rows_of(windows: Iterator[tuple[int, Tensor]], streams: int) -> Iterator[tup
         yield from zip(count(position, streams), rows, strict=False)
 
 
-def batches_of(loader: DataLoader, workers: int) -> Generator[list[WorkerBatch]]:
-    """Yields what all workers have for a batch, without end; ValueError with the reason if one
-    fails.
+def batches_of(
+    loader: DataLoader, workers: int, pin_memory: bool
+) -> Generator[tuple[Tensor, Tensor, list[Skipped]]]:
+    """Yields (rows, positions, reports) of each batch, in the order of positions, without end;
+    ValueError with the reason if a worker fails.
 
     It runs in a thread, whose children the workers are: in the main thread PyTorch would raise the
     death of one as an error of whatever line runs then.
@@ -142,12 +145,16 @@ def batches_of(loader: DataLoader, workers: int) -> Generator[list[WorkerBatch]]
             for item in found:
                 if isinstance(item, str):
                     raise UserError(item)
-            yield found
+            position, order = torch.tensor([p for item in found for p in item.position]).sort()
+            rows = torch.cat([item.rows for item in found if item.position])[order]
+            if pin_memory:
+                rows = rows.pin_memory()
+                position = position.pin_memory()
+            yield rows, position, [report for item in found for report in item.reports]
     except (RuntimeError, OSError, EOFError) as error:
         # The latter two come of a kill while a worker sent a batch.
         reason = first_line(error)
-        known = reason.startswith(("DataLoader worker", "Pin memory thread"))
-        if isinstance(error, RuntimeError) and not known:
+        if isinstance(error, RuntimeError) and not reason.startswith("DataLoader worker"):
             raise
         raise UserError(
             f"a reader of data=webdataset died ({reason}); start the same command again to resume, "
@@ -216,7 +223,7 @@ class StreamedLatents(BlockLoader):
         self.given = streams
         self.window = window
         self.allowed_gib = host_memory_gib
-        self.batches: Ahead[list[WorkerBatch]] | None = None
+        self.batches: Ahead[tuple[Tensor, Tensor, list[Skipped]]] | None = None
         self.use_streams(streams)
 
     def use_streams(self, given: int | None) -> None:
@@ -245,9 +252,9 @@ class StreamedLatents(BlockLoader):
             flush=True,
         )
 
-    def start_reading(self) -> Ahead[list[WorkerBatch]]:
+    def start_reading(self) -> Ahead[tuple[Tensor, Tensor, list[Skipped]]]:
         """Starts the workers, and the thread that takes from them."""
-        a_batch = self.batch_size * (8 + self.blocks.row_bytes)
+        a_batch = self.batch_size * self.blocks.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
@@ -260,13 +267,12 @@ class StreamedLatents(BlockLoader):
             StreamDataset(self.order, self.blocks, self.of_rank, self.samples_seen),
             batch_size=None,
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
             prefetch_factor=prefetch,
             generator=torch.Generator(),  # the default would draw from the run's generator
         )
 
         feeder = Readers(1, "feeder")
-        batches = batches_of(loader, max(1, self.num_workers))
+        batches = batches_of(loader, max(1, self.num_workers), self.pin_memory)
         self.stop = weakref.finalize(self, end_reading, feeder, batches)
         self.batches = Ahead(batches, feeder)
         return self.batches
@@ -274,22 +280,17 @@ class StreamedLatents(BlockLoader):
     def batch_at(self, start: int) -> Batch:
         batches = self.batches or self.start_reading()
         try:
-            found = batches.get(self.patience)
+            rows, position, reports = batches.get(self.patience)
         except TimeoutError as error:
             raise UserError(
                 f"data=webdataset gave no batch for {self.patience / 60:g} minutes "
                 "(runtime.parallel.timeout_minutes). A disk that hangs does that, and so does a "
                 "full /dev/shm; mend it, or use data.num_workers=0."
             ) from error
-        for item in found:
-            add_skipped(self.skipped, item.reports)
-        parts = [item.rows.to(self.device, non_blocking=True) for item in found if len(item.rows)]
-        return self.batch_of(torch.cat(parts))
-
-    def batch_of(self, rows: UInt8[Tensor, "n bytes"]) -> Batch:
-        """The batch that the rows of all workers make, in the order of positions."""
-        position, order = rows[:, :8].contiguous().view(torch.long).flatten().sort()
-        return self.batch(self.blocks.latents_in(rows.index_select(0, order)[:, 8:]), position)
+        add_skipped(self.skipped, reports)
+        rows = rows.to(self.device, non_blocking=True)
+        position = position.to(self.device, non_blocking=True)
+        return self.batch(self.blocks.latents_in(rows), position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}

@@ -36,6 +36,8 @@ class SyntheticLatents(InMemoryLatents):
             "count": count,
         }
         refuse_below(1, **sizes)
+
+        # The draw of a sample is a function of its number, at any count.
         total = count + max(1, count // 10)
         position = torch.arange(total, device=device)
         shape = (channels, height, width)
