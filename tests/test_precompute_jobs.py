@@ -225,10 +225,10 @@ def test_a_full_disk_leaves_nothing_half_named(
     write = ShardWriter.write_block
     written = iter(range(100))
 
-    def until_full(self: ShardWriter, size: int) -> None:
+    def until_full(self: ShardWriter) -> None:
         if next(written) >= after:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, size)
+        write(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "write_block", until_full)
