@@ -1,11 +1,12 @@
-"""Encodes images into latent shards with a manifest, once per data set. The same command again
-continues.
+"""Encodes images into latent shards with a manifest, once per data set.
+
+The same command again continues.
 
 python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
 python precompute_latents.py source=photos out=latents/photos encoder=sd
 torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/photos encoder=sd
-python precompute_latents.py source=photos out=latents/photos encoder=local
-encoder.path=models/my-vae
+python precompute_latents.py source=photos out=latents/photos encoder=local \\
+    encoder.path=models/my-vae
 """
 
 import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old
@@ -23,14 +24,11 @@ from training.distributed.exit import run_app
 # the profiled warm-up is ours; its messages help no user
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-TECHNIQUES = ("tf32", "cudnn_benchmark", "precision", "compile")
-"""The runtime keys that matter where nothing is trained."""
-
 
 def precompute(composed: Composed) -> Path:
     """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only
     prints an estimate."""
-    from accel.stack import AccelerationStack
+    from accel.stack import TECHNIQUES, AccelerationStack
     from encoding.encoder import (
         PSNR_IMAGES,
         EncodeStep,
@@ -42,7 +40,6 @@ def precompute(composed: Composed) -> Path:
     from encoding.job import claim, job_description, locked, plan_shards, write_manifest
     from encoding.sources import list_images
     from models.autoencoders import Autoencoder
-    from training.components import runtime_values
     from training.config.build import build
     from training.distributed.ranks import Ranks
     from training.environment import pick_device
@@ -60,10 +57,10 @@ def precompute(composed: Composed) -> Path:
     # 2. Accelerate the encoder, and see in one encoding that it worked.
     on_unavailable = cfg.runtime.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(cfg.runtime),
+        cfg.runtime.values(),
         device,
         on_unavailable=on_unavailable,
-        only=TECHNIQUES,
+        only=[kind.key for kind in TECHNIQUES if kind.in_precompute],
         same_bytes=True,
     )
     stack.on_process()
@@ -76,7 +73,7 @@ def precompute(composed: Composed) -> Path:
     # 3. Check that the encoder reconstructs the first images.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
-    precision = str(ledger.as_dict()["precision"]["active"])
+    precision = ledger.precision
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
     encoder = ShardEncoder(step, cfg, out, device, ranks)

@@ -8,7 +8,6 @@ resumes
 
 import common.require_python  # isort: skip  # noqa: F401
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import hydra
@@ -25,33 +24,31 @@ def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds
     too."""
     from common.progress import Progress
-    from evaluation.in_run import InRun
+    from evaluation.evaluator import InRun
     from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick
     from training.distributed.stop_request import Asked, StopRequest
     from training.evaluate import evaluate, sample_grid
     from training.failures import end_if_bad, failures_explained
     from training.loggers import SafeLogger
-    from training.report import log_line, summary_table
+    from training.metrics import log_line, summary_table
     from training.run import Run
     from training.weights.adapter_base import with_model
     from training.weights.pretrained import build_autoencoder
 
-    # 1. Where we run.
+    # 1. Where we run: on which device, among how many processes, in which folder.
     composed = with_model(composed)
-    cfg = composed.cfg
     run = Run(composed)
     if run.finished:
         return run.show_finished()
     ranks = run.ranks
     run.show_rehearsal()
-    logger = SafeLogger(build(cfg.logger, "logger"), silent=not ranks.first)
+    logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. What we train, on what, and what makes it fast; one observed step shows which of it is
-    # really on.
+    # 2. What we train, on what, and what makes it fast. One observed step shows what is really on.
     cfg = run.tuned()
     training = assemble(cfg, run.device, ranks, run.folder)
-    run.keep_kernels(training.kernels)
+    run.keep_kernels(training)
     state = training.state
     step = training.step
     meter = training.state.meter
@@ -60,70 +57,75 @@ def train(composed: Composed) -> dict[str, Any]:
     distances = InRun(training, autoencoder) if cfg.fd_every and autoencoder else None
     with failures_explained(training, run.folder):
         ledger = training.warm_up()
-    run.predict(training)
+    run.stack = training.stack
 
     # 3. Where we left off.
     checkpoints = run.checkpoints()
     described = describe_run(composed, spec, ledger, training.base)
     where = restore(cfg, state, checkpoints, described)
-
-    # 4. The loop: what is due after the step before, then a step.
     progress = Progress(
         cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
     )
+
+    # 4. What happens now and then between two steps; the meter does not count it as training.
+    def report() -> dict[str, float]:
+        """Logs the window since the last report; returns the scores measured at this step."""
+        metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
+        metrics |= checkpoints.figures()
+        state.skipped_steps += metrics["skipped"]
+        with meter.paused():
+            scores = evaluate(training) if state.due(cfg.eval_every) else {}
+            scores |= distances() if distances and state.due(cfg.fd_every) else {}
+            metrics |= scores | training.note_skipped_data()
+            run.append_metrics(metrics)
+            logger.log(metrics, state.samples)
+            progress.say(log_line(metrics, progress.left()))
+        return scores
+
+    @meter.paused()
+    def draw() -> None:
+        assert autoencoder is not None
+        file = run.folder / "samples" / f"step-{state.step}.png"
+        logger.image("sample_grid", sample_grid(training, autoencoder, file), state.samples)
+
+    @meter.paused()
+    def save(scores: dict[str, float]) -> None:
+        training.note_skipped_data()
+        checkpoints.save(state, described, scores)
+
+    # 5. The loop: what is due after the step before, then a step.
     explained = failures_explained(training, run.folder)
-    with (
-        StopRequest(ranks, checkpoints.failed, training.skips_only) as stop,
-        logger,
-        explained,
-        checkpoints,
-    ):
-        run.open(ledger, logger, where)
+    stop_request = StopRequest(ranks, checkpoints.failed, training.skips_only)
+    with stop_request as stop, logger, explained, checkpoints:
+        run.open(training, ledger, logger, where)
         if distances:
             distances.record(run.folder)
-        meter.earlier_seconds = run.keep_metrics_before(state.step)
+        run.go_on_from(state)
         meter.start()
         batches = []
+
         while True:
-            done = state.done
+            # What is due after the step before, in this order.
             asked = stop.asked()
-            scores = {}
-            if any(map(state.due, (cfg.log_every, cfg.eval_every, cfg.fd_every))) or (
-                done and state.moved
-            ):
-                metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
-                metrics |= checkpoints.figures()
-                state.skipped_steps += metrics["skipped"]
-                with meter.paused():
-                    if state.due(cfg.eval_every):
-                        metrics |= (scores := evaluate(training))
-                    if distances and state.due(cfg.fd_every):
-                        metrics |= (measured := distances())
-                        scores = scores | measured
-                    metrics |= training.note_skipped_data()
-                    run.append_metrics(metrics)
-                    logger.log(metrics, state.samples)
-                    progress.say(log_line(metrics, progress.left()))
-            if asked is Asked.look or (done and state.moved):
+            ending = state.done and state.moved
+            report_due = ending or state.due(cfg.log_every, cfg.eval_every, cfg.fd_every)
+            stop_due = asked is Asked.stop and state.moved and cfg.save_every > 0
+            save_due = stop_due or state.due(cfg.save_every)
+            scores = report() if report_due else {}
+            if ending or asked is Asked.look:
                 end_if_bad(training, run.folder, batches, checkpoints, asked)
-            drawing = autoencoder if state.due(cfg.sample_every) else None
-            saving = state.due(cfg.save_every) or (
-                asked is Asked.stop and state.moved and cfg.save_every
-            )
-            with meter.paused() if drawing or saving else nullcontext():
-                if drawing:
-                    file = run.folder / "samples" / f"step-{state.step}.png"
-                    logger.image("sample_grid", sample_grid(training, drawing, file), state.samples)
-                if saving:
-                    training.note_skipped_data()
-                    checkpoints.save(state, described, scores)
-            run.keep_time(state, now=bool(saving))
-            if done:
+            if state.due(cfg.sample_every):
+                draw()
+            if save_due:
+                save(scores)
+            run.keep_time(state, saved=save_due)
+            if state.done:
                 break
             if asked is Asked.stop:
                 checkpoints.finish()
                 run.stop(state)
 
+            # A step.
             with meter.waiting():
                 batches = training.next_batches()
             step.schedule(state.samples)
@@ -132,8 +134,8 @@ def train(composed: Composed) -> dict[str, Any]:
             progress.advance(cfg.batch_size)
     progress.close()
 
-    # 5. What came of it.
-    summary = run.summarise(state, ledger, checkpoints)
+    # 6. What came of it.
+    summary = run.summarise(state, ledger)
     logger.finish(summary)
     ranks.say(f"\nsummary\n{summary_table(summary)}")
     run.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class AdapterGradients(Technique):
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
-        self.model: nn.Module | None = None
+        self.model: Any = None
         self.step: Any = None
         self.steps: list[dict[str, Tensor | None]] = []
         """Of each step so far: parameter -> whether its gradient has a value other than zero; None:
@@ -55,9 +55,8 @@ class AdapterGradients(Technique):
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
         """Name, parameter, and what an adapter calls it, of all that the adapted layers train."""
-        model = cast("nn.Module", self.model)
-        names = {module: name for name, module in model.named_modules()}
-        for layer in switches(model, "base_layer"):
+        names = {module: name for name, module in self.model.named_modules()}
+        for layer in switches(self.model, "base_layer"):
             for own, parameter in layer.named_parameters():
                 if not own.startswith("base_layer."):
                     yield f"{names[layer]}.{own}", parameter, own
@@ -71,40 +70,34 @@ class AdapterGradients(Technique):
     # counts the gradients other than zero that arrive in them.
     def observe(self, evidence: Evidence) -> Observation:
         kinds = {name: kind for name, _, kind in self.parameters()}
+        layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
         used = set[str]()
         moved = dict[str, int]()
         for number, flags in enumerate(self.together(), start=1):
             for name, flag in zip(kinds, flags.tolist(), strict=True):
-                used |= {name} if flag >= 0 else set()
+                if flag >= 0:
+                    used.add(name)
                 if flag > 0:
                     moved.setdefault(name, number)
-        layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
-        # fp16 may skip the first steps; then A waits for B
+
+        # fp16 may skip the first steps; then A waits for B.
         updated = any(bool(taken) for taken in self.taken[:-1])
         idle = {layers[name] for name in kinds if name not in (moved if updated else used)}
-        every = len(set(layers.values()))
         unused = {layers[name] for name in kinds if name not in used}
-        note = (
-            f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients "
-            "other than zero: "
-        )
-        counts = Counter(kinds.values())
-        seen = {
-            kind: [step for name, step in moved.items() if kinds[name] == kind] for kind in counts
-        }
-        note += ", ".join(
-            f"{kind} {len(seen[kind])} of {total}"
-            + (f" from step {min(seen[kind])} on" if seen[kind] else "")
-            for kind, total in counts.items()
-        )
+        every = len({*layers.values()})
+        counts = []
+        for kind, total in Counter(kinds.values()).items():
+            steps = [step for name, step in moved.items() if kinds[name] == kind]
+            since = f" from step {min(steps)} on" if steps else ""
+            counts.append(f"{kind} {len(steps)} of {total}{since}")
+        note = f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients "
+        note += f"other than zero: {', '.join(counts)}"
         if idle:
-            note += f"; none: {', '.join(sorted(idle)[:3])}{', …' if len(idle) > 3 else ''}"
-        everything = list(cast("nn.Module", self.model).parameters())
-        note += (
-            f"; {sum(p.numel() for p in everything if p.requires_grad)} of "
-            f"{sum(p.numel() for p in everything)}"
-        )
-        return Observation("partly" if idle else self.value, f"{note} parameters train")
+            note += f"; none: {', '.join(sorted(idle)[:3])}{', …' * (len(idle) > 3)}"
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        trained = sum(size for size, trains in sizes if trains)
+        note += f"; {trained} of {sum(size for size, _ in sizes)} parameters train"
+        return Observation("partly" if idle else self.value, note)
 
     def together(self) -> list[Tensor]:
         """Of each step a flag for each parameter, of all processes: -1 no gradient, 0 all zeros, 1

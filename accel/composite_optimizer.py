@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ TABLES = frozenset({"qmap", "qmap1", "qmap2"})
 one."""
 COMPENSATION = "compensation"
 """What Kahan's rounding keeps beside the optimizer's own tensors (accel/techniques/weights.py)."""
+DECIDING = ("grad_scale", "found_inf")
+"""Attributes by which a fused optimizer scales and skips on the device."""
 PART = 2**24
 """Elements after which a part ends: 64 MiB of fp32, and the last parameter."""
 
@@ -35,25 +37,27 @@ def parts_of(groups: Groups) -> list[Groups]:
     parts: list[Groups] = []
     size = PART
     for group in groups:
-        anew = True
+        own: list[Tensor] | None = None
         for parameter in group["params"]:
             if size >= PART:
                 parts.append([])
                 size = 0
-                anew = True
-            if anew:
-                parts[-1].append(group | {"params": []})
-                anew = False
-            parts[-1][-1]["params"].append(parameter)
+                own = None
+            if own is None:
+                own = []
+                parts[-1].append(group | {"params": own})
+            own.append(parameter)
             size += parameter.numel()
     return parts
 
 
 def largest_part(groups: Groups) -> int:
     """Elements of the largest part."""
-    return max(
-        sum(p.numel() for group in part for p in group["params"]) for part in parts_of(groups)
-    )
+    return max(sum(p.numel() for p in parameters_in(part)) for part in parts_of(groups))
+
+
+def parameters_in(groups: Groups) -> list[Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def of_class(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
@@ -78,22 +82,17 @@ class Members(torch.optim.Optimizer):
     ) -> None:
         self.members = list(members)
         self.stand_ins = stand_ins
-        self.numbered = [p for group in groups for p in group["params"]]
+        self.numbered = parameters_in(groups)
         if any(isinstance(p, DTensor) for p in self.numbered):
             raise UserError(
                 f"{type(self).__name__} keeps a state that cannot be cut over several processes; "
                 "use optim=adamw with runtime.parallel.mode=fsdp or hsdp, or "
                 "runtime.parallel.mode=ddp."
             )
-        first = self.members[0].defaults
-        defaults = {key: value for key, value in first.items() if key != "fused"}
-        alike = all(member.defaults.get("fused") for member in self.members)
-        super().__init__(
-            [g for m in self.members for g in m.param_groups], defaults | {"fused": alike}
-        )
-        self.owner = {
-            p: m for m in self.members for group in m.param_groups for p in group["params"]
-        }
+        fused = all(member.defaults.get("fused") for member in self.members)
+        members_groups = [group for member in self.members for group in member.param_groups]
+        super().__init__(members_groups, self.members[0].defaults | {"fused": fused})
+        self.owner = {p: m for m in self.members for p in parameters_in(m.param_groups)}
 
     def around(self, _member: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """What surrounds the update of one member's parameters."""
@@ -105,7 +104,7 @@ class Members(torch.optim.Optimizer):
         `found_inf`."""
         assert closure is None
         for member in self.members:
-            for name in ("grad_scale", "found_inf"):
+            for name in DECIDING:
                 if hasattr(self, name):
                     setattr(member, name, getattr(self, name))
             with self.around(member):
@@ -118,7 +117,7 @@ class Members(torch.optim.Optimizer):
         return dict(plain(owner.state.get(key, {}))) | self.extras(parameter)
 
     def extras(self, parameter: Tensor) -> dict[str, Any]:
-        """What is kept beside the members' own."""
+        """What is kept for one parameter beside the members' own."""
         found = dict(self.state.get(parameter, {}))
         key = self.stand_ins.get(parameter, parameter)
         owner = self.owner[key]
@@ -156,9 +155,12 @@ class Members(torch.optim.Optimizer):
             self.make_state()
         for i, parameter in enumerate(self.numbered):
             entries = saved.get(i, {})
-            own = self.extras(parameter)
+            ours = self.extras(parameter)
+            holds_a_state = bool(entries.keys() - ours)
             for name, value in self.kept(parameter).items():
-                if entries.keys() - own and name not in entries and name not in own:
+                is_missing = name not in entries
+                is_members = name not in ours
+                if holds_a_state and is_missing and is_members:
                     raise UserError(
                         f"the optimizer's state has no {name} for parameter {i}; it is another's."
                     )
@@ -175,23 +177,21 @@ class Members(torch.optim.Optimizer):
     def make_state(self) -> None:
         """Has every member make its state, by a step of rate 0 on gradients of 0: parameters stay
         as they are."""
-        lost = [p.grad for p in self.numbered]
         rates = [group["lr"] for group in self.param_groups]
-        scale = {
-            name: self.__dict__.pop(name)
-            for name in ("grad_scale", "found_inf")
-            if name in self.__dict__
-        }
+        grads = [parameter.grad for parameter in self.numbered]
+        own = vars(self)
+        scale = {name: own.pop(name) for name in DECIDING if name in own}
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for parameter in self.numbered:
             parameter.grad = torch.zeros_like(parameter)
         self.step()
+
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
-        for parameter, grad in zip(self.numbered, lost, strict=True):
+        for parameter, grad in zip(self.numbered, grads, strict=True):
             parameter.grad = grad
-        vars(self).update(scale)
+        own.update(scale)
 
 
 def kept_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -206,23 +206,24 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters that an optimizer updates."""
     if isinstance(optimizer, Members):
         return optimizer.numbered
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters_in(optimizer.param_groups)
 
 
 def plain(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries, with a library's tensors in their parts and without its tables."""
     for name, value in entries.items():
-        if name in TABLES:
-            continue
-        if (
-            isinstance(value, Tensor)
-            and not isinstance(value, DTensor)
-            and hasattr(value, "__tensor_flatten__")
-        ):
-            for part in cast("Any", value).__tensor_flatten__()[0]:
-                if part not in TABLES:
-                    yield f"{name}_{part}", getattr(value, part)
-        else:
+        library = hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
+        parts = value.__tensor_flatten__()[0] if library else ()
+        for part in parts:
+            if part not in TABLES:
+                yield f"{name}_{part}", getattr(value, part)
+        if not library and name not in TABLES:
             yield name, value
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer scales and skips on the device."""
+    return bool(optimizer.defaults.get("fused"))
 
 
 def nbytes_of(value: Tensor) -> int:

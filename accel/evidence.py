@@ -103,8 +103,9 @@ class Evidence:
         """Dtype -> number of products of these kinds that ran in it."""
         total: Counter[str] = Counter()
         for (op, dtype), n in self.products.items():
-            total[dtype] += n * (op in ops)
-        return +total
+            if op in ops:
+                total[dtype] += n
+        return total
 
     def count(self, op: str) -> int:
         """Number of products of one kind."""
@@ -116,11 +117,9 @@ class Evidence:
         return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
 
     def share(self, found: list[bool]) -> str:
-        """ "23 of 24 blocks"."""
-        return (
-            f"{sum(found)} of {len(found)} blocks"
-            + " (in an uncompiled step)" * self.blocks_uncompiled
-        )
+        """Says of how many blocks something holds, such as "23 of 24 blocks"."""
+        uncompiled = " (in an uncompiled step)" * self.blocks_uncompiled
+        return f"{sum(found)} of {len(found)} blocks{uncompiled}"
 
 
 class BlockProbe(nn.Module):
@@ -152,14 +151,13 @@ class BlockProbe(nn.Module):
             keeping(self.block, given) as kept,
         ):
             outputs = self.block(*inputs)
-        fine = (has_fine_bits(inputs[2]), has_fine_bits(outputs[2]))
-        dtypes = (outputs[2].dtype, outputs[0].dtype)
         note = BlockEvidence(
-            given.total(),
-            kept.bytes,
-            *dtypes,
-            fine,
-            frozenset(kept.cached),
+            input_bytes=given.total(),
+            saved_bytes=kept.bytes,
+            residual_dtype=outputs[2].dtype,
+            branch_dtype=outputs[0].dtype,
+            fine=(has_fine_bits(inputs[2]), has_fine_bits(outputs[2])),
+            cached=frozenset(kept.cached),
             left=sum(kept.large_left.values()),
         )
         self.notes.append(note)

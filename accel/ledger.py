@@ -37,9 +37,8 @@ class LedgerRow:
 
 
 def shown(value: bool | str) -> str:
-    return (
-        {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-    )
+    """A value as a person reads it."""
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 class Ledger(list[LedgerRow]):
@@ -48,6 +47,11 @@ class Ledger(list[LedgerRow]):
     def as_dict(self) -> dict[str, dict[str, bool | str]]:
         """key -> {requested, active, evidence}, ready for JSON."""
         return {row.key: {k: v for k, v in asdict(row).items() if k != "key"} for row in self}
+
+    @property
+    def precision(self) -> str:
+        """The dtype in which products really ran, by its short name."""
+        return str(next(row.active for row in self if row.key == "precision"))
 
     def table(self, width: int = 118) -> str:
         """A table for the terminal; a row that was asked for and is not on starts with an

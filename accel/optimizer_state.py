@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel.composite_optimizer import COMPENSATION, kept_by, parameters_of
+from accel.composite_optimizer import COMPENSATION, is_fused, kept_by, parameters_of
 from accel.evidence import Evidence
 from accel.technique import AnyStep, Observation, Technique
-from accel.techniques.fused_adamw import is_fused
 
 SMALL = 4096
 """Elements below which the libraries keep moments in fp32."""
@@ -35,11 +34,9 @@ class Promise(NamedTuple):
     def holds_for(self, parameter: Tensor) -> bool:
         if self.form in ("8bit", "4bit", "fp8"):
             return parameter.numel() >= SMALL and parameter.numel() % self.block == 0
-        return (
-            parameter.ndim > 1
-            if self.form == "factored"
-            else parameter.ndim == 2 or self.form != "momentum"
-        )
+        if self.form == "factored":
+            return parameter.ndim > 1
+        return parameter.ndim == 2 or self.form != "momentum"
 
 
 OF_TORCH = {"Adafactor": Promise("factored"), "Adam": Promise("fp32"), "AdamW": Promise("fp32")}
@@ -75,7 +72,7 @@ class OptimizerState(Technique):
     def __init__(self, promise: Promise, device: torch.device) -> None:
         super().__init__(promise.form, device)
         self.promise = promise
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: Any = None
 
     def on_step(self, step: AnyStep) -> AnyStep:
         self.optimizer = getattr(step, "optimizer", None)
@@ -84,17 +81,16 @@ class OptimizerState(Technique):
     # What would still say "on" if this did nothing? The optimizer's class would, so the row looks
     # at dtype and size of every tensor that is kept.
     def observe(self, evidence: Evidence) -> Observation:
-        optimizer = cast("torch.optim.Optimizer", self.optimizer)
-        parameters = parameters_of(optimizer)
-        forms: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+        optimizer = self.optimizer
+        meant: Counter[str] = Counter()
+        others: Counter[str] = Counter()
         total = size = 0
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             kept = kept_by(optimizer, parameter)
-            forms[self.promise.holds_for(parameter)][form_of(kept, parameter.numel())] += 1
+            counts = meant if self.promise.holds_for(parameter) else others
+            counts[form_of(kept, parameter.numel())] += 1
             total += sum(t.nbytes for t in kept.values() if isinstance(t, Tensor))
             size += parameter.numel()
-        meant = forms[True]
-        others = forms[False]
         note = f"{meant[self.promise.form]} of {meant.total()} parameters keep {self.promise.form}"
         if wrong := meant - Counter({self.promise.form: meant.total()}):
             note += f" ({counted(wrong)})"

@@ -41,7 +41,8 @@ class Comparison(NamedTuple):
         return math.inf if self.fault else self.error / (2.0 * self.definition_error + FLOOR)
 
     def refusal(self) -> str | None:
-        if self.fault is None and self.excess <= 1.0:
+        """What is wrong with the kernel, as a sentence; None if nothing is."""
+        if self.excess <= 1.0:
             return None
         errors = (
             f"has an error of {self.error:.0e}, its definition one of {self.definition_error:.0e}"
@@ -82,12 +83,8 @@ class Comparing(TorchDispatchMode):
 
 def written_by(func: Any) -> list[int]:
     """Which arguments an operator writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return [
-        i
-        for i, argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    infos = [argument.alias_info for argument in func._schema.arguments]
+    return [i for i, info in enumerate(infos) if info is not None and info.is_write]
 
 
 def compared(
@@ -98,53 +95,48 @@ def compared(
     assert operator.kernel is not None
 
     def outputs(results: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-        return *as_tuple(results), *(arguments[i].clone() for i in written)
+        results = results if isinstance(results, tuple) else (results,)
+        return *results, *(arguments[i].clone() for i in written)
 
-    kernel = []
+    # The kernel twice, for two equal calls give equal bits.
+    calls = []
     for _ in range(2):
         for i in written:
-            arguments[i].fill_(float("nan"))
+            arguments[i].fill_(math.nan)
         with Poison():
-            kernel.append(outputs(operator.kernel(*arguments), arguments))
+            calls.append(outputs(operator.kernel(*arguments), arguments))
         if arguments[0].is_cuda:
             torch.cuda.synchronize(arguments[0].device)
+
     with exact_products():
-        wide = [wider(a, arguments) for a in arguments]
+        wide = wider(arguments)
         exact = outputs(operator.definition(*wide), wide)
     result = operator.definition(*arguments)
-    found = []
-    for i, (right, own, first, second) in enumerate(
-        zip(exact, outputs(result, arguments), *kernel, strict=True)
-    ):
-        fault = None
-        if first.shape != own.shape or first.dtype != own.dtype:
-            fault = (
-                f"has shape {list(first.shape)} and {first.dtype}, not {list(own.shape)} and "
-                f"{own.dtype}"
-            )
-        elif not first.isfinite().all():
-            fault = "is not finite, or has elements that no program wrote"
-        elif not torch.equal(first, second):
-            fault = "differs between two equal calls"
-        errors = (0.0, 0.0) if fault else (relative(first, right), relative(own, right))
-        found.append(Comparison(f"{name}[{i}]", *errors, fault))
-    return found, result
+    pairs = zip(*calls, outputs(result, arguments), exact, strict=True)
+    return [comparison(f"{name}[{i}]", *pair) for i, pair in enumerate(pairs)], result
 
 
-def wider(argument: Any, arguments: Sequence[Any]) -> Any:
-    """`argument` in fp32 among 16-bit arguments, in fp64 among fp32 ones."""
-    if not isinstance(argument, Tensor) or not argument.is_floating_point():
-        return argument
-    narrow = any(isinstance(a, Tensor) and a.dtype.itemsize == 2 for a in arguments)
-    return (
-        argument.to(WIDER[argument.dtype])
-        if argument.dtype.itemsize == 2 or not narrow
-        else argument
-    )
+def comparison(name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Tensor) -> Comparison:
+    """Compares what two calls of a kernel gave with the definition's answer and the right one."""
+    fault = None
+    if kernel.shape != own.shape or kernel.dtype != own.dtype:
+        ours = f"{list(kernel.shape)} and {kernel.dtype}"
+        fault = f"has shape {ours}, not {list(own.shape)} and {own.dtype}"
+    elif not kernel.isfinite().all():
+        fault = "is not finite, or has elements that no program wrote"
+    elif not torch.equal(kernel, again):
+        fault = "differs between two equal calls"
+    if fault:
+        return Comparison(name, 0.0, 0.0, fault)
+    return Comparison(name, relative(kernel, right), relative(own, right))
 
 
-def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def wider(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments with 16 bits in fp32; where there are none, those in fp32 in fp64."""
+    floats = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
+    least = min(tensor.dtype.itemsize for tensor in floats)
+    widened = {id(t): t.to(WIDER[t.dtype]) for t in floats if t.dtype.itemsize == least}
+    return [widened.get(id(argument), argument) for argument in arguments]
 
 
 def relative(tensor: Tensor, right: Tensor) -> float:

@@ -20,7 +20,7 @@ WEIGHT_PRODUCTS = (
 )
 """Products of a weight, or of its gradient: autocast decides about their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-"""Batched, so products of two activations as a rule; accel/weight_products.py finds those of a
+"""Batched, so products of two activations as a rule; accel/techniques/precision.py finds those of a
 weight. One in fp32 under autocast is meant to be: only a layer that switches autocast off gets
 it."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS

@@ -10,8 +10,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 LEAST_MOVED = 2**20
@@ -44,19 +44,14 @@ class Kept:
     def note(self, module: nn.Module, tensor: Tensor, packed: Any) -> None:
         """Counts a tensor that is kept, and `packed` in its place."""
         if not self.own:  # only now: sharded ones have been gathered
-            self.own.update(
-                p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())
-            )
+            own = (*module.parameters(), *module.buffers())
+            self.own.update(tensor.untyped_storage()._cdata for tensor in own)
         storage = tensor.untyped_storage()
         if storage._cdata in self.own:
             return
         self.storages[storage._cdata] = size = self.given.get(storage._cdata) or storage.nbytes()
-        held = [
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves(packed)
-            if isinstance(leaf, Tensor)
-        ]
-        if storage._cdata in held:
+        leaves = [leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
+        if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in leaves):
             self.left[storage._cdata] = size
             if min(tensor.nbytes, size) >= LEAST_MOVED:
                 self.large_left[storage._cdata] = size
@@ -92,7 +87,7 @@ class SavedTensors:
         `unpack` of that."""
         self.moves.append((pack, unpack))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+            with saved_tensors_hooks(self.pack, unpack):
                 yield
         finally:
             self.moves.pop()
@@ -104,7 +99,7 @@ class SavedTensors:
         self.counters.append(count)
         unpack = self.moves[-1][1] if self.moves else unchanged
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+            with saved_tensors_hooks(self.pack, unpack):
                 yield
         finally:
             self.counters.remove(count)

@@ -19,6 +19,18 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def is_first() -> bool:
+    return world_size() == 1 or dist.get_rank() == 0
+
+
+def gathered(item: Any) -> list[Any]:
+    """The items of all processes, in order."""
+    found: list[Any] = [item] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(found, item)
+    return found
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -49,43 +61,36 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     part."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return local(tensor)
-    mesh = like.device_mesh
-    placements = like.placements
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
+    shape, offset = extent(like)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, min(start, tensor.shape[dim]), length)
     return tensor
 
 
+def extent(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
+    """The shape of this process's part of a sharded tensor, and where it begins."""
+    from torch.distributed.tensor import _utils
+
+    where = (tensor.device_mesh, tensor.placements)
+    return _utils.compute_local_shape_and_global_offset(tensor.shape, *where)
+
+
 def rows_of(tensor: DTensor) -> int | None:
     """The first row of this process's part of a tensor sharded by rows; None if another process has
     the same part."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh = tensor.device_mesh
-    placements = tensor.placements
-    assert all(
-        isinstance(placement, Replicate) or placement.is_shard(0) for placement in placements
-    )
-    coordinate = cast("list[int]", mesh.get_coordinate())
-    if any(
-        c
-        for c, placement in zip(coordinate, placements, strict=True)
-        if isinstance(placement, Replicate)
-    ):
-        return None
-    return compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1][0]
+    coordinate = cast("list[int]", tensor.device_mesh.get_coordinate())
+    for place, placement in zip(coordinate, tensor.placements, strict=True):
+        copied = isinstance(placement, Replicate)
+        assert copied or placement.is_shard(0)
+        if copied and place:
+            return None
+    return extent(tensor)[1][0]
 
 
 def cut(tensor: Any, like: Any) -> Any:
     """A whole tensor as a sharded one such as `like`; anything else as it is."""
-    if (
-        not isinstance(like, DTensor)
-        or not isinstance(tensor, Tensor)
-        or tensor.shape != like.shape
-    ):
+    alike = isinstance(tensor, Tensor) and isinstance(like, DTensor) and tensor.shape == like.shape
+    if not alike:
         return tensor
     part = part_of(tensor, like).to(like.device, copy=True)
     return DTensor.from_local(

@@ -16,12 +16,12 @@ from accel.evidence import observe_step
 from accel.ledger import AUTO, Ledger, LedgerRow
 from accel.profiler import observe_ops
 from accel.proof import Question, prove
-from accel.sharding import agreed
+from accel.sharding import agreed, world_size
 from accel.technique import AnyStep, Model, Technique
 from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.compilation import Compile
 from accel.techniques.cuda_graph import CudaGraph
-from accel.techniques.cudnn_benchmark import SAME_BYTES, CudnnBenchmark
+from accel.techniques.cudnn_benchmark import CudnnBenchmark
 from accel.techniques.empty_cache_at_eval import EmptyCacheAtEval
 from accel.techniques.fused_adamw import FusedAdamW
 from accel.techniques.fused_kernels import (
@@ -68,15 +68,10 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     CudaGraph,
 )
 
-SWITCHES = ("compile", "cuda_graph")
-"""Keys that save launches."""
-ACT_ON_A_BLOCK = (
-    *("tf32", "cudnn_benchmark", "residual_in_fp32", "attention"),
-    *("gradient_checkpointing", "compile", "precision", "cuda_graph"),
+SAME_BYTES = (
+    "off here: it chooses algorithms by their time, and work that goes on after a stop must end "
+    "with the same bytes"
 )
-"""Keys whose values a trial of kernels takes over from the run."""
-
-
 Kind = TypeVar("Kind", bound=Technique)
 
 
@@ -109,43 +104,39 @@ class AccelerationStack:
         also: Collection[Technique] = (),
         same_bytes: bool = False,
     ) -> None:
-        self.requested: dict[str, bool | str] = {
-            technique.key: technique.value for technique in also
-        }
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
         """Milliseconds of a step in which the GPU worked, in warm-up."""
-        self.kept = 0
-        """Bytes that a micro-batch keeps in all blocks for its backward pass, as warm-up counted
-        them."""
-        self.techniques: list[Technique] = [*also]
         self.strict = on_unavailable == "error"
         self.device = device
         self.deterministic = deterministic
         self.same_bytes = same_bytes
+        switched = [
+            kind(values[kind.key], device, **{name: values[name] for name in kind.options})
+            for kind in TECHNIQUES
+            if only is None or kind.key in only
+        ]
+        self.techniques: list[Technique] = [*also, *switched]
+        self.requested = {technique.key: technique.value for technique in self.techniques}
+
+        # What cannot be had is switched off, or refused with all the rest that cannot.
         refused = []
-        for kind in TECHNIQUES:
-            if only is not None and kind.key not in only:
-                continue
-            technique = kind(
-                values[kind.key], device, **{name: values[name] for name in kind.options}
-            )
-            self.requested[kind.key] = technique.value
-            if technique.enabled:
-                if same_bytes and kind.nondeterministic:
-                    reason = SAME_BYTES
-                elif reason := technique.unavailable():
-                    if technique.value != AUTO:
-                        refused.append(
-                            f"runtime.{kind.key}={technique.value} ({reason.rstrip('.')})"
-                        )
-                elif deterministic and kind.nondeterministic:
-                    reason = "switched off by deterministic=true"
-                if reason:
-                    self.reasons[kind.key] = reason
-                    technique.value = kind.off
-            self.techniques.append(technique)
+        for technique in (technique for technique in switched if technique.enabled):
+            reason = self.unavailable(technique)
+            if same_bytes and technique.nondeterministic:
+                reason = SAME_BYTES
+            elif reason and technique.value != AUTO:
+                refused.append(f"runtime.{technique.key}={technique.value} ({reason.rstrip('.')})")
+            elif not reason and deterministic and technique.nondeterministic:
+                reason = "switched off by deterministic=true"
+            if reason:
+                self.reasons[technique.key] = reason
+                technique.value = technique.off
         self.refuse(refused)
+
+    def unavailable(self, technique: Technique) -> str | None:
+        """Why a technique cannot be had, as a sentence; None if it can."""
+        return technique.unavailable()
 
     def refuse(self, refused: list[str]) -> None:
         if refused and self.strict:
@@ -156,29 +147,45 @@ class AccelerationStack:
 
     def value(self, key: str) -> bool | str:
         """The value of a technique; its off value where the machine cannot have it."""
-        return next(technique.value for technique in self.techniques if technique.key == key)
+        return self.values[key]
+
+    @property
+    def values(self) -> dict[str, bool | str]:
+        return {technique.key: technique.value for technique in self.techniques}
 
     def left(self) -> list[str]:
-        """Words, such as runtime.compile=true, of switches that are off and can be had on this
-        device."""
-        switches = [type(t) for t in self.techniques if t.key in SWITCHES and not t.enabled]
+        """Words, such as runtime.compile=true, of techniques that save launches, are off, and can
+        be had on this device."""
+        kinds = [type(t) for t in self.techniques if t.saves_launches and not t.enabled]
         return [
-            f"runtime.{kind.key}=true"
-            for kind in switches
-            if kind(True, self.device).unavailable() is None
+            kind.override(True) for kind in kinds if kind(True, self.device).unavailable() is None
         ]
 
     def technique(self, kind: type[Kind]) -> Kind:
         """The technique of a class."""
         return next(technique for technique in self.techniques if isinstance(technique, kind))
 
-    def options_of(self, key: str, when: str) -> dict[str, bool | str]:
-        """The options of a technique if its value is `when`; otherwise they say nothing."""
-        return (
-            next(dict(t.option) for t in self.techniques if t.key == key)
-            if self.value(key) == when
-            else {}
-        )
+    @property
+    def precision(self) -> str:
+        """The dtype of products, by its short name."""
+        return str(self.values.get(Precision.key, Precision.off))
+
+    def arithmetic(self) -> dict[str, bool | str]:
+        """The runtime keys and values that say how products round."""
+        told = [item for t in self.techniques for item in t.arithmetic().items()]
+        return dict(sorted(told))
+
+    def not_asked_for(self) -> list[Technique]:
+        """The techniques that the configuration leaves off."""
+        return [t for t in self.techniques if self.requested[t.key] == t.off]
+
+    def why_apart(self) -> str | None:
+        """Why several processes would train apart from each other, as a sentence; None if they
+        would not."""
+        if world_size() == 1 or self.values[DataParallel.key] != DataParallel.off:
+            return None
+        alone = "Each would train a model of its own; use auto, or start one process."
+        return self.reasons.get(DataParallel.key, alone)
 
     def prove_kernels(
         self,
@@ -199,28 +206,35 @@ class AccelerationStack:
         ]
         if not kernels:
             return {}
-        acting = [t for t in self.techniques if t.key in ACT_ON_A_BLOCK]
-        runtime = {
-            name: value for t in acting for name, value in ({t.key: t.value} | t.option).items()
-        }
+        acting = [t for t in self.techniques if t.changes_kernels]
         question = Question(
-            {t.key: t.value for t in kernels}, runtime, samples, self.device, self.deterministic
+            asked={t.key: t.value for t in kernels},
+            runtime={name: value for t in acting for name, value in t.settings.items()},
+            samples=samples,
+            device=self.device,
+            deterministic=self.deterministic,
+            captured=bool(self.values.get(CudaGraph.key)),
+            change_times_only={
+                name for t in acting if t.changes_kernels == "time" for name in t.settings
+            },
         )
         with self.autocast(), torch.no_grad():
             proofs, kept = prove(question, model, forward, folder)
         for technique in kernels:
             technique.settle(proofs[technique.key])
-        failed = [
-            key for key, proof in proofs.items() if self.requested[key] is True and not proof.on
-        ]
-        self.refuse([f"runtime.{key}=true ({proofs[key].why})" for key in failed])
+        self.refuse(
+            [
+                f"runtime.{key}=true ({proof.why})"
+                for key, proof in proofs.items()
+                if self.requested[key] is True and not proof.on
+            ]
+        )
         return kept
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context in which a forward pass runs."""
-        return next(
-            (t.autocast() for t in self.techniques if isinstance(t, Precision)), nullcontext()
-        )
+        contexts = [t.autocast() for t in self.techniques if isinstance(t, Precision)]
+        return contexts[0] if contexts else nullcontext()
 
     def on_process(self) -> None:
         for technique in self.techniques:
@@ -236,11 +250,7 @@ class AccelerationStack:
         return model
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        return {
-            key: value
-            for technique in self.techniques
-            for key, value in technique.optimizer_kwargs().items()
-        }
+        return dict(pair for t in self.techniques for pair in t.optimizer_kwargs().items())
 
     def on_optimizer(self, make: Make) -> Make:
         """The later a technique stands in the tuple, the closer it is to the optimizer itself."""
@@ -275,24 +285,23 @@ class AccelerationStack:
         """Calls `run` until it works; a technique that recognises a failure as its own doing undoes
         itself in between.
 
-        Under `on_unavailable="error"` the failure is raised instead. Of several processes all undo
-        what one has to:
-        it would run other code than they do.
+        Under `on_unavailable="error"` the failure is raised instead. If one of several processes
+        has to undo something, all do: they would run different code.
         """
         while True:
+            failure: Exception | None = None
             try:
                 run()
-                failure = None
             except Exception as error:
                 failure = error
             if not agreed(failure is not None, self.device):
                 return
-            error = failure if failure is not None else FailedElsewhereError()
-            sentence = next(
-                filter(None, (t.recover(error) for t in reversed(self.techniques))), None
-            )
+
+            failure = failure or FailedElsewhereError()
+            undone = filter(None, (t.recover(failure) for t in reversed(self.techniques)))
+            sentence = next(undone, None)
             if sentence is None or self.strict:
-                raise error
+                raise failure
             warnings.warn(sentence, stacklevel=3)
 
     def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
@@ -306,18 +315,20 @@ class AccelerationStack:
         hidden = any(technique.hides_blocks() for technique in self.techniques)
         evidence = observe_step(run, blocks, self.device, hidden)
         self.busy_ms = evidence.busy_ms
-        self.kept = sum(calls[-1].saved_bytes for calls in evidence.blocks if calls)
         for technique in self.techniques:
             technique.compare(run, evidence)
         if any([technique.on_warm() for technique in self.techniques]):
             self.run_until_it_works(run)
             evidence.warm_ops = observe_ops(run, self.device)
+
         ledger = Ledger()
         for technique in self.techniques:
             active, note = technique.observe(evidence)
             if reason := self.reasons.get(technique.key):
                 note = f"{reason.rstrip('.')}; {note}"
             ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
+
+        # A technique that this machine cannot have was refused before; this is for the rest.
         missing = [row for row in ledger if row.missing and row.key not in self.reasons]
         if missing and self.strict:
             shown = ", ".join(f"runtime.{row.key} ({row.evidence})" for row in missing)

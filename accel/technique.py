@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -13,14 +13,26 @@ if TYPE_CHECKING:
 
     from accel.composite_optimizer import Make
     from accel.evidence import Evidence
-    from accel.loss_scaler import LossScaler
+
+
+Value = bool | str
+"""What a runtime key can be."""
 
 
 class Observation(NamedTuple):
     """The value that a technique found to be really on, and its evidence."""
 
-    active: bool | str
+    active: Value
     evidence: str
+
+
+class Saving(NamedTuple):
+    """Runtime values under which a step takes less memory, and what they cost, in words."""
+
+    values: Mapping[str, Any]
+    costs: str
+    rank: int
+    """A plan tries the lowest rank first; values of equal rank are tried together."""
 
 
 class Step(Protocol):
@@ -36,7 +48,8 @@ class TrainingStep(Step, Protocol):
 
     update: Callable[..., Any]
     optimizer: torch.optim.Optimizer
-    scaler: LossScaler | None
+    scaler: Any
+    """The loss scaler of fp16, or None."""
 
 
 Model = TypeVar("Model", bound="nn.Module")
@@ -63,34 +76,76 @@ class Technique(ABC):
 
     key: ClassVar[str]
     """The runtime key it answers to."""
+    path: ClassVar[str] = ""
+    """Where its value stands below `runtime`, if not under `key`."""
     summary: ClassVar[str]
     """What it does, for the README's table."""
-    options: ClassVar[tuple[str, ...]] = ()
-    """Further runtime keys, which say how."""
-    off: ClassVar[bool | str] = False
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Further runtime keys, which say how, with the values that they have if nothing is said."""
+    off: ClassVar[Value] = False
     """The value of `key` under which it does nothing."""
-    examples: ClassVar[tuple[Mapping[str, bool | str], ...]] = ()
+    examples: ClassVar[tuple[Mapping[str, Value], ...]] = ()
     """Runtime values that switch it on, one mapping for each way that tests and benchmarks try;
     none: `{key: True}`."""
     loss_rtol: ClassVar[float]
     """How far the loss of one step may move when it is switched on; 0 means bit for bit (in eager
     mode)."""
+    in_sampling: ClassVar[bool] = False
+    """True if it acts where a trained model only draws samples."""
+    absent_from_sampling: ClassVar[str | None] = None
+    """Why samples are drawn without it, for the ledger; None where nobody would ask."""
+    in_precompute: ClassVar[bool] = False
+    """True if it acts on an encoder of images."""
+    slow_to_start: ClassVar[bool] = False
+    """True if its first step takes up to minutes more: without being asked, samples are drawn
+    without it."""
+    saves_launches: ClassVar[bool] = False
+    """True if it is worth a try where the GPU waits for the host."""
+    saves_memory: ClassVar[str | None] = None
+    """The change that is offered where memory ran out in a pass and nobody asked for it."""
+    slows: ClassVar[bool] = True
+    """False if the memory that it saves costs no time."""
+    changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
+    """What a trial of fused kernels finds otherwise with it: parity and time, or time alone."""
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
 
-    def __init__(self, value: bool | str, device: torch.device, **options: bool | str) -> None:
+    savings: ClassVar[tuple[Saving, ...]] = ()
+    """What a plan proposes where memory is short."""
+    plan_note: ClassVar[str] = ""
+    """What a plan that counts bytes does not tell of it."""
+    tried_with: ClassVar[str] = ""
+    """A name that techniques share whose values are tried together; empty: alone."""
+    period = 1
+    """Blocks after which it treats the next ones as it did the first."""
+
+    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
         self.device = device
-        self.option = options
+        self.option = {**self.options, **options}
 
     @classmethod
-    def ways(cls) -> tuple[Mapping[str, bool | str], ...]:
+    def ways(cls) -> tuple[Mapping[str, Value], ...]:
         """`examples`, where there are any; otherwise the one way to switch it on."""
         return cls.examples or ({cls.key: True},)
+
+    @classmethod
+    def override(cls, value: Value) -> str:
+        """The override that asks for a value, such as runtime.tf32=true."""
+        return f"runtime.{cls.path or cls.key}={str(value).lower()}"
 
     @property
     def enabled(self) -> bool:
         return self.value != self.off
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its value and its options, by runtime key."""
+        return {self.key: self.value} | self.option
+
+    def arithmetic(self) -> dict[str, Any]:
+        """Runtime keys and values that say how products round, where it has a part in that."""
+        return {}
 
     def unavailable(self) -> str | None:
         """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where
@@ -106,6 +161,10 @@ class Technique(ABC):
     def on_model(self, model: Model) -> Model:
         """Changes the model through its `.blocks`; state-dict keys stay as they are."""
         return model
+
+    def saves_state(self) -> list[str]:
+        """The changes that are offered where weights and the optimizer's state take too much."""
+        return []
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         """Arguments for the optimizer's constructor."""
@@ -148,6 +207,28 @@ class Technique(ABC):
         """Undoes itself if `error`, raised in warm-up, is its own doing, and says so; None if it is
         not."""
         return None
+
+    def tried(self) -> tuple[Mapping[str, Value], ...]:
+        """Runtime values among which runtime=auto chooses the fastest, the one to begin with
+        first; empty where the value stays as given."""
+        return ()
+
+    def without_device(self) -> None:  # noqa: B027 - most compute alike on any device
+        """Called where only bytes are counted, on fake tensors of a CPU: sets itself to what keeps
+        the same bytes there."""
+
+    def part_bytes(self, part: int) -> float | None:
+        """Bytes that an update takes at least, where it works at one part of the parameters after
+        the other and the largest has `part` elements; None where it does not."""
+        return None
+
+    def to_host(self, tensor: Tensor, /) -> Tensor:
+        """A copy in host memory of what the forward pass keeps; a plan follows its bytes."""
+        return tensor
+
+    def in_host_memory(self) -> Iterable[Tensor]:
+        """What it keeps in host memory from one step to the next."""
+        return ()
 
     @abstractmethod
     def observe(self, evidence: Evidence) -> Observation:

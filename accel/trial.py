@@ -1,12 +1,11 @@
 """Tries fused kernels on one block of a model, in a process of its own, which may crash or hang
 without harm.
 
-    python -m accel.trial <folder>      accel/proof.py writes the folder, starts this, and reads
-    found.json
+    python -m accel.trial <folder>
 
-Contact and parity: the block runs forward and backward on definitions; at each call of one of our
-operators its kernel gets the same tensors. Time: the whole block as the run would run it, with a
-kernel and without.
+accel/proof.py writes the folder, starts this, and reads found.json. Contact and parity: the block
+runs forward and backward on definitions; at each call of one of our operators its kernel gets the
+same tensors. Time: the whole block as the run would run it, with a kernel and without.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, BlockProbe
 from accel.parity import Comparing
-from accel.proof import TIMES
+from accel.proof import TIMES, outcome
 from accel.stack import AccelerationStack
 from accel.technique import switches
 from common.text import first_line
 
 SAMPLES = 4
-"""Of a batch, in the parity test."""
+"""Samples in the parity test."""
 REPEATS = 20
 INPUT_SETS = 3
 COMPILING = 900.0
@@ -55,9 +54,8 @@ def random_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for (_, *shape), stride, dtype in metas:
-        tensor = torch.empty_strided(
-            (samples, *shape), stride, dtype=getattr(torch, dtype), device=device
-        )
+        how = {"dtype": getattr(torch, dtype), "device": device}
+        tensor = torch.empty_strided((samples, *shape), stride, **how)
         inputs.append(tensor.normal_(generator=generator).requires_grad_())
     return tuple(inputs)
 
@@ -74,8 +72,7 @@ def forward_and_backward(
         outputs = [t for t in block(*inputs) if t.requires_grad]
     if seeds is None:
         seeds = [torch.randn_like(t) for t in outputs]
-    wanted = [*inputs, *block.parameters()]
-    torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+    torch.autograd.grad(outputs, [*inputs, *block.parameters()], seeds, allow_unused=True)
     return seeds
 
 
@@ -91,15 +88,12 @@ class Variant:
     """One block as the run would run it: its autocast, attention, checkpointing and compile; some
     kernels on."""
 
-    def __init__(
-        self, block: nn.Module, on: set[str], runtime: dict[str, Any], device: torch.device
-    ) -> None:
+    def __init__(self, block: nn.Module, on: set[str], stack: AccelerationStack) -> None:
         block = copy.deepcopy(block)
         for key in on:
             switch(block, key, True)
-        self.stack = AccelerationStack(runtime, device, only=runtime)
-        self.block = self.stack.on_model(Holder(block)).blocks[0]
-        self.device = device
+        self.stack = stack
+        self.block = stack.on_model(Holder(block)).blocks[0]
         self.seeds: list[Tensor] | None = None
         self.kept = 0
 
@@ -114,18 +108,17 @@ class Variant:
             with self.stack.autocast():
                 BlockProbe(self.block, notes)(*inputs[0])
         except torch.OutOfMemoryError:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
             return False
         self.kept = notes[-1].saved_bytes
         return True
 
     def milliseconds(self, inputs: Inputs, replayed: bool) -> float:
-        """Of one call; `replayed`: as in a CUDA graph, without the time that launching takes."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
+        """The time of one call; `replayed`: as in a CUDA graph, without what launching takes."""
+        if self.stack.device.type != "cuda":
+            began = time.perf_counter()
             self(inputs)
-            return 1e3 * (time.perf_counter() - start)
+            return 1e3 * (time.perf_counter() - began)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if replayed:
             torch.cuda._sleep(HEAD_START)
@@ -143,18 +136,21 @@ class Trial:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.job = json.loads((folder / "job.json").read_text())
-        self.device = torch.device(self.job["device"])
         self.found = self.job["found"]
         self.write("contact")
+        self.device = torch.device(self.job["device"])
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         torch.use_deterministic_algorithms(self.job["deterministic"])
-        self.stack = AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
+        self.stack = self.new_stack()
         self.stack.on_process()
-        files = [folder / f"block-{i}.pt" for i in range(len(self.job["blocks"]))]
         self.blocks = [
-            torch.load(file, weights_only=False, map_location=self.device) for file in files
+            torch.load(folder / f"block-{i}.pt", weights_only=False, map_location=self.device)
+            for i in range(len(self.job["blocks"]))
         ]
+
+    def new_stack(self) -> AccelerationStack:
+        return AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
         """Says what this process found and does next; the parent gives up on `key` if that hangs or
@@ -179,55 +175,37 @@ class Trial:
     def parity(self, key: str) -> dict[str, Any]:
         """The comparison that comes nearest to its bound, or goes beyond it most."""
         comparing = Comparing()
+        samples = min(SAMPLES, self.job["samples"])
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
-            inputs = random_inputs(
-                use["inputs"], min(SAMPLES, self.job["samples"]), self.device, seed=1
-            )
+            inputs = random_inputs(use["inputs"], samples, self.device, seed=1)
             switch(block, key, True)
             with comparing:
                 forward_and_backward(block, inputs, self.stack.autocast())
             switch(block, key, False)
         if not comparing.comparisons:
-            return {
-                "refusal": "no operator of ours ran in a block",
-                "error": 0.0,
-                "definition_error": 0.0,
-            }
+            return outcome("no operator of ours ran in a block")
         worst = max(comparing.comparisons, key=lambda c: c.excess)
-        return {
-            "refusal": worst.refusal(),
-            "error": worst.error,
-            "definition_error": worst.definition_error,
-        }
+        return outcome(worst.refusal(), worst.error, worst.definition_error)
 
     def timed(self, key: str) -> dict[str, Any]:
         """Milliseconds, and megabytes kept a sample, of the commonest block that uses `key`, with
         it and without it."""
-        users = [
-            (use["blocks"], i)
-            for i, use in enumerate(self.job["blocks"])
-            if switches(self.blocks[i], key)
-        ]
-        i = max(users)[1]
-        use = self.job["blocks"][i]
+        users = [i for i, block in enumerate(self.blocks) if switches(block, key)]
+        i = max(users, key=lambda i: self.job["blocks"][i]["blocks"])
+        metas = self.job["blocks"][i]["inputs"]
         samples = self.job["samples"]
-        runtime = self.job["runtime"]
-        inputs = [
-            random_inputs(use["inputs"], samples, self.device, seed) for seed in range(INPUT_SETS)
-        ]
+        inputs = [random_inputs(metas, samples, self.device, seed) for seed in range(INPUT_SETS)]
+
         others = {k for k, found in self.found.items() if found["refusal"] is None} - {key}
         kernels = {"on": others | {key}, "off": others}
         variants = {
-            name: Variant(self.blocks[i], on, runtime, self.device) for name, on in kernels.items()
+            name: Variant(self.blocks[i], on, self.new_stack()) for name, on in kernels.items()
         }
         ready = {name: variant for name, variant in variants.items() if variant.warm_up(inputs)}
         launched = raced(ready, inputs, replayed=False)
         replayed = raced(ready, inputs, replayed=True) if self.device.type == "cuda" else launched
-        times = {TIMES[False]: launched, TIMES[True]: replayed}
-        return {
-            **times,
-            "kept_mb": {name: v.kept / (1e6 * samples) for name, v in variants.items()},
-        }
+        kept = {name: variant.kept / (1e6 * samples) for name, variant in variants.items()}
+        return {TIMES[False]: launched, TIMES[True]: replayed, "kept_mb": kept}
 
 
 def raced(
@@ -239,24 +217,20 @@ def raced(
     for i in range(REPEATS):
         for name in sorted(taken, reverse=bool(i % 2)):
             taken[name].append(variants[name].milliseconds(inputs[i % len(inputs)], replayed))
-    return {
-        name: statistics.median(taken[name]) if name in taken else None for name in ("on", "off")
-    }
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    return {name: medians.get(name) for name in ("on", "off")}
 
 
 def main() -> int:
     trial = Trial(Path(sys.argv[1]))
     try:
         trial.run()
-    except (
-        Exception
-    ) as error:  # the next process goes on with the rest: this one's device may be in any state
-        earlier = trial.found.get(trial.key, {"error": 0.0, "definition_error": 0.0})
-        why = f"{trial.doing} failed: {first_line(error)}"
-        trial.found[trial.key] = earlier | {
-            "refusal": why,
-            "passing": not isinstance(error, ValueError),
-        }
+    except Exception as error:
+        # The next process goes on with the rest: this one's device may be in any state.
+        refused = outcome(f"{trial.doing} failed: {first_line(error)}")
+        earlier = trial.found.get(trial.key, refused)
+        passing = not isinstance(error, ValueError)
+        trial.found[trial.key] = earlier | {"refusal": refused["refusal"], "passing": passing}
         trial.write("the rest")
         raise
     return 0

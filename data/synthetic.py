@@ -48,7 +48,7 @@ class SyntheticLatents(InMemoryLatents):
         latents = torch.cat(draws)
         labels = position % num_classes
         spec = LatentSpec(
-            **sizes,
+            **sizes,  # pyright: ignore[reportArgumentType]
             class_names=[str(label) for label in range(num_classes)],
             mean=[0.0] * channels,
             std=[1.0] * channels,

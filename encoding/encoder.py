@@ -21,10 +21,9 @@ from common.errors import UserError
 from common.files import write_atomically
 from common.progress import Progress
 from encoding.images import Decoded, DecodedImages, ImageEntry, collate, decoding_loader
-from encoding.job import Numbered, Plan, digest_of, finished
+from encoding.job import ChannelSums, Numbered, Plan, digest_of, finished
 from encoding.listing import ImageList
 from encoding.shards import ShardWriter
-from encoding.statistics import ChannelSums
 from models.autoencoders import Autoencoder
 from models.images import psnr
 from training.config.precompute import PrecomputeConfig

@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from common.text import first_line
 
 CHUNK = 256
 MOST_CLASSES = 1_000_000
@@ -27,6 +30,23 @@ KINDS = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+
+
+PLAIN = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
+
+
+@contextmanager
+def reading(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
+    """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one
+    ValueError."""
+    try:
+        if isinstance(what, Path) and not what.is_file():
+            raise FileNotFoundError("it is no file, or a link to none")
+        yield
+    except Exception as error:
+        raise UserError(
+            f"{what} cannot be read ({first_line(error).partition('. ')[0]}); {remedy}."
+        ) from error
 
 
 class Asked(NamedTuple):

@@ -6,12 +6,11 @@ Both are transformers on latents with the condition in the norms (adaLN-Zero), t
 
 - the sign of the velocity into the head;
 - the reversal of time into the first layer of the time MLP: cos(ω(1-t)) and sin(ω(1-t)) are the
-  rotation by ω of
-  cos(ωt) and -sin(ωt);
+  rotation by ω of cos(ωt) and -sin(ωt);
 - the weight w of an RMSNorm into its modulation: w·(1 + s) = 1 + (w·s + w - 1);
 - the modulations of all layers into one product, where ours stand as scale, shift, gate and theirs
-  as shift, scale,
-  gate; the rows of the head, theirs by (row, column, channel), ours by (channel, row, column).
+  as shift, scale, gate; the rows of the head, theirs by (row, column, channel), ours by (channel,
+  row, column).
 
 Rows of the head for a learned sigma are dropped. A SwiGLU whose width is no multiple of 32 is
 filled up with zeros.
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from encoding.foreign import PLAIN, reading
+from encoding.foreign_samples import PLAIN, reading
 from models.mixers.attention import axial_rotations
 from training.weights.pretrained import read_tensors
 
@@ -47,18 +46,6 @@ EPSILON = (
     "DiT predicts the noise on another schedule, which is no velocity, and this sampler has no "
     "use for it; SiT and LightningDiT are read"
 )
-
-
-def kind_of(tensors: Mapping[str, Tensor]) -> str:
-    """Which model a checkpoint holds, "sit" or "lightningdit", as the names of its tensors tell."""
-    own = (
-        "feat_rope.freqs_cos",
-        "blocks.0.mlp.w12.weight",
-        "blocks.0.norm1.weight",
-        "blocks.0.attn.q_norm.weight",
-    )
-    names = {name.removeprefix("module.") for name in tensors}
-    return "lightningdit" if names & set(own) else "sit"
 
 
 class Published(NamedTuple):
@@ -185,56 +172,53 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
     if rows * rows != tokens:
         raise UserError(f"{file}: pos_embed has {tokens} tokens, which are no square.")
     classes = keys.shape("y_embedder.embedding_table.weight", 2)[0] - 1
-    depth = 1 + max(
-        (int(found[1]) for name in keys.left if (found := re.match(r"blocks\.(\d+)\.", name))),
-        default=-1,
-    )
-    node: dict[str, Any] = {
-        "_target_": "models.denoiser.Denoiser",
-        "dim": dim,
-        "depth": depth,
-        "patch_size": patch,
-    }
-    node |= {"head_dim": head_dim or width_of_head(keys, dim), "time_scale": 1.0}
-    attention: dict[str, Any] = {
-        "_target_": "models.mixers.attention.Attention",
-        "_partial_": True,
-        "bias": True,
-    }
-    node["mixer"] = attention | {
-        "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
-        "rope_base": rope_of(keys, rows, node["head_dim"]),
-    }
-    node["norm"] = "rms" if "blocks.0.norm1.weight" in keys else "layer"
+    numbers = [re.match(r"blocks\.(\d+)\.", name) for name in keys.left]
+    depth = 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
-    patches = keys.take("x_embedder.proj.weight", dim, channels, patch, patch).flatten(1)
+    node: dict[str, Any] = {"dim": dim, "depth": depth, "patch_size": patch}
+    node |= configured(keys, rows, head_dim or width_of_head(keys, dim))
+
+    # The tensors that ours are made of are taken one by one, and none may be left.
+    patches = keys.take("x_embedder.proj.weight", dim, channels, patch, patch)
+    labels = keys.take("y_embedder.embedding_table.weight", classes + 1, dim)
     ours = {
-        "patch_embed.weight": patches,
+        "patch_embed.weight": patches.flatten(1),
         "patch_embed.bias": keys.take("x_embedder.proj.bias", dim),
         "pos_embed": keys.take("pos_embed", 1, tokens, dim),
-        "label_embed.table.weight": keys.take(
-            "y_embedder.embedding_table.weight", classes + 1, dim
-        ),
+        "label_embed.table.weight": labels,
     }
-    time = {
-        "fc1": keys.pair("t_embedder.mlp.0", dim, 2 * FREQUENCIES),
-        "fc2": keys.pair("t_embedder.mlp.2", dim, dim),
-    }
-    time["fc1"]["weight"] = reversed_time(time["fc1"]["weight"])
-    ours |= named("time_embed", time)
+    first = keys.pair("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
+    first["weight"] = reversed_time(first["weight"])
+    ours |= named("time_embed", {"fc1": first, "fc2": keys.pair("t_embedder.mlp.2", dim, dim)})
     modulation = []
     for i in range(depth):
         layers, node["mlp_ratio"], node["mlp"] = block_of(keys, f"blocks.{i}", dim)
         ours |= named(f"blocks.{i}.layers", layers)
         modulation += modulations(keys, f"blocks.{i}", ("norm1", "norm2"), dim)
     modulation += modulations(keys, "final_layer", ("norm_final",), dim)
-    ours |= {
-        f"modulation.{part}": torch.cat([own[part] for own in modulation])
-        for part in ("weight", "bias")
-    }
+    for part in ("weight", "bias"):
+        ours[f"modulation.{part}"] = torch.cat([own[part] for own in modulation])
     ours |= named("head", head_of(keys, dim, channels, patch))
     keys.refuse_rest()
     return Published(node, ours, channels, rows * patch, classes)
+
+
+def configured(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
+    """The configuration of the model, but for its sizes and its MLP."""
+    attention = {
+        "_target_": "models.mixers.attention.Attention",
+        "_partial_": True,
+        "bias": True,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
+        "rope_base": rope_of(keys, rows, head_dim),
+    }
+    return {
+        "_target_": "models.denoiser.Denoiser",
+        "head_dim": head_dim,
+        "time_scale": 1.0,
+        "mixer": attention,
+        "norm": "rms" if "blocks.0.norm1.weight" in keys else "layer",
+    }
 
 
 def named(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -382,18 +366,3 @@ def head_of(keys: Keys, dim: int, channels: int, patch: int) -> dict[str, Tensor
         for part, tensor in head.items()
     }
     return {part: -tensor.movedim(2, 0).flatten(0, 2) for part, tensor in shaped.items()}
-
-
-def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
-    """Mean and std of each channel from LightningDiT's `latents_stats.pt`."""
-    with reading(file, PLAIN):
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    values = [found.get(name) for name in ("mean", "std")] if isinstance(found, dict) else []
-    columns = [
-        value.flatten().tolist()
-        for value in values
-        if isinstance(value, Tensor) and value.numel() == channels
-    ]
-    if len(columns) != 2:
-        raise UserError(f"{file} must hold the tensors mean and std of {channels} channels each.")
-    return columns[0], columns[1]

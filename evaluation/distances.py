@@ -1,12 +1,13 @@
-"""Distances between two sets of features: Fréchet, kernel, precision and recall. All of them
-compute in fp64.
+"""Distances between two sets of features: Fréchet, kernel, precision, recall and copies, in fp64.
 
-Letters: N M samples of the two sets, B of a batch, D features.
+Letters: N M samples of the two sets, B of a batch, D features, S subsets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,12 +19,17 @@ SUBSETS = 100
 SUBSET_SIZE = 1000
 CHUNK_ELEMENTS = 2**24
 """Distances held at once: 128 MiB in fp64."""
+ROWS = 10_000
+"""So many first samples of each set enter all figures but the Fréchet distance."""
+NEIGHBOURS = 3
 NEAREST = 0.05
 """The share of a set whose nearest distances count as those of copies."""
 ROUNDING = 1e-12
 """The error of a squared distance, relative to the squared length of features."""
 NEGATIVE = 1e-9
-"""An eigenvalue below minus this, relative to the largest, is none that rounding made."""
+"""Rounding makes eigenvalues down to minus this, relative to the largest one."""
+FAR = 3.0
+"""A share of copies is worth a sentence above this multiple of what is expected."""
 
 
 class Moments:
@@ -40,8 +46,10 @@ class Moments:
         """Sum of the outer products of deviations from the mean."""
 
     def add(self, features: Float[Tensor, "B D"]) -> None:
-        """Takes in a batch of any float type on any device; ValueError for another width, or a NaN
-        or infinity."""
+        """Adds a batch of any float type from any device.
+
+        ValueError for another width, or a NaN or infinity.
+        """
         if not len(features):
             return
         batch = checked(features, len(self.mean)).cpu().double()
@@ -57,15 +65,13 @@ class Moments:
 
     @property
     def covariance(self) -> Float[Tensor, "D D"]:
-        """With N - 1 in the denominator; ValueError for fewer than two samples."""
-        if self.count < 2:
-            raise UserError(f"a covariance needs two samples or more, there are {self.count}.")
+        """The covariance with N - 1 in the denominator, of two samples or more."""
+        assert self.count > 1
         return self.scatter / (self.count - 1)
 
 
 def too_few(count: int, dim: int) -> str | None:
-    """Why `count` samples of `dim` features give no Fréchet distance worth reading, in one
-    sentence; None if they do.
+    """Says why `count` samples of `dim` features give no useful Fréchet distance; None if they do.
 
     With N <= 2·D the estimated covariance is (nearly) singular, and the distance is mostly bias.
     """
@@ -79,16 +85,15 @@ def too_few(count: int, dim: int) -> str | None:
 
 def frechet(a: Moments, b: Moments) -> float:
     """Fréchet distance of the Gaussians with the moments `a` and `b` (Heusel et al. 2017, eq. 6),
-    squared as usual.
+    squared as usual, in squared units of the features.
 
     |mu1 - mu2|² + tr S1 + tr S2 - 2 tr((S1^½ S2 S1^½)^½): the symmetric form, whose eigenvalues are
-    real. In squared units of the features. ValueError where `too_few` says so of either, where the
-    widths differ, and where a covariance has a clearly negative eigenvalue.
+    real. ValueError where `too_few` says so of either, and where a covariance has a clearly
+    negative eigenvalue.
     """
-    if len(a.mean) != len(b.mean):
-        raise UserError(f"fd compares equal features, not {len(a.mean)} with {len(b.mean)}.")
-    if sentence := too_few(min(a.count, b.count), len(a.mean)):
-        raise UserError(sentence)
+    why = too_few(min(a.count, b.count), len(a.mean))
+    if why:
+        raise UserError(why)
     first = a.covariance
     second = b.covariance
     values, vectors = torch.linalg.eigh(first)
@@ -100,8 +105,10 @@ def frechet(a: Moments, b: Moments) -> float:
 
 
 def clamped(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "D"]:
-    """Negative eigenvalues as small as rounding makes beside `largest` become 0; ValueError for
-    others and for NaN."""
+    """Sets negative eigenvalues to 0 that are as small as rounding makes them beside `largest`.
+
+    ValueError for other negative ones and for NaN.
+    """
     if not bool((eigenvalues >= -NEGATIVE * largest.abs()).all()):
         raise UserError(
             f"a covariance has the eigenvalue {float(eigenvalues.min()):.3g} beside "
@@ -113,37 +120,31 @@ def clamped(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "
 def kernel_distance(
     a: Float[Tensor, "N D"], b: Float[Tensor, "M D"], seed: int = 0
 ) -> tuple[float, float]:
-    """Kernel distance of Bińkowski et al. 2018 ("KID" with Inception features): mean and standard
-    deviation.
+    """Mean and standard deviation of the kernel distance of Bińkowski et al. 2018 ("KID").
 
-    The unbiased squared MMD with the kernel (x·y/D + 1)³, over 100 random subsets of 1000, so it
-    may be below 0. Not multiplied by 1000, as some tables have it. With fewer than 2000 samples the
-    subsets are half of the smaller set:
-    larger ones would nearly coincide, and their spread would say nothing. The mean is unbiased at
-    any size.
+    It is the unbiased squared MMD with the kernel (x·y/D + 1)³ over 100 random subsets of 1000, so
+    it may be below 0. Some tables multiply it by 1000; this does not. With fewer than 2000 samples
+    the subsets are half of the smaller set: larger ones would nearly coincide, and their spread
+    would say nothing. The mean is unbiased at any size.
 
-    ValueError for fewer than four samples, another width, or a NaN or infinity.
+    Both sets have four samples or more. ValueError for another width, or a NaN or infinity.
     """
     fewest = min(len(a), len(b))
-    if fewest < 4:
-        raise UserError(
-            f"kd needs four samples or more, there are {fewest}; draw more (count=...)."
-        )
-    a, b = checked(a).double(), checked(b, a.shape[1]).double()
+    assert fewest >= 4
+    a = checked(a).double()
+    b = checked(b, a.shape[1]).double()
     size = min(SUBSET_SIZE, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
 
-    def members(count: int) -> Tensor:
-        """A row a subset: 1 for its samples, 0 for the others."""
-        chosen = torch.stack(
-            [torch.randperm(count, generator=generator)[:size] for _ in range(SUBSETS)]
-        )
-        return (
-            torch.zeros(SUBSETS, count, dtype=torch.float64).scatter_(1, chosen, 1.0).to(a.device)
-        )
+    def members(count: int) -> Float[Tensor, "S count"]:
+        """A row for each subset: 1 for its samples, 0 for the others."""
+        rows = torch.zeros(SUBSETS, count, dtype=torch.float64)
+        for row in rows:
+            row[torch.randperm(count, generator=generator)[:size]] = 1.0
+        return rows.to(a.device)
 
-    found = squared_mmd(a, b, members(len(a)), members(len(b)))
-    return float(found.mean()), float(found.std(correction=0))
+    distances = squared_mmd(a, b, members(len(a)), members(len(b)))
+    return float(distances.mean()), float(distances.std(correction=0))
 
 
 def squared_mmd(
@@ -152,104 +153,107 @@ def squared_mmd(
     u: Float[Tensor, "S N"],
     v: Float[Tensor, "S M"],
 ) -> Float[Tensor, "S"]:
-    """Unbiased estimates of the squared maximum mean discrepancy (Gretton et al. 2012, eq. 3) of S
-    pairs of subsets.
+    """Estimates the squared maximum mean discrepancy of S pairs of subsets without bias.
 
-    A row of `u` and of `v` is 1 for the samples of a subset and 0 for the others. Each kernel value
-    is computed once, a chunk of rows at a time, whatever S.
+    It is eq. 3 of Gretton et al. 2012. A row of `u` and of `v` is 1 for the samples of a subset and
+    0 for the others. Each kernel value is computed once, a chunk of rows at a time, whatever S is.
     """
 
     def summed(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor) -> Tensor:
-        chunks = torch.arange(len(x), device=x.device).split(max(1, CHUNK_ELEMENTS // len(y)))
-        return sum(
-            (
-                ((of_x[:, rows] @ (x[rows] @ y.T / x.shape[1] + 1.0) ** 3) * of_y).sum(1)
-                for rows in chunks
-            ),
-            torch.zeros((), dtype=x.dtype, device=x.device),
-        )
+        """The sum of the kernel over all pairs of a subset of `x` and one of `y`."""
+        total = x.new_zeros(())
+        step = max(1, CHUNK_ELEMENTS // len(y))
+        for rows, members in zip(x.split(step), of_x.split(step, dim=1), strict=True):
+            kernel = (rows @ y.T / x.shape[1] + 1.0) ** 3
+            total = total + ((members @ kernel) * of_y).sum(1)
+        return total
 
     def within(x: Tensor, of_x: Tensor) -> Tensor:
+        """The mean of the kernel over all pairs of two different samples of a subset."""
+        count = of_x.sum(1)
         own = of_x @ (x.square().mean(1) + 1.0) ** 3
-        return (summed(x, x, of_x, of_x) - own) / (of_x.sum(1) * (of_x.sum(1) - 1.0))
+        return (summed(x, x, of_x, of_x) - own) / (count * (count - 1.0))
 
     return within(a, u) + within(b, v) - 2.0 * summed(a, b, u, v) / (u.sum(1) * v.sum(1))
 
 
-def precision_recall(
-    real: Float[Tensor, "N D"], fake: Float[Tensor, "M D"], neighbours: int = 3
-) -> tuple[float, float]:
-    """Improved precision and recall of Kynkäänniemi et al. 2019, both in [0, 1].
+class Nearness(NamedTuple):
+    """Four shares in [0, 1] that follow from the distances between two sets of samples."""
 
-    Precision: the share of `fake` no farther from some real sample than that one's `neighbours`-th
-    nearest real neighbour. Recall: the same with the sets exchanged. Both grow with fewer samples,
-    so compare equal counts.
+    precision: float
+    """Of the fakes, those no farther from some real one than its third nearest real neighbour."""
+    recall: float
+    """The same with the sets exchanged."""
+    copied: float
+    """Of the fakes, those nearer to a real one than 95 % of the real ones are to another one."""
+    expected: float
+    """What `copied` comes to without copies: 0.05, or more where real ones coincide."""
 
-    ValueError where a set has no more than `neighbours` samples, for another width, or a NaN or
+
+def nearness(
+    real: Float[Tensor, "N D"], fake: Float[Tensor, "M D"], neighbours: int = NEIGHBOURS
+) -> Nearness:
+    """Compares nearest distances within and between two sets of samples.
+
+    Precision and recall are those of Kynkäänniemi et al. 2019; both grow with fewer samples, so
+    compare equal counts. Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675) test for copies by
+    the distances to the training set of samples and of images left out of it; here each real image
+    is left out once, and the tails of the distances are compared.
+
+    Both sets have more than `neighbours` samples. ValueError for another width, or a NaN or
     infinity.
     """
-    fewest = min(len(real), len(fake))
-    if fewest <= neighbours:
-        raise UserError(
-            f"precision and recall need more than {neighbours} samples, there are {fewest}."
-        )
-    real, fake = checked(real).double(), checked(fake, real.shape[1]).double()
+    assert min(len(real), len(fake)) > neighbours
+    real = checked(real).double()
+    fake = checked(fake, real.shape[1]).double()
     centre = real.mean(0)
     real = real - centre
     fake = fake - centre
-    return covered(fake, real, neighbours), covered(real, fake, neighbours)
 
+    among_real = nearest_others(real, neighbours)
+    among_fake = nearest_others(fake, neighbours)
+    near = among_real[:, 0].quantile(NEAREST) + ROUNDING * real.square().sum(1).mean()
 
-def copied(real: Float[Tensor, "N D"], fake: Float[Tensor, "M D"]) -> tuple[float, float]:
-    """Share of `fake` that lie nearer to a sample of `real` than 95 % of `real` lie to another one,
-    and the share of `real` that lie so near, which is what samples that copy nothing come to: 0.05,
-    or more where `real` has ties.
-
-    The test of Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675) compares nearest distances to
-    the training set of samples and of images left out of it; here each image of `real` is left out
-    once, and the tail is compared.
-
-    ValueError for fewer than two samples of `real`, another width, or a NaN or infinity.
-    """
-    if len(real) < 2 or not len(fake):
-        raise UserError(
-            f"copies need two samples of the reference and one other, not {len(real)} and "
-            f"{len(fake)}."
-        )
-    real, fake = checked(real).double(), checked(fake, real.shape[1]).double()
-    centre = real.mean(0)
-    real = real - centre
-    fake = fake - centre
-    # the nearest is itself
-    own = torch.cat([d.kthvalue(2).values for d in squared_distances(real, real)])
-    near = own.quantile(NEAREST) + ROUNDING * real.square().sum(1).mean()
-    found = torch.cat([d.amin(1) for d in squared_distances(fake, real)])
-    return float((found <= near).double().mean()), float((own <= near).double().mean())
-
-
-def covered(points: Float[Tensor, "N D"], by: Float[Tensor, "M D"], neighbours: int) -> float:
-    """Share of `points` inside a ball around one of `by` that reaches to its nearest `neighbours`
-    of `by`."""
-    # the nearest is itself
-    balls = torch.cat([d.kthvalue(neighbours + 1).values for d in squared_distances(by, by)])
-    return float(
-        torch.cat([(d <= balls).any(1) for d in squared_distances(points, by)]).double().mean()
+    # whether each fake lies in the ball of a real one, and how far the nearest real one is
+    to_real = [((d <= among_real[:, -1]).any(1), d.amin(1)) for d in squared_distances(fake, real)]
+    to_fake = [(d <= among_fake[:, -1]).any(1) for d in squared_distances(real, fake)]
+    inside, closest = (torch.cat(parts) for parts in zip(*to_real, strict=True))
+    return Nearness(
+        precision=share(inside),
+        recall=share(torch.cat(to_fake)),
+        copied=share(closest <= near),
+        expected=share(among_real[:, 0] <= near),
     )
+
+
+def share(flags: Tensor) -> float:
+    """The share of flags that are true."""
+    return float(flags.double().mean())
+
+
+def nearest_others(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
+    """Squared distances of each row to its `count` nearest others, ascending."""
+    found = [
+        d.topk(count + 1, largest=False).values[:, 1:]  # the nearest of all is the row itself
+        for d in squared_distances(rows, rows)
+    ]
+    return torch.cat(found)
 
 
 def squared_distances(
     rows: Float[Tensor, "N D"], columns: Float[Tensor, "M D"]
 ) -> Iterator[Float[Tensor, "n M"]]:
-    """Squared distances in chunks of rows. In fp64 and about the mean, |x|² + |y|² - 2x·y keeps
-    enough digits."""
+    """Yields squared distances in chunks of rows.
+
+    In fp64 and about the mean, |x|² + |y|² - 2x·y keeps enough digits.
+    """
     for chunk in rows.split(max(1, CHUNK_ELEMENTS // len(columns))):
         lengths = chunk.square().sum(1, keepdim=True) + columns.square().sum(1)
         yield torch.addmm(lengths, chunk, columns.T, alpha=-2.0)
 
 
 def checked(features: Tensor, dim: int | None = None) -> Tensor:
-    """`features` if they are finite rows, of `dim` values where it is given; a ValueError
-    otherwise."""
+    """Returns `features`; ValueError unless they are finite rows, of `dim` values if given."""
     if features.ndim != 2 or dim not in (None, features.shape[1]):
         raise UserError(
             f"features of shape {tuple(features.shape)} do not fit: rows of {dim or 'values'} are "
@@ -260,3 +264,80 @@ def checked(features: Tensor, dim: int | None = None) -> Tensor:
             "features have a NaN or infinity; look at the images that they were made of."
         )
     return features
+
+
+class FeatureStats:
+    """What distances need of one set: moments of all and of both halves, and the first features.
+
+    The halves are the samples of even and of odd number. Memory does not grow with the number of
+    samples.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.all = Moments(dim)
+        self.halves = (Moments(dim), Moments(dim))
+        self.first: list[Tensor] = []
+
+    def add(self, features: Float[Tensor, "B D"]) -> None:
+        """Appends samples."""
+        start = self.all.count
+        self.all.add(features)
+        for half in (0, 1):
+            self.halves[half].add(features[(half - start) % 2 :: 2])
+        if start < ROWS:
+            self.first.append(features[: ROWS - start])
+
+    @property
+    def rows(self) -> Float[Tensor, "N D"]:
+        """The features of the first `ROWS` samples."""
+        return torch.cat(self.first)
+
+
+def distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
+    """`fd`, `kd` and `kd_std` between two sets.
+
+    `fd` is None where samples are too few, and `why` says so.
+    """
+    kd, spread = kernel_distance(fake.rows, real.rows)
+    why = too_few(min(fake.all.count, real.all.count), len(real.all.mean))
+    found = {"fd": None if why else frechet(fake.all, real.all), "kd": kd, "kd_std": spread}
+    return found | ({"why": why} if why else {})
+
+
+def floor(real: FeatureStats) -> dict[str, Any]:
+    """The distances between the halves of the reference, `floor_fd` and `floor_kd`.
+
+    Both halves are smaller than the reference, and the bias of a Fréchet distance falls like 1/n,
+    so as many samples as the reference has may come out below `floor_fd`.
+    """
+    few = too_few(min(half.count for half in real.halves), len(real.all.mean))
+    kd, _ = kernel_distance(real.rows[::2], real.rows[1::2])
+    found = {"floor_fd": None if few else frechet(*real.halves), "floor_kd": kd}
+    return found | ({"why": f"the floor is of halves: {few}"} if few else {})
+
+
+def figures(
+    fake: Mapping[str, FeatureStats], real: Mapping[str, FeatureStats]
+) -> dict[str, dict[str, Any]]:
+    """All figures of each feature space; `why` tells of those that are left out, and of copies."""
+    found = {}
+    for space, stats in fake.items():
+        near = nearness(real[space].rows, stats.rows)
+        shares = {"precision": near.precision, "recall": near.recall, "copied": near.copied}
+        found[space] = floor(real[space]) | distances(stats, real[space]) | shares
+        if many := too_many_copies(near, len(stats.rows), len(real[space].rows)):
+            why = found[space].get("why")
+            found[space]["why"] = f"{why}; {many}" if why else many
+    return found
+
+
+def too_many_copies(near: Nearness, fakes: int, reals: int) -> str | None:
+    """Says that a share of copies is far above the expected one and above chance; else None."""
+    variance = near.expected * (1 - near.expected)
+    error = math.sqrt(variance * (1 / fakes + 1 / reals))
+    if near.copied <= max(FAR * near.expected, near.expected + 5 * error):
+        return None
+    return (
+        f"copied={near.copied:.2g}, and {near.expected:.2g} is expected: the model may repeat "
+        "images of the reference"
+    )

@@ -1,4 +1,6 @@
-"""Feature spaces that download nothing, and the one place that builds a space from its name.
+"""Feature spaces: what one is, those that download nothing, and those of published networks.
+
+The packages of published networks are imported only when a configuration asks for them.
 
 Letters: B images, H W their size, D features, C channels.
 """
@@ -6,8 +8,13 @@ Letters: B images, H W their size, D features, C channels.
 from __future__ import annotations
 
 import importlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,21 +24,78 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError
-from evaluation.pretrained_features import Dinov2Features, InceptionFeatures
-from evaluation.space import Features, planes
+from common.exact_products import exact_products
+from common.files import file_sha256
 from models.autoencoders import Autoencoder
-from training.config.extensions import is_admitted
+from training.config.build import is_admitted
+from training.config.schema import FdConfig
 
 MAX_ENCODER_FEATURES = 256
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION_URL = (
+    f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
+)
+INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+
+DINOV2_FILES = ("config.json", "model.safetensors")
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of red, green and blue in [0, 1]."""
+
+
+class Features(nn.Module, ABC):
+    """Maps 8-bit RGB images to features; your own class derives from it and takes no arguments.
+
+    Calling it runs `forward` without gradients, in true fp32 (no TF32, no autocast), with
+    deterministic convolutions. An image's features do not depend on the other images of its batch,
+    up to rounding.
+    """
+
+    name: str
+    dim: int
+    """Features of an image."""
+
+    @abstractmethod
+    def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
+        """Returns features in fp32, on the device of the images, which is that of this module."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Returns, as values for JSON, what must be equal for two figures to be comparable.
+
+        These are the name, `dim`, the version or the hash of the weights, and the resizing.
+        """
+
+    def __call__(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
+        assert images.dtype == torch.uint8
+        assert images.shape[3:] == (3,)
+        with torch.no_grad(), exact(images.device):
+            return super().__call__(images).float()
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Computes without autocast and TF32, and with the same convolution algorithms every time."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    try:
+        with exact_products(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
+    """Moves the channels to the front; values stay 0 to 255, in fp32."""
+    return images.permute(0, 3, 1, 2).float()
 
 
 class RandomFeatures(Features):
-    """A fixed random convolutional network that needs no download: 64 channels on a 2×2 grid, so it
-    sees layout too.
+    """A fixed random convolutional network: 64 channels on a 2×2 grid, so that it sees layout too.
 
     Random features rank generators much as trained ones do (https://arxiv.org/abs/2208.09218). The
-    weights come from numpy's RandomState, whose stream numpy has frozen. Another network is another
-    version: old figures compare no more.
+    weights come from numpy's RandomState, whose stream numpy has frozen. A change of the network
+    needs another `version`, as its figures do not compare with older ones.
     """
 
     name = "random"
@@ -62,114 +126,223 @@ class RandomFeatures(Features):
 
 
 class EncoderFeatures(Features):
-    """The mean latents of a latent set's own autoencoder, averaged over the finest square grid with
-    ≤ 256 values.
+    """The mean latents of the set's own autoencoder, pooled to a square grid of ≤ 256 values.
 
-    `channels`, 1 or 3, are those of the autoencoder's images. Of grey ones the first is taken:
-    three equal channels would make the covariance singular. `dim` follows from the size of the
-    images and is known after the first batch; all batches must have that size.
+    `example` is what the autoencoder makes of one latent: all images must have its size. Of grey
+    images one channel is taken: three equal ones would make the covariance singular.
     """
 
     name = "encoder"
 
-    def __init__(self, autoencoder: Autoencoder, channels: int) -> None:
+    def __init__(self, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]) -> None:
         super().__init__()
-        if channels not in (1, 3):
-            raise UserError(
-                "features=encoder: images have 1 or 3 channels, these latents decode to "
-                f"{channels}."
-            )
         self.autoencoder = autoencoder.eval()
-        self.channels = channels
-        self.seen: tuple[int, int, int] | None = None
-
-    @property
-    def latents(self) -> tuple[int, int, int]:
-        """C, height and width of the latents."""
-        if self.seen is None:
-            raise RuntimeError(
-                "EncoderFeatures know the size of the latents after their first batch of images."
-            )
-        return self.seen
-
-    @property
-    def grid(self) -> int:
-        """Side of the grid."""
+        self.channels = example.shape[1]
+        with torch.no_grad():
+            self.latents = autoencoder.encode(example)[0].shape[1:]
         C, height, width = self.latents
-        return max(1, min(height, width, math.isqrt(MAX_ENCODER_FEATURES // C)))
-
-    @property
-    def dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.latents[0] * self.grid**2
+        self.grid = max(1, min(height, width, math.isqrt(MAX_ENCODER_FEATURES // C)))
+        self.dim = C * self.grid**2
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         latents = self.autoencoder.encode(planes(images)[:, : self.channels] / 127.5 - 1.0)[0]
-        _, C, height, width = latents.shape
-        if self.seen not in (None, (C, height, width)):
+        if latents.shape[1:] != self.latents:
             raise UserError(
-                f"features=encoder: latents of shape {(C, height, width)} after {self.seen}; use "
-                "one size."
+                f"features=encoder: latents of shape {tuple(latents.shape[1:])} after "
+                f"{tuple(self.latents)}; use one size."
             )
-        self.seen = (C, height, width)
         return F.adaptive_avg_pool2d(latents, self.grid).flatten(1)
 
     def describe(self) -> dict[str, Any]:
-        about = {
+        return {
             "name": self.name,
             "dim": self.dim,
             "latents": list(self.latents),
             "resize": "none",
+            "class": self.autoencoder.kind,
+            "sha256": self.autoencoder.weights_sha256,
         }
-        return about | {"class": self.autoencoder.kind, "sha256": self.autoencoder.weights_sha256}
 
 
-KNOWN = ("encoder", "random", "inception", "dinov2")
+class InceptionFeatures(Features):
+    """The 2048 pooled features of FID's Inception v3, computed by torch-fidelity.
+
+    `weights` is the local file `INCEPTION_FILE`, known by its hash; nothing is downloaded.
+    ValueError without it, and without torch-fidelity or a torchvision that fits torch.
+    """
+
+    name = "inception"
+    dim = 2048
+
+    def __init__(self, weights: str | None) -> None:
+        super().__init__()
+        remedy = f"download {INCEPTION_URL} and give its path"
+        if weights is None:
+            raise UserError(f"features=inception needs inception=<file>; {remedy}.")
+        file = Path(weights).expanduser()
+        if not file.is_file():
+            raise UserError(f"inception={weights} does not exist; {remedy}.")
+        if file_sha256(file) != INCEPTION_SHA256:
+            raise UserError(
+                f"inception={weights} is not {INCEPTION_FILE}, or is damaged; {remedy}."
+            )
+        module = "torch_fidelity.feature_extractor_inceptionv3"
+        network = imported(self.name, module, "FeatureExtractorInceptionV3")
+        self.network = network("inception", ["2048"], feature_extractor_weights_path=str(file))
+
+    def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 2048"]:
+        return self.network(images.permute(0, 3, 1, 2).contiguous())[0]
+
+    def describe(self) -> dict[str, Any]:
+        resize = "bilinear 299 as TensorFlow 1"
+        return {"name": self.name, "dim": self.dim, "sha256": INCEPTION_SHA256, "resize": resize}
+
+
+class Dinov2Features(Features):
+    """DINOv2's class token after the last norm (Oquab et al. 2023), such as 768 values of the base.
+
+    `path` is a folder or a hub id in the format of transformers; only safetensors are read.
+    ValueError where it is missing or another model, and where transformers is.
+    """
+
+    name = "dinov2"
+    SIDE = 224
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__()
+        if path is None:
+            raise UserError(
+                "features=dinov2 needs dinov2=<folder or hub id>, for example facebook/dinov2-base."
+            )
+        model = imported(self.name, "transformers", "Dinov2Model")
+        folder = dinov2_folder(path)
+        try:
+            self.network, loaded = model.from_pretrained(
+                folder,
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise UserError(
+                f"dinov2={path} cannot be read ({error}); download it again."
+            ) from error
+        if loaded["missing_keys"]:
+            raise UserError(
+                f"dinov2={path} does not hold the model of its config.json; missing_keys: "
+                f"{loaded['missing_keys']}."
+            )
+        self.network.float().eval().requires_grad_(False)
+        self.dim = self.network.config.hidden_size
+        self.sha256 = file_sha256(folder / "model.safetensors")
+
+    def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
+        size = (self.SIDE, self.SIDE)
+        x = F.interpolate(planes(images), size, mode="bicubic", antialias=True).clamp(0.0, 255.0)
+        mean, std = (x.new_tensor(values).view(3, 1, 1) for values in IMAGENET)
+        return self.network(pixel_values=(x / 255.0 - mean) / std).last_hidden_state[:, 0]
+
+    def describe(self) -> dict[str, Any]:
+        resize = f"bicubic antialiased {self.SIDE}"
+        return {"name": self.name, "dim": self.dim, "sha256": self.sha256, "resize": resize}
+
+
+def dinov2_folder(path: str) -> Path:
+    """Returns the folder at `path`, or the one that holds the files of a hub id.
+
+    ValueError where there is neither, or another model than DINOv2.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if path.count("/") != 1 or path.startswith((".", "/", "~")):
+            raise UserError(
+                f"dinov2={path} is neither an existing folder nor a hub id such as "
+                "facebook/dinov2-base."
+            )
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(path, allow_patterns=[*DINOV2_FILES]))
+        except Exception as error:
+            raise UserError(
+                f"dinov2={path} is no local folder and could not be downloaded from the hub "
+                f"({type(error).__name__}); check the id, the network, or give a local folder."
+            ) from error
+    for name in DINOV2_FILES:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"dinov2={path}: {folder / name} does not exist; give a folder that transformers "
+                "saved."
+            )
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind != "dinov2":
+        raise UserError(f"dinov2={path} is a model of type {kind}; give one of type dinov2.")
+    return folder
+
+
+def imported(space: str, module: str, name: str) -> Any:
+    """Imports what a feature space needs; ValueError, with the fix, where that fails."""
+    package = module.partition(".")[0]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # a torchvision built for another torch raises RuntimeError and more
+        if find_spec(package) is None:
+            raise UserError(
+                f"features={space} needs {package}, which is not installed; "
+                "pip install 'fastlatent[evaluation]'."
+            ) from error
+        cause = " ".join(str(error).split())
+        raise UserError(
+            f"features={space}: {package} is installed and cannot be imported ({cause}); mostly "
+            "its torchvision is built for another torch: install the one that belongs to torch "
+            f"{torch.__version__}."
+        ) from error
 
 
 def build_features(
-    names: Sequence[str], autoencoder: Autoencoder, channels: int, files: Mapping[str, str | None]
+    cfg: FdConfig, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]
 ) -> dict[str, Features]:
-    """The feature spaces called `names`: some of `KNOWN`, or paths of classes in packages that
-    `extensions=` names.
+    """Builds the feature spaces that `cfg.features` names: ours, or classes of `extensions=`.
 
-    `autoencoder` and `channels` make "encoder"; `files` says where the weights of "inception" and
-    "dinov2" are. ValueError for an unknown or doubled name, for none at all, and for weights that
-    are missing or not the right ones.
+    `example` is an image that the autoencoder made. ValueError for an unknown or doubled name, for
+    none at all, and for weights that are missing or other ones.
     """
-    if not names or len(set(names)) < len(names):
+    ours: dict[str, Callable[[], Features]] = {
+        "encoder": lambda: EncoderFeatures(autoencoder, example),
+        "random": RandomFeatures,
+        "inception": lambda: InceptionFeatures(cfg.inception),
+        "dinov2": lambda: Dinov2Features(cfg.dinov2),
+    }
+    known = ", ".join(ours)
+    if not cfg.features or len(set(cfg.features)) < len(cfg.features):
         raise UserError(
-            f"features={list(names)} must name one space or more, each once; choose of "
-            f"{', '.join(KNOWN)}."
+            f"features={cfg.features} must name one space or more, each once; choose of {known}."
         )
-    return {name: build_one(name, autoencoder, channels, files) for name in names}
+    return {name: (ours.get(name) or class_at(name, known))() for name in cfg.features}
 
 
-def build_one(
-    name: str, autoencoder: Autoencoder, channels: int, files: Mapping[str, str | None]
-) -> Features:
-    if name == "encoder":
-        return EncoderFeatures(autoencoder, channels)
-    if name == "random":
-        return RandomFeatures()
-    if name == "inception":
-        return InceptionFeatures(files.get(name))
-    if name == "dinov2":
-        return Dinov2Features(files.get(name))
+def class_at(name: str, known: str) -> Callable[[], Features]:
+    """Imports your own feature space from its dotted path; ValueError where it is none."""
     module, _, attribute = name.rpartition(".")
     if not module or not is_admitted(name):
         raise UserError(
-            f"features={name} is unknown; choose of {', '.join(KNOWN)}, or give the path of a "
-            "class in a package that extensions=[…] on this command line names."
+            f"features={name} is unknown; choose of {known}, or give the path of a class in a "
+            "package that extensions=[…] on this command line names."
         )
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"features={name}: there is no module {error.name}; correct the path, or install it."
-        ) from error
+        moved = error.name == "evaluation.space"
+        fix = (
+            "import Features from evaluation.features"
+            if moved
+            else "correct the path, or install it"
+        )
+        raise UserError(f"features={name}: there is no module {error.name}; {fix}.") from error
     if not (isinstance(found, type) and issubclass(found, Features)):
         raise UserError(
             f"features={name} is no class derived from evaluation.features.Features, which it "
             "must be."
         )
-    return found()
+    return found

@@ -1,19 +1,16 @@
-"""The reference that samples are compared with: images of a folder, or the decoded training latents
-of a run.
+"""The reference that samples are compared with: a folder's images, or a run's training latents.
 
-Their features are made once and kept below ~/.cache/fastlatent, so the set itself may be read-only.
+The latents are decoded. Features of a reference are made once and kept below ~/.cache/fastlatent,
+so the set itself may be read-only.
 
 Letters: B images, H W their size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +22,21 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import cache_folder
 from common.progress import Progress
-from data.loader import LatentLoader, LatentSpec
+from data.loader import LatentSpec
 from encoding.images import RESIZE, DecodedImages, ImageEntry, decoding_loader, read_again
 from encoding.listing import is_image
 from encoding.sources import list_images
-from evaluation.sides import Side
-from evaluation.space import Features, exact
+from evaluation.distances import FeatureStats
+from evaluation.features import Features, exact
 from models.autoencoders import Autoencoder
 from models.images import to_uint8
-from sampling.resumable_chunks import Pieces
+from sampling.resumable_chunks import ResumableChunks
 from training.components import build_loader
 from training.distributed.ranks import Ranks
 from training.goodput import CLOCK
 
-PIECE = 512
+CHUNK = 512
+"""Images whose features lie in one file."""
 BATCH = 64
 FEWEST = 8
 Images = Iterator[UInt8[Tensor, "B H W 3"]]
@@ -46,25 +44,44 @@ Images = Iterator[UInt8[Tensor, "B H W 3"]]
 
 @dataclass(frozen=True)
 class Source:
-    """Images to compare with: what they are, how many, and a way to get those of numbers first …
-    last - 1."""
+    """Images to compare with: what they are, how many, and how to get them.
 
+    ValueError if halves of them would be too small for any distance.
+    """
+
+    name: str
+    """What messages call it."""
     told: dict[str, Any]
     """`kind`, `sha256` of what determines them, `count`, `resize`."""
-    count: int
-    images: Callable[[int, int], Images]
+    images: Callable[[Iterable[range]], Iterator[Images]]
+    """Yields for each range of numbers the batches of those images."""
+
+    def __post_init__(self) -> None:
+        if self.count < FEWEST:
+            raise UserError(
+                f"{self.name} gives {self.count} images to compare with; give {FEWEST} or more."
+            )
+
+    @property
+    def count(self) -> int:
+        return self.told["count"]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What `told` says but for the name: the same images may lie in another folder."""
+        return {key: value for key, value in self.told.items() if key != "name"}
 
 
 def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
-    """The images of a folder, tars or `datasets`, cropped to `size`; drawn by a fixed order if more
-    than `limit`.
+    """Takes the images of a folder, tars or `datasets`, cropped to `size`.
 
-    ValueError if there are too few, if one cannot be decoded, and if the samples are not square.
+    Of more than `limit` a fixed order draws some. ValueError if there are too few, if one cannot be
+    decoded, and if the samples are not square.
     """
+    name = f"reference={folder}"
     if size[0] != size[1]:
         raise UserError(
-            f"reference={folder}: samples of {size[0]}×{size[1]} are not square; leave reference "
-            "out."
+            f"{name}: samples of {size[0]}×{size[1]} are not square; leave reference out."
         )
     listed = images_of(folder)
     order = torch.randperm(len(listed), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
@@ -73,12 +90,13 @@ def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
     for entry in entries:  # all bytes: a file of the same name and size may be another image
         digest.update(hashlib.sha256(read_again(entry)).digest())
 
-    def images(first: int, last: int) -> Images:
-        dataset = DecodedImages(entries[first:last], size[0])
-        batches = [part.tolist() for part in torch.arange(last - first).split(BATCH)]
-        for decoded in decoding_loader(dataset, batches, workers=int(len(batches) > 1)):
-            if trouble := [*decoded.reasons, *([decoded.unread] if decoded.unread else [])]:
-                raise UserError(f"reference={folder}: {trouble[0]}; remove or mend it.")
+    def batches(wanted: range) -> Images:
+        dataset = DecodedImages(entries[wanted.start : wanted.stop], size[0])
+        parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH)]
+        for decoded in decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
+            for trouble in (*decoded.reasons, decoded.unread):
+                if trouble:
+                    raise UserError(f"{name}: {trouble}; remove or mend it.")
             yield decoded.pixels.permute(0, 2, 3, 1)
 
     told = {
@@ -86,21 +104,19 @@ def folder_source(folder: str, size: tuple[int, int], limit: int) -> Source:
         "name": folder,
         "sha256": digest.hexdigest(),
         "resize": f"{RESIZE}, {size[0]}",
+        "count": len(entries),
     }
-    return enough(
-        Source(told | {"count": len(entries)}, len(entries), images), f"reference={folder}"
-    )
+    return Source(name, told, lambda ranges: map(batches, ranges))
 
 
 def images_of(folder: str) -> list[ImageEntry]:
-    """The images right in a folder, or else as `precompute_latents.py` finds them; labels do not
-    matter."""
+    """Lists the images right in a folder, or else those that `precompute_latents.py` finds there.
+
+    Labels do not matter.
+    """
     path = Path(folder).expanduser()
-    flat = (
-        sorted(p for p in path.iterdir() if is_image(p.suffix.lower()) and p.is_file())
-        if path.is_dir()
-        else []
-    )
+    files = sorted(path.iterdir()) if path.is_dir() else []
+    flat = [file for file in files if is_image(file.suffix.lower()) and file.is_file()]
     if flat:
         return [ImageEntry(file.name, 0, str(file), 0, file.stat().st_size) for file in flat]
     try:
@@ -116,111 +132,100 @@ def reconstructions(
     device: torch.device,
     limit: int,
 ) -> Source:
-    """The training latents of `node`, a run's data configuration, decoded: the first `limit` in the
-    order of seed 0.
+    """Decodes the training latents of `node`, a run's data configuration.
 
-    They are read into host memory, and only where their features are not known yet.
+    They are the first `limit` in the order of seed 0, and are read into host memory only where
+    their features are not known yet. ValueError if it is no longer the set of `spec`.
     """
-    count = min(spec.count, limit)
 
-    def images(first: int, last: int) -> Images:
-        loader = opened(json.dumps(node), spec.fingerprint)
-        if loader.state_dict()["samples_seen"] != first:
-            loader.load_state_dict(loader.state_dict() | {"samples_seen": first})
-        for start in range(first, last, BATCH):
-            latents = spec.denormalise(next(loader).latents[: last - start]).to(device)
-            yield decoded(autoencoder, latents)
+    def images(ranges: Iterable[range]) -> Iterator[Images]:
+        loader = build_loader(node, 0, BATCH, torch.device("cpu"))
+        if spec.fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
+            raise UserError(
+                f"the run's data are {loader.spec.fingerprint} now, its weights were trained on "
+                f"{spec.fingerprint}; give images to compare with: reference=<folder>."
+            )
 
-    order = {key: node[key] for key in ("_target_", "streams", "window") if key in node}
+        def batches(wanted: range) -> Images:
+            place = loader.state_dict()
+            if place["samples_seen"] != wanted.start:
+                loader.load_state_dict(place | {"samples_seen": wanted.start})
+            for start in wanted[::BATCH]:
+                latents = next(loader).latents[: wanted.stop - start]
+                yield decoded(autoencoder, spec.denormalise(latents).to(device))
+
+        yield from map(batches, ranges)
+
     facts = [
         spec.fingerprint,
         spec.encoder_sha256 or spec.encoder.get("_target_"),
         spec.mean,
         spec.std,
-        order,
+        {key: node[key] for key in ("_target_", "streams", "window") if key in node},
     ]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    told = {"kind": "reconstructions", "sha256": digest, "resize": "none", "count": count}
-    return enough(Source(told, count, images), "the training set")
+    told = {
+        "kind": "reconstructions",
+        "sha256": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        "resize": "none",
+        "count": min(spec.count, limit),
+    }
+    return Source("the training set", told, images)
 
 
 def decoded(
     autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]
 ) -> UInt8[Tensor, "B H W 3"]:
-    """8-bit images from raw latents, in true fp32 whatever the process has set."""
+    """Decodes raw latents to 8-bit images, in true fp32 whatever the process has set."""
     with torch.no_grad(), exact(latents.device):
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
 
-@functools.lru_cache(maxsize=1)
-def opened(node: str, fingerprint: str) -> LatentLoader:
-    """The loader of the training set on the CPU; ValueError if it is no longer the set of this
-    fingerprint."""
-    with contextlib.redirect_stdout(io.StringIO()):  # the run has told of its data already
-        loader = build_loader(json.loads(node), 0, BATCH, torch.device("cpu"))
-    if fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
-        raise UserError(
-            f"the run's data are {loader.spec.fingerprint} now, its weights were trained on "
-            f"{fingerprint}; give images to compare with: reference=<folder>."
-        )
-    return loader
-
-
-def enough(source: Source, name: str) -> Source:
-    """The source; ValueError if halves of it would be too small for any distance."""
-    if source.count < FEWEST:
-        raise UserError(
-            f"{name} gives {source.count} images to compare with; give {FEWEST} or more."
-        )
-    return source
-
-
 @CLOCK.spending("evaluation")
-def reference_sides(
+def reference_stats(
     source: Source, spaces: Mapping[str, Features], device: torch.device, ranks: Ranks
-) -> dict[str, Side]:
-    """The reference's side of the comparison in each space; the processes share the work, the first
-    has the result.
+) -> dict[str, FeatureStats]:
+    """Returns the reference's features in each space; the first process has them.
 
-    Every space has a folder of its own in the cache, so that one more space costs only its own
-    features.
+    The processes share the work. Every space has a folder of its own in the cache, so that one more
+    space costs only its own features.
     """
-    kept: dict[str, Pieces] = {}
-    for name in sorted(spaces):  # in one order, so that two commands never wait for each other
-        job = {
-            "reference": {k: v for k, v in source.told.items() if k != "name"},
-            "features": spaces[name].describe(),
-        }
-        key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
-        kept[name] = Pieces(
-            cache_folder("references") / key, job, -(-source.count // PIECE), ranks, waits=True
-        )
-    missing = {name: pieces.missing() for name, pieces in kept.items()}
-    todo = sorted(set().union(*missing.values()))
-    if todo:
+    # sorted, so that two commands never wait for each other
+    kept = {name: kept_features(source, spaces[name], ranks) for name in sorted(spaces)}
+    missing = {name: set(chunks.missing()) for name, chunks in kept.items()}
+    if any(missing.values()):
         ranks.say(
             f"making features ({', '.join(name for name in missing if missing[name])}) of "
             f"{source.count} images of the reference; a later run finds them in "
             f"{cache_folder('references')}"
         )
-    spans = {number: (number * PIECE, min((number + 1) * PIECE, source.count)) for number in todo}
-    total = sum(last - first for first, last in spans.values())
-    progress = Progress(total, "images", silent=not ranks.first, lasting=False)
-    for number, (first, last) in spans.items():
-        found: dict[str, list[Tensor]] = {name: [] for name in spaces if number in missing[name]}
-        for images in source.images(first, last):
-            for name, features in found.items():
-                features.append(spaces[name](images.to(device)).cpu())
-            progress.advance(len(images))
-        for name, features in found.items():
-            kept[name].write(number, {name: torch.cat(features)})
-    progress.close()
-    opened.cache_clear()
+        todo = sorted(set().union(*missing.values()))
+        ranges = [range(n * CHUNK, min((n + 1) * CHUNK, source.count)) for n in todo]
+        total = sum(map(len, ranges))
+        progress = Progress(total, "images", silent=not ranks.first, lasting=False)
+        for number, batches in zip(todo, source.images(ranges), strict=True):
+            features: dict[str, list[Tensor]] = {n: [] for n in spaces if number in missing[n]}
+            for images in batches:
+                for name, found in features.items():
+                    found.append(spaces[name](images.to(device)).cpu())
+                progress.advance(len(images))
+            for name, found in features.items():
+                kept[name].write(number, {name: torch.cat(found)})
+        progress.close()
+
     ranks.wait_for_all()
-    sides = {name: Side(space.dim) for name, space in spaces.items()} if ranks.first else {}
-    for name, side in sides.items():
-        for number in range(kept[name].count):
-            side.add(kept[name].read(number)[name])
-    for pieces in kept.values():
-        pieces.close()
-    return sides
+    stats = {}
+    for name, space in spaces.items():
+        if ranks.first:
+            stats[name] = FeatureStats(space.dim)
+            for number in range(kept[name].count):
+                stats[name].add(kept[name].read(number)[name])
+        kept[name].close()
+    return stats
+
+
+def kept_features(source: Source, space: Features, ranks: Ranks) -> ResumableChunks:
+    """Opens the cache of the reference's features in one space, once nobody else works in it."""
+    job = {"reference": source.identity, "features": space.describe()}
+    key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
+    folder = cache_folder("references") / key
+    return ResumableChunks(folder, job, -(-source.count // CHUNK), ranks, waits=True)

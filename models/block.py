@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.swiglu import fused_swiglu, silu_product
-from models.initialisation import init_linear
+from models.layers import init_linear
 
 Norm = Literal["rms", "layer"]
 

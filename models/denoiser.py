@@ -59,18 +59,7 @@ class Denoiser(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size}
-        for key, value in sizes.items():
-            if value < 1:
-                raise UserError(f"model.{key}={value} must be at least 1.")
-        if height % patch_size or width % patch_size:
-            raise UserError(
-                f"model.patch_size={patch_size} does not divide the latent size {height}×{width}; "
-                f"choose a common divisor of both."
-            )
-        if mlp_ratio < 0.0:
-            raise UserError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
-        if not 0.0 <= drop_path < 1.0:
-            raise UserError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
+        refuse_shape(sizes, (height, width), mlp_ratio, drop_path)
         self.channels = channels
         self.num_classes = num_classes
         self.patch_size = patch_size
@@ -84,24 +73,21 @@ class Denoiser(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
         self.label_embed = LabelEmbedding(dim, num_classes)
+
         hidden = 32 * round(mlp_ratio * dim / 32)
-        by_layer = "layer" in inspect.signature(mixer).parameters
+        layers = (mixer, mlp, dim, hidden, head_dim, self.grid)
+
+        # Each block knows the order in which the block before it leaves the tokens.
         self.blocks = nn.ModuleList()
         self.leaving = None
-        for i in range(depth):
-            layers = [
-                mixer(
-                    dim=dim, head_dim=head_dim, grid=self.grid, **({"layer": i} if by_layer else {})
-                )
-            ]
-            block = Block(
-                layers + ([mlp(dim=dim, hidden=hidden)] if hidden else []), eps, self.leaving, norm
-            )
+        for number in range(depth):
+            block = Block(branches_of(number, *layers), eps, self.leaving, norm)
             self.blocks.append(block)
             self.leaving = block.orders[-1]
         register_rows(self, "rows", self.leaving)
+
+        # One product makes the modulations of all blocks, and the last norm's two.
         self.modulations = 6 if hidden else 3
-        # all blocks, and the last norm's two
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, channels * patch_size**2)
         if not self.head.weight.is_meta:
@@ -211,3 +197,37 @@ class Denoiser(nn.Module):
         )
         blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
         return blocks + 2 * (self.tokens * per_token + per_sample)
+
+
+def branches_of(
+    number: int,
+    mixer: Callable[..., nn.Module],
+    mlp: Callable[..., nn.Module],
+    dim: int,
+    hidden: int,
+    head_dim: int,
+    grid: tuple[int, int],
+) -> list[nn.Module]:
+    """The layers of a block: a mixer, and an MLP of width `hidden` unless that is 0."""
+    own = {"layer": number} if "layer" in inspect.signature(mixer).parameters else {}
+    mixing = mixer(dim=dim, head_dim=head_dim, grid=grid, **own)
+    return [mixing, mlp(dim=dim, hidden=hidden)] if hidden else [mixing]
+
+
+def refuse_shape(
+    sizes: dict[str, int], latents: tuple[int, int], mlp_ratio: float, drop_path: float
+) -> None:
+    """ValueError for a size below 1, patches that do not fit, and shares that no model has."""
+    for key, value in sizes.items():
+        if value < 1:
+            raise UserError(f"model.{key}={value} must be at least 1.")
+    patch_size = sizes["patch_size"]
+    if any(side % patch_size for side in latents):
+        raise UserError(
+            f"model.patch_size={patch_size} does not divide the latent size "
+            f"{latents[0]}×{latents[1]}; choose a common divisor of both."
+        )
+    if mlp_ratio < 0.0:
+        raise UserError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
+    if not 0.0 <= drop_path < 1.0:
+        raise UserError(f"model.drop_path={drop_path} must be at least 0 and below 1.")

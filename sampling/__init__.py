@@ -1,4 +1,4 @@
-"""Draws samples of a run: its model with the averaged weights, and jobs that go on where they stopped.
+"""Draws samples of a run, in jobs that go on where they stopped.
 
 from sampling import load_run
 """

@@ -1,11 +1,12 @@
-"""Draws many samples of a trained run, piece by piece and in several processes; what becomes of
-them is the caller's.
+"""Draws many samples of a trained run, chunk by chunk and in several processes.
 
-`scripts.sample` keeps the images, `scripts.evaluate` their features.
+What becomes of them is the caller's: `scripts.sample` keeps the images, `scripts.evaluate` their
+features.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,20 +19,21 @@ from training.config.schema import at_least
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel.ledger import Ledger
     from sampling.load import Labels
-    from sampling.resumable_chunks import Pieces
+    from sampling.resumable_chunks import ResumableChunks
     from training.distributed.ranks import Ranks
 
 SAMPLER = ("guidance", "guidance_interval", "solver", "steps", "shift")
-PIECE = 512
-"""Samples in a piece, or a batch where that is larger."""
+CHUNK = 512
+"""Samples in a chunk, or a batch where that is larger."""
+
+# the profiled warm-up is ours; its messages help no user
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 @dataclass(frozen=True)
 class DrawConfig:
-    """What to draw from which run. Null, in the settings of the sampler: as the run itself
-    sampled."""
+    """What to draw from which run. A setting of the sampler that is null is the run's own."""
 
     run_dir: str | None = None
     """A run folder, or one of its checkpoints; its averaged weights are used."""
@@ -39,8 +41,7 @@ class DrawConfig:
     """Instead of a run: a .safetensors file of a checkpoint, wherever it lies; its header says what
     the model is."""
     adapter: str | None = None
-    """Merged into the weights: a run with an adapter, one of its files, or a folder in PEFT's
-    format."""
+    """Merged into the weights: a run with an adapter, a file of one, or a folder of PEFT's."""
     encoder: str | None = None
     """Where the autoencoder lies now, if its folder was moved since the latents were made."""
     labels: Any = "balanced"
@@ -64,30 +65,32 @@ class DrawConfig:
     def check(self) -> None:
         """ValueError for a value that nothing can be drawn with."""
         if (self.run_dir is None) == (self.weights is None):
-            fault = (
-                "run_dir is not set" if self.run_dir is None else "run_dir and weights are both set"
-            )
+            unset = self.run_dir is None
+            fault = "run_dir is not set" if unset else "run_dir and weights are both set"
             raise UserError(
                 f"{fault}; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors."
             )
         at_least(1, self, "count", "batch_size")
 
 
-class Drawing:
-    """The samples of a `DrawConfig`, opened: the model under its techniques, and the endless stream
-    of its samples."""
+class SampleJob:
+    """The samples of a `DrawConfig`: the model under its techniques, and the stream of its samples.
+
+    All processes build it together.
+    """
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
         cfg.check()
-        key = "weights" if cfg.weights else "run_dir"
+        ranks.wait_for_all()  # connects them
         device = ranks.device(pick_device(cfg.device))
+        key = "weights" if cfg.weights else "run_dir"
         self.cfg = cfg
         self.ranks = ranks
         self.trained = load_run(
-            str(getattr(cfg, key)),
+            cfg.weights or str(cfg.run_dir),
             cfg.encoder,
             device,
             key,
@@ -95,41 +98,42 @@ class Drawing:
             cfg.batch_size,
             cfg.adapter,
         )
-        given = {name: getattr(cfg, name) for name in SAMPLER}
-        sampling = self.trained.settings(
-            **{name: value for name, value in given.items() if value is not None}
-        )
+        given = {name: getattr(cfg, name) for name in SAMPLER if getattr(cfg, name) is not None}
+        sampling = self.trained.settings(**given)
         self.labels, dealt = self.chosen_labels()
         """`balanced`, `data`, or numbers of classes."""
-        self.stream = SampleStream(
-            self.trained.forward,
-            self.trained.spec,
-            sampling,
-            dealt,
-            cfg.seed,
-            cfg.batch_size,
-            device,
+        forward = self.trained.forward
+        spec = self.trained.spec
+        self.stream = SampleStream(forward, spec, sampling, dealt, cfg.seed, cfg.batch_size, device)
+        self.ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
+        self.size = cfg.batch_size * max(1, CHUNK // cfg.batch_size)
+        """Samples in a chunk."""
+
+    def announce(self) -> None:
+        """Prints what is drawn, and the ledger."""
+        self.ranks.say(
+            f"{self.cfg.count} samples from {self.trained.file}\n\n"
+            f"ledger ({self.trained.device})\n{self.ledger.table()}\n"
         )
-        self.ledger: Ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
-        self.size = cfg.batch_size * max(1, PIECE // cfg.batch_size)
 
     def chosen_labels(self) -> tuple[Any, Labels]:
-        """The labels that the configuration asks for, and how they are dealt; ValueError where they
-        cannot be had."""
+        """Returns the labels that the configuration asks for, and how they are dealt.
+
+        ValueError where they cannot be had.
+        """
         from sampling.load import labels_in_turn, labels_of_data, numbers_of
 
         cfg = self.cfg
         trained = self.trained
-        if cfg.labels == "balanced":
-            return cfg.labels, labels_in_turn(trained.spec.labels, trained.device)
         if cfg.labels == "data":
             if trained.data is None:
                 raise UserError(
                     "labels=data needs the run's data, which weights= does not name; use run_dir=."
                 )
-            return cfg.labels, labels_of_data(
-                trained.data, cfg.seed, cfg.batch_size, trained.device
-            )
+            dealt = labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
+            return cfg.labels, dealt
+        if cfg.labels == "balanced":
+            return cfg.labels, labels_in_turn(trained.spec.labels, trained.device)
         if not isinstance(cfg.labels, list) or not cfg.labels:
             raise UserError(
                 f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
@@ -139,26 +143,25 @@ class Drawing:
         return numbers, labels_in_turn(numbers, trained.device)
 
     def classes(self) -> dict[str, str]:
-        """Number -> name of each class that is drawn."""
+        """Returns number -> name of each class that is drawn."""
         spec = self.trained.spec
         drawn = sorted(set(self.labels)) if isinstance(self.labels, list) else spec.labels
         return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}
 
     def protocol(self) -> dict[str, Any]:
-        """All that a figure of these samples depends on: settings, weights, and how the model
-        computes."""
+        """Returns all that a figure of these samples depends on."""
         from sampling.load import protocol_of
 
-        told = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.labels)
-        return told | {"weights": self.trained.weights}
+        settings = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.labels)
+        return settings | {"weights": self.trained.weights}
 
     def run(
         self,
         folder: Path,
         job: Mapping[str, Any],
         content: Callable[[Tensor, Tensor], dict[str, Tensor]],
-    ) -> Pieces:
-        """Draws all samples into pieces in `folder`, of which some may be there, and returns them.
+    ) -> ResumableChunks:
+        """Draws all samples into chunks in `folder`, of which some may be there, and returns them.
 
         `content(labels, latents)` makes the tensors to keep of a batch; `job` says what else they
         depend on. ValueError for latents that are not finite.
@@ -166,41 +169,41 @@ class Drawing:
         import torch
 
         from common.progress import Progress
-        from sampling.resumable_chunks import Pieces
+        from sampling.resumable_chunks import ResumableChunks
 
         cfg = self.cfg
-        size = self.size
-        told = self.protocol()
-        told["weights"] = told["weights"]["sha256"]  # the same file by another path is the same job
-        job = {
-            **told,
+        whole_job = {
+            **self.protocol(),
+            # the same file by another path is the same job
+            "weights": self.trained.weights["sha256"],
             **job,
             "batch_size": cfg.batch_size,
             "techniques": {row.key: row.active for row in self.ledger},
         }
-        pieces = Pieces(folder, job, -(-cfg.count // size), self.ranks)
-        missing = pieces.missing()
-        if done := len(pieces.mine()) - len(missing):
-            print(f"{done} of {len(pieces.mine())} pieces are already there", flush=True)
-        total = sum(min(size, cfg.count - number * size) for number in missing)
+        chunks = ResumableChunks(folder, whole_job, -(-cfg.count // self.size), self.ranks)
+        missing = chunks.missing()
+        mine = len(chunks.mine())
+        if len(missing) < mine:
+            print(f"{mine - len(missing)} of {mine} pieces are already there", flush=True)
+
+        total = sum(min(self.size, cfg.count - number * self.size) for number in missing)
         progress = Progress(total, "samples", silent=not self.ranks.first)
         for number in missing:
-            first = number * size
-            last = min((number + 1) * size, cfg.count)
-            found: list[dict[str, Tensor]] = []
-            for start in range(first, last, cfg.batch_size):
-                labels, latents = self.stream.batch(start // cfg.batch_size)
+            found = []
+            last = min((number + 1) * self.size, cfg.count)
+            for first in range(number * self.size, last, cfg.batch_size):
+                labels, latents = self.stream.batch(first // cfg.batch_size)
                 if not bool(latents.isfinite().all()):
                     raise UserError(
                         f"{self.trained.file} draws samples that are not finite; use an earlier "
                         "checkpoint of the run, or runtime.precision=fp32."
                     )
-                kept = content(labels[: last - start], latents[: last - start])
-                found.append({name: tensor.cpu() for name, tensor in kept.items()})
-                progress.advance(min(cfg.batch_size, last - start))
-            pieces.write(
-                number, {name: torch.cat([kept[name] for kept in found]) for name in found[0]}
+                wanted = min(cfg.batch_size, last - first)
+                found.append(content(labels[:wanted], latents[:wanted]))
+                progress.advance(wanted)
+            chunks.write(
+                number, {name: torch.cat([kept[name].cpu() for kept in found]) for name in found[0]}
             )
         progress.close()
         self.ranks.wait_for_all()
-        return pieces
+        return chunks

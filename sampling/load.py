@@ -1,4 +1,4 @@
-"""Draws samples: from a model in training, and afterwards from a run or from a copied weights file.
+"""Opens a trained run, or a copied weights file, and draws samples of it.
 
 Letters: N and B samples, C channels, H W height and width.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
-from accel.stack import AccelerationStack
+from accel.stack import TECHNIQUES, AccelerationStack
 from common.errors import UserError
 from data.loader import LatentSpec
 from models.autoencoders import Autoencoder
@@ -27,40 +27,28 @@ from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import check_guidance, draw_latents
 from training.checkpoint.find import read_newest, weights_file
-from training.components import build_loader, prove_kernels, runtime_values, spine
+from training.components import build_loader, prove_kernels, spine
 from training.config.compose import typed
-from training.config.schema import KERNELS, RuntimeConfig, SamplingConfig
+from training.config.schema import RuntimeConfig, SamplingConfig
 from training.config.yaml_text import read_config
 from training.environment import pick_device
 from training.weights.adapter_file import Opened, load_model
 from training.weights.pretrained import build_autoencoder
 
-TECHNIQUES = (
-    "tf32",
-    "cudnn_benchmark",
-    "residual_in_fp32",
-    *KERNELS,
-    "attention",
-    "compile",
-    "precision",
-)
-"""The runtime keys that matter where nothing is trained."""
-UNCOMPILED = MappingProxyType({"compile": False})
+QUICK_START = MappingProxyType({kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start})
+"""Runtime values that spare a few samples a long first step."""
 
 
 def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
-    """Classes as their numbers: a whole number is one, and text is a name, also where it reads "3".
+    """Returns classes as numbers: text is a name, also where it reads "3".
 
     ValueError for a class that the data does not have, and for a name that several of its classes
     have.
     """
-    known: dict[str, list[int]] = {}
-    for number, name in enumerate(spec.names):
-        known.setdefault(name, []).append(number)
     found: list[int] = []
     for label in labels:
         if isinstance(label, str):
-            fits = known.get(label, [])
+            fits = [number for number, name in enumerate(spec.names) if name == label]
         else:
             whole = isinstance(label, Integral) and not isinstance(label, bool)
             fits = [int(label)] if whole and label in spec.labels else []
@@ -71,12 +59,13 @@ def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
 
 
 def unclear(label: object, fits: list[int], names: list[str]) -> str:
-    """Why a label is not one class, as the end of a sentence."""
+    """Ends the sentence that says why a label is not one class."""
     if fits:
         return f"the name of {len(fits)} classes, {fits[:5]}; give their numbers."
     if not names:
         return "no class of this run, whose data has none; leave labels out."
-    if isinstance(label, str) and (close := difflib.get_close_matches(label[:80], set(names))):
+    close = difflib.get_close_matches(label[:80], set(names)) if isinstance(label, str) else []
+    if close:
         return f"no class of this run; did you mean {' or '.join(close)}?"
     more = ", …" if names[10:] else ""
     return (
@@ -85,22 +74,12 @@ def unclear(label: object, fits: list[int], names: list[str]) -> str:
     )
 
 
-class Forward:
-    """A denoiser's forward pass, in a form that the acceleration stack can wrap."""
-
-    def __init__(self, model: Denoiser) -> None:
-        self.forward: Callable[..., Tensor] = model
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        return self.forward(*inputs)
-
-
 @dataclass(frozen=True)
 class TrainedModel:
     """A trained denoiser with the autoencoder that decodes its latents."""
 
     model: Denoiser
-    forward: Forward
+    forward: Callable[..., Tensor]
     """The model under the techniques of `stack`."""
     stack: AccelerationStack
     opened: Opened
@@ -123,7 +102,7 @@ class TrainedModel:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Which weights these are: file, sha256, "ema" or "model", and the step they are of."""
+        """File, sha256, kind ("ema" or "model") and step of the weights."""
         told = self.opened.told
         return {
             "file": str(self.file),
@@ -133,8 +112,7 @@ class TrainedModel:
         }
 
     def settings(self, **changes: Any) -> SamplingConfig:
-        """The run's own `sampling` with changes, such as steps=50 or guidance=2.0; ValueError for
-        what cannot be."""
+        """Returns the run's own `sampling` with changes; ValueError for those that cannot be."""
         found = typed(
             SamplingConfig,
             asdict(self.sampling) | changes,
@@ -147,10 +125,10 @@ class TrainedModel:
     def sample(
         self, labels: Sequence[int | str], seed: int = 0, batch_size: int = 64, **changes: Any
     ) -> UInt8[np.ndarray, "N H W 3"]:
-        """Draws one image for each label, the number or the name of a class. `changes` replace
-        values of `sampling`, such as steps=50 or guidance=2.0.
+        """Draws one image for each label, the number or the name of a class.
 
-        Equal arguments give equal images. ValueError for a label or a value that there is not.
+        `changes` replace values of `sampling`, such as steps=50 or guidance=2.0. Equal arguments
+        give equal images. ValueError for a label or a value that there is not.
         """
         if batch_size < 1 or not labels:
             raise UserError(
@@ -169,23 +147,27 @@ class TrainedModel:
 
     @torch.no_grad()
     def warm_up(self, batch_size: int, guidance: float) -> Ledger:
-        """Evaluates the model once as sampling will, and tells which techniques are on."""
+        """Evaluates the model once as sampling will; returns which techniques are on."""
         spec = self.spec
         count = batch_size * (1 if guidance == 1.0 else 2)
         x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
         t = torch.full((count,), 0.5, device=self.device)
         labels = torch.zeros(count, dtype=torch.int64).to(self.device)
         ledger = self.stack.warm_up(lambda: self.forward(x, t, labels), self.model.blocks)
-        why = "sampling captures no graph: no GPU has proved one yet"
-        ledger.append(LedgerRow("cuda_graph", self.runtime.cuda_graph, False, why))
+        asked = self.runtime.values()
+        for kind in TECHNIQUES:
+            if why := kind.absent_from_sampling:
+                ledger.append(LedgerRow(kind.key, asked[kind.key], False, why))
         return ledger
 
 
 def protocol_of(
     stack: AccelerationStack, stream: SampleStream, count: int, labels: Any
 ) -> dict[str, Any]:
-    """All that a figure of samples depends on beside the weights: settings, data, and how the model
-    computes."""
+    """Returns what a figure of samples depends on beside the weights.
+
+    This is the settings, the data, and how the model computes.
+    """
     spec = stream.spec
     sampling = spine(stream.sampling)
     del sampling["per_class"]
@@ -194,16 +176,14 @@ def protocol_of(
         "labels": labels,
         "seed": stream.seed,
         **sampling,
-        "precision": stack.value("precision"),
-        **stack.options_of("precision", when="fp8"),
-        "tf32": stack.value("tf32"),
+        **stack.arithmetic(),
         "data": spec.fingerprint,
         "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),
     }
 
 
 Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
-"""Positions of samples to their labels."""
+"""Maps the numbers of samples to their labels."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +202,7 @@ class SampleStream:
     device: torch.device
 
     def batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
-        """Labels and raw latents of the samples from number · batch_size on."""
+        """Draws labels and raw latents of the samples from number · batch_size on."""
         first = number * self.batch_size
         position = torch.arange(first, first + self.batch_size, device=self.device)
         labels = self.labels(position)
@@ -232,7 +212,7 @@ class SampleStream:
 
 
 def labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
-    """The label of sample i is labels[i mod len(labels)]."""
+    """Gives sample i the label labels[i mod len(labels)]."""
     dealt = torch.tensor(labels, device=device)
     return lambda position: dealt[position % len(dealt)]
 
@@ -240,16 +220,16 @@ def labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
 def labels_of_data(
     node: dict[str, Any], seed: int, batch_size: int, device: torch.device
 ) -> Labels:
-    """The label of sample i is that of the i-th training sample in the order of `seed`: classes as
-    often as there.
+    """Gives sample i the label of the i-th training sample in the order of `seed`.
 
     The set is read into host memory for it.
     """
     loader = build_loader(node, seed, batch_size, torch.device("cpu"))
 
     def labels(position: Tensor) -> Tensor:
-        if loader.state_dict()["samples_seen"] != (first := int(position[0])):
-            loader.load_state_dict(loader.state_dict() | {"samples_seen": first})
+        place = loader.state_dict()
+        if place["samples_seen"] != int(position[0]):
+            loader.load_state_dict(place | {"samples_seen": int(position[0])})
         return next(loader).labels.to(device)
 
     return labels
@@ -260,12 +240,11 @@ def load_run(
     encoder: str | None = None,
     device: str | torch.device = "auto",
     key: str = "run_dir",
-    runtime: Mapping[str, Any] = UNCOMPILED,
+    runtime: Mapping[str, Any] = QUICK_START,
     batch_size: int = 64,
     adapter: str | None = None,
 ) -> TrainedModel:
-    """Loads the averaged weights of a run folder, a checkpoint or a .safetensors file, ready to
-    sample.
+    """Loads the averaged weights of a run, a checkpoint or a .safetensors file, ready to sample.
 
     `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the
     path; `adapter` is merged into the weights, and so is that of a run with one, whose base has to
@@ -281,15 +260,15 @@ def load_run(
     )
     model = opened.model
     spec = opened.told.spec
-    file = opened.file
-    folder = file.parents[2] if file.parent.parent.name == "checkpoints" else None
+    autoencoder = build_autoencoder(spec, chosen, encoder)
+
+    # how the run sampled and computed, where the weights lie in a run
+    folder = run_folder_of(opened.file)
     config = folder / "config.yaml" if folder else None
     found = read_config(config) if config and config.is_file() else {}
-    if strange := [
-        name for name in ("sampling", "runtime") if not isinstance(found.get(name, {}), dict)
-    ]:
-        raise UserError(f"{config}: {strange[0]} has no keys; restore it.")
-    autoencoder = build_autoencoder(spec, chosen, encoder)
+    for name in ("sampling", "runtime"):
+        if not isinstance(found.get(name, {}), dict):
+            raise UserError(f"{config}: {name} has no keys; restore it.")
     sampling = typed(SamplingConfig, found.get("sampling", {}), [])
     asked = found.get("runtime", {}) | {"on_unavailable": "degrade", "parallel": {}} | dict(runtime)
     settings = typed(
@@ -299,17 +278,23 @@ def load_run(
 
     on_unavailable = settings.on_unavailable.value
     stack = AccelerationStack(
-        runtime_values(settings),
+        settings.values(),
         chosen,
         on_unavailable=on_unavailable,
-        only=TECHNIQUES,
+        only=[kind.key for kind in TECHNIQUES if kind.in_sampling],
         same_bytes=True,
     )
     stack.on_process()
     prove_kernels(stack, model, spec, 2 * batch_size, folder)
     model = stack.on_model(model)
-    forward = stack.on_step(Forward(model))
+    step: Any = SimpleNamespace(forward=model)
+    forward = stack.on_step(step).forward
     data = found.get("data")
     return TrainedModel(
         model, forward, stack, opened, autoencoder, sampling, chosen, settings, data
     )
+
+
+def run_folder_of(weights: Path) -> Path | None:
+    """Returns the run folder that a weights file lies in, or None."""
+    return weights.parents[2] if weights.parent.parent.name == "checkpoints" else None

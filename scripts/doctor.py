@@ -19,9 +19,8 @@ import json
 import os
 import platform
 import subprocess
-import warnings
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 from common.text import first_line
 
@@ -36,40 +35,6 @@ heat and power."""
 PATIENCE = 10.0
 """Seconds that nvidia-smi has."""
 UNKNOWN = "unknown"
-
-
-class Planned(NamedTuple):
-    """What this version does not offer, though a machine may have it."""
-
-    name: str
-    package: str
-    oldest: tuple[int, int]
-    """Compute capability."""
-    newest: tuple[int, int]
-    needs: str
-    why: str
-
-
-NO_END = (99, 9)
-PLANNED = (
-    Planned(
-        "FP8 by TransformerEngine",
-        "transformer-engine",
-        (8, 9),
-        NO_END,
-        "compute capability 8.9 or newer",
-        "not used: runtime.precision=fp8 is torchao's",
-    ),
-    Planned(
-        "MXFP8",
-        "torchao",
-        (10, 0),
-        (10, 9),
-        "compute capability 10.0",
-        "prototype in torchao; not a value of runtime.precision",
-    ),
-)
-"""Requirements are those of the packages' own pages."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -100,7 +65,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def examine(measure: bool = False) -> dict[str, Any]:
-    """Machine, versions, techniques, what is not offered, and rates if asked for."""
+    """Machine, versions, techniques, and rates if asked for."""
     from scripts.capabilities import capabilities
     from training.environment import describe_environment, pick_device
 
@@ -114,27 +79,18 @@ def examine(measure: bool = False) -> dict[str, Any]:
             | {"key": c.word.partition("=")[0], "word": c.word, "available": c.reason is None}
             for c in capabilities(device)
         ],
-        "planned": planned(device),
     }
     if measure:
         from scripts.timing import rates
-        from training.hardware import keep_rates
 
         found["rates"] = rates(device)
-        try:
-            if device.type == "cuda":
-                keep_rates(device, found["rates"])
-        except OSError as error:
-            warnings.warn(
-                f"{error.filename} cannot be written ({error.strerror}); plans will not know.",
-                stacklevel=2,
-            )
     return found
 
 
 def kernels(words: list[str]) -> list[dict[str, Any]]:
     """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is
     trained or written."""
+    from accel.proof import Proof
     from accel.techniques.fused_kernels import FusedKernel
     from training.assemble import build_stack
     from training.components import build_loader, prove_kernels
@@ -149,18 +105,14 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
     spec = build_loader(cfg.data, cfg.seed, samples, device).spec
     stack.on_process()
     prove_kernels(stack, build_model(cfg.model, spec, device), spec, samples)
-    return [
-        {
-            "key": f"runtime.{t.key}",
-            "requested": stack.requested[t.key],
-            "on": t.proof is not None and t.proof.on,
-            "why": t.proof.why
-            if t.proof
-            else stack.reasons.get(t.key, "not asked for, or no part of this model"),
-        }
-        for t in stack.techniques
-        if isinstance(t, FusedKernel)
-    ]
+    rows = []
+    for technique in (t for t in stack.techniques if isinstance(t, FusedKernel)):
+        key = technique.key
+        reason = stack.reasons.get(key, "not asked for, or no part of this model")
+        proof = technique.proof or Proof(False, reason)
+        row = {"key": f"runtime.{key}", "requested": stack.requested[key]}
+        rows.append(row | {"on": proof.on, "why": proof.why})
+    return rows
 
 
 def machine(device: Any) -> dict[str, Any]:
@@ -169,20 +121,17 @@ def machine(device: Any) -> dict[str, Any]:
 
     from accel.techniques.compilation import cxx_compiler
 
+    instructions = {
+        "AVX2": torch.cpu._is_avx2_supported(),
+        "AVX512": torch.cpu._is_avx512_supported(),
+        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+        "AMX-FP16": torch.cpu._is_amx_fp16_supported(),
+    }
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_threads": torch.get_num_threads(),
-        "cpu_instructions": [
-            name
-            for name, has in (
-                ("AVX2", torch.cpu._is_avx2_supported()),
-                ("AVX512", torch.cpu._is_avx512_supported()),
-                ("AVX512-BF16", torch.cpu._is_avx512_bf16_supported()),
-                ("AMX", torch.cpu._is_amx_tile_supported()),
-                ("AMX-FP16", torch.cpu._is_amx_fp16_supported()),
-            )
-            if has
-        ],
+        "cpu_instructions": [name for name, has in instructions.items() if has],
         "cxx_compiler": cxx_compiler(),
         "torch_built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
         "gpu": None,
@@ -191,6 +140,7 @@ def machine(device: Any) -> dict[str, Any]:
         from torch.utils import collect_env
 
         properties = torch.cuda.get_device_properties(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
         facts |= {
             "driver": collect_env.get_nvidia_driver_version(collect_env.run),
             "gpu": properties.name,
@@ -198,18 +148,13 @@ def machine(device: Any) -> dict[str, Any]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "cudnn": torch.backends.cudnn.version(),
-            **limits(
-                properties, torch.cuda.current_device() if device.index is None else device.index
-            ),
+            **limits(properties, index),
             **clocks(f"GPU-{properties.uuid}"),
         }
-    elif torch.version.cuda:
-        facts["gpu_missing_because"] = (
-            "this PyTorch is built for CUDA and sees no GPU: no driver, or none is visible"
-        )
-    else:
-        facts["gpu_missing_because"] = "this PyTorch is built for the CPU only"
-    return facts
+        return facts
+    unseen = "CUDA and sees no GPU: no driver, or none is visible"
+    why = unseen if torch.version.cuda else "the CPU only"
+    return facts | {"gpu_missing_because": f"this PyTorch is built for {why}"}
 
 
 def limits(properties: Any, index: int) -> dict[str, Any]:
@@ -250,46 +195,13 @@ def clocks(gpu: str) -> dict[str, Any]:
         f"--query-gpu={','.join(CLOCKS.values())}",
         "--format=csv,noheader,nounits",
     ]
-    try:
+    found: dict[str, Any] = dict.fromkeys(CLOCKS, UNKNOWN)
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=PATIENCE)
-        told = [cell.strip() for cell in done.stdout.split(",")]
-    except (OSError, subprocess.SubprocessError):
-        told = []
-    told = told if len(told) == len(CLOCKS) else [UNKNOWN] * len(CLOCKS)
-    return {
-        name: float(cell) if cell.replace(".", "", 1).isdigit() else UNKNOWN
-        for name, cell in zip(CLOCKS, told, strict=True)
-    }
-
-
-def planned(device: Any) -> list[dict[str, Any]]:
-    """What this version does not offer: whether the hardware would, the package's version if it is
-    installed, and why.
-
-    Nothing is imported for it: such packages fail to load where they do not fit.
-    """
-    import torch
-
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return [
-        {
-            "name": p.name,
-            "hardware": p.oldest <= capability <= p.newest,
-            "needs": p.needs,
-            "package": p.package,
-            "installed": installed(p.package),
-            "why": p.why,
-        }
-        for p in PLANNED
-    ]
-
-
-def installed(package: str) -> str | None:
-    """The version of a package, from its metadata."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+        for name, cell in zip(CLOCKS, done.stdout.split(","), strict=False):
+            with suppress(ValueError):
+                found[name] = float(cell)
+    return found
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -313,12 +225,6 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(
             f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip()
         )
-    lines += ["", "not in this version"]
-    for row in found["planned"]:
-        there = f"{row['package']} {row['installed'] or 'not installed'}"
-        hardware = f"hardware: {'yes' if row['hardware'] else 'no'} (needs {row['needs']})"
-        why = f"; {row['why']}" if "why" in row else ""  # results kept before have none
-        lines.append(f"  {row['name']:<28}{hardware}; {there}{why}")
     if "kernels" in found:
         lines += ["", "fused kernels, as that run would choose"]
         lines += [

@@ -1,11 +1,11 @@
 """Converts latents that another tool wrote to our shards and manifest.
 
-    python -m scripts.import_latents source=latents.npy labels=labels.npy out=latents/mine
-    encoder=sd scale=0.18215
-    python -m scripts.import_latents source=vavae_f16d32 out=latents/mine encoder=models/vavae
-    scale=1
-    python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1
-    moments=mean_std
+    python -m scripts.import_latents source=latents.npy labels=labels.npy out=latents/mine \\
+        encoder=sd scale=0.18215
+    python -m scripts.import_latents source=vavae_f16d32 out=latents/mine \\
+        encoder=models/vavae scale=1
+    python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 \\
+        moments=mean_std
 
 `source` is a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, of
 safetensors, of .npy files with dataset.json, or with *_features and *_labels, or WebDataset tars
@@ -36,7 +36,7 @@ from training.config.yaml_text import from_yaml
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from data.manifest import Manifest
+    from data.manifest import Manifest, Shard
     from encoding.foreign_samples import Foreign
     from models.autoencoders import Autoencoder
 
@@ -63,8 +63,7 @@ class ImportConfig:
     labels_key: str = "labels"
     classes: int | str | None = None
     """The number of classes, a text file with the name of a class a line, "none" for latents
-    without labels, or null:
-    one more than the highest label."""
+    without labels, or null: one more than the highest label."""
     dtype: str = "float16"
     held_out: float = 0.02
     seed: int = 0
@@ -264,26 +263,68 @@ def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder)
             )
 
 
+@dataclass
+class Written:
+    """What the shards of an import hold."""
+
+    shards: list[Shard]
+    sums: dict[str, Any]
+    """Sums per channel over the training latents."""
+    first: dict[str, Tensor]
+    """The first tensors, whose shapes all others have."""
+    highest: int
+    """The highest label."""
+    labelled: set[int]
+    """Classes that have a training sample."""
+    labels_sha256: str
+
+
 def write(
     cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: dict[str, Any], out: Path
 ) -> Manifest:
-    import torch
-
+    """Writes the shards to the folder `out` and returns their manifest."""
     from data.manifest import Manifest
     from encoding.job import facts
-    from encoding.shards import ShardWriter
-    from encoding.statistics import ChannelSums
 
+    written = write_shards(cfg, foreign, out)
+    classes = written.highest + 1 if foreign.classes is None else foreign.classes
+    empty = classes - len(written.labelled)
+    said = f"{classes} classes, {empty} of them without a training sample"
+    print(said if classes else "no labels", flush=True)
+    names = [str(i) for i in range(classes)]
+    if isinstance(cfg.classes, str) and classes:
+        names = names_in(cfg.classes)
+    return Manifest(
+        **facts(autoencoder, node, written.shards, [written.sums]),
+        height=written.first["latents"].shape[2],
+        width=written.first["latents"].shape[3],
+        class_names=names,
+        kind="mean_std" if cfg.moments != "none" else "sample",
+        dtype=cfg.dtype,  # pyright: ignore[reportArgumentType]
+        flips="mirrored" in written.first,
+        resize="not known: imported",
+        precision="not known: imported",
+        source=str(cfg.source),
+        source_sha256=written.labels_sha256,
+        seed=cfg.seed,
+    )
+
+
+def write_shards(cfg: ImportConfig, foreign: Foreign, out: Path) -> Written:
+    """Deals the latents to shards at random by `cfg.seed`, the held-out ones to a shard of their
+    own."""
+    import torch
+
+    from encoding.job import ChannelSums
+    from encoding.shards import ShardWriter
+
+    # Shard 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.count)
     shards = max(1, min(MOST_SHARDS, -(-(foreign.count - held_out) // cfg.shard_size)))
-    place = torch.randperm(
-        foreign.count, generator=torch.Generator().manual_seed(cfg.seed)
-    ).argsort()
-    # 0 is the held-out shard
+    order = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed))
+    place = order.argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
-    names = [("held_out-00000.tar", "held_out")] + [
-        (f"train-{i:05d}.tar", "train") for i in range(shards)
-    ]
+
     sums = ChannelSums()
     labelled = set[int]()
     highest = -1
@@ -291,11 +332,11 @@ def write(
     first = {}
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
-        files = {
-            number: stack.enter_context(ShardWriter(out / file, split, cfg.block_size))
-            for number, (file, split) in enumerate(names)
-            if number or held_out
-        }
+        files: dict[int, ShardWriter] = {}
+        for number in range(0 if held_out else 1, shards + 1):
+            split = "train" if number else "held_out"
+            file = out / f"{split}-{max(0, number - 1):05d}.tar"
+            files[number] = stack.enter_context(ShardWriter(file, split, cfg.block_size))
         for chunk in foreign.chunks():
             tensors = stored(cfg, raw(cfg, chunk), start)
             first = first or tensors
@@ -310,27 +351,7 @@ def write(
                     labelled.update(part["labels"].tolist())
             start += len(goes_to)
         described = [file.close() for file in files.values()]
-    classes = highest + 1 if foreign.classes is None else foreign.classes
-    numbers = [str(i) for i in range(classes)]
-    empty = classes - len(labelled) if classes else 0
-    print(
-        f"{classes} classes, {empty} of them without a training sample" if classes else "no labels",
-        flush=True,
-    )
-    return Manifest(
-        **facts(autoencoder, node, described, [sums.as_dict()]),
-        height=first["latents"].shape[2],
-        width=first["latents"].shape[3],
-        class_names=names_in(cfg.classes) if isinstance(cfg.classes, str) and classes else numbers,
-        kind="mean_std" if cfg.moments != "none" else "sample",
-        dtype=cfg.dtype,  # pyright: ignore[reportArgumentType]
-        flips="mirrored" in first,
-        resize="not known: imported",
-        precision="not known: imported",
-        source=str(cfg.source),
-        source_sha256=digest.hexdigest(),
-        seed=cfg.seed,
-    )
+    return Written(described, sums.as_dict(), first, highest, labelled, digest.hexdigest())
 
 
 def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[str, Tensor]:

@@ -1,16 +1,16 @@
 """Turns published weights into a weights file of ours: for sampling, evaluation, and as a base for
 training.
 
-    python -m scripts.import_weights source=SiT-XL-2-256x256.pt kind=sit
-    out=pretrained/sit_xl.safetensors
-    python -m scripts.import_weights source=lightningdit-xl-imagenet256-800ep.pt kind=lightningdit
-    \\
-        statistics=latents_stats.pt encoder=models/vavae out=pretrained/lightningdit_xl.safetensors
+    python -m scripts.import_weights source=SiT-XL-2-256x256.pt kind=sit \\
+        out=pretrained/sit_xl.safetensors
+    python -m scripts.import_weights source=lightningdit-xl-imagenet256-800ep.pt \\
+        kind=lightningdit statistics=latents_stats.pt encoder=models/vavae \\
+        out=pretrained/lightningdit_xl.safetensors
 
 `source` is a .safetensors or .pt checkpoint, whose averaged weights are taken where it has them
 (weights=model: the others). Of a .pt nothing is unpickled but tensors, plain values and an
 argparse.Namespace. Without the encoder and the normalisation of its latents a model draws noise:
-kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind= lightningdit asks for them. What is
+kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=lightningdit asks for them. What is
 folded into what: docs/exchange.md.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -103,7 +104,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     import torch
 
     from common.files import make_folder, rename
-    from encoding.published import DIT, EPSILON, converted, kind_of, read_checkpoint
+    from encoding.published import DIT, EPSILON, converted, read_checkpoint
     from training.checkpoint.tensor_file import header, write_tensors
     from training.weights.pretrained import load_pretrained
 
@@ -145,10 +146,40 @@ def import_weights(cfg: WeightsConfig) -> Path:
     return out
 
 
+def kind_of(tensors: Mapping[str, Any]) -> str:
+    """Which model a checkpoint holds, "sit" or "lightningdit", as the names of its tensors tell."""
+    own = (
+        "feat_rope.freqs_cos",
+        "blocks.0.mlp.w12.weight",
+        "blocks.0.norm1.weight",
+        "blocks.0.attn.q_norm.weight",
+    )
+    names = {name.removeprefix("module.") for name in tensors}
+    return "lightningdit" if names & set(own) else "sit"
+
+
+def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
+    """Mean and std of each channel from LightningDiT's `latents_stats.pt`."""
+    import torch
+
+    from encoding.foreign_samples import PLAIN, reading
+
+    with reading(file, PLAIN):
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    values = [found.get(name) for name in ("mean", "std")] if isinstance(found, dict) else []
+    columns = [
+        value.flatten().tolist()
+        for value in values
+        if isinstance(value, torch.Tensor) and value.numel() == channels
+    ]
+    if len(columns) != 2:
+        raise UserError(f"{file} must hold the tensors mean and std of {channels} channels each.")
+    return columns[0], columns[1]
+
+
 def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
     """The latents that the model knows: their shape, classes, encoder and normalisation."""
     from data.loader import LatentSpec
-    from encoding.published import statistics_of
     from scripts.import_latents import names_in
 
     mean = [0.0] * found.channels

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.files import write_atomically
-from scripts.bench.report import table
-from scripts.kernel_cases import Case, cases
+from scripts.tables import table
+from tests.kernel_cases import Case, cases
 from training.config.compose import from_words, one_sentence
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

@@ -1,11 +1,9 @@
 """Draws samples from a trained run.
 
     python -m scripts.sample run_dir=runs/mine out=samples/mine
-    python -m scripts.sample run_dir=runs/mine labels=[apple,3] count=16 guidance=2 steps=50 grid=16
-    out=samples/two
-    python -m scripts.sample weights=copied/ema.safetensors format=png
+    python -m scripts.sample run_dir=runs/mine labels=[apple,3] count=16 guidance=2 grid=16
+    python -m scripts.sample weights=copied/ema.safetensors format=png out=samples/copied
     torchrun --nproc-per-node 8 -m scripts.sample run_dir=runs/mine count=50000 batch_size=256
-    out=samples/many
 
 `format=npz` writes <out>.npz with `arr_0` uint8 (N, H, W, 3), which ADM's evaluator reads, and
 `labels` (N,); `png` writes <out>/<label>/<number>.png; `latents` writes <out>.npz with `latents`
@@ -19,29 +17,22 @@ in <out>.parts.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
-from sampling.draw import DrawConfig, Drawing
+from sampling.draw import DrawConfig, SampleJob
 from training.config.compose import from_words
 from training.config.paths import refuse_drawing
 from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
-    import numpy as np
+    from sampling.resumable_chunks import ResumableChunks
 
-    from sampling.resumable_chunks import Pieces
-
-
-# the profiled warm-up is ours; its messages help no user
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 LARGEST_GRID = 1024
 
 
@@ -74,8 +65,10 @@ class SampleConfig(DrawConfig):
 
 
 def sample_run(cfg: SampleConfig) -> Path:
-    """Draws samples as `cfg` says and returns the file or folder that has them. Equal settings give
-    equal bytes."""
+    """Draws samples as `cfg` says and returns the file or folder that has them.
+
+    Equal settings give equal bytes.
+    """
     refuse_drawing(cfg)
     import torch
 
@@ -84,68 +77,57 @@ def sample_run(cfg: SampleConfig) -> Path:
     from training.distributed.ranks import Ranks
 
     ranks = Ranks.from_environment()
-    ranks.wait_for_all()  # connects them
-    drawing = Drawing(cfg, ranks)
-    trained = drawing.trained
-    ranks.say(
-        f"{cfg.count} samples from {trained.file}\n\nledger "
-        f"({trained.device})\n{drawing.ledger.table()}\n"
-    )
-
-    def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        if cfg.format is Format.latents:
-            return {"labels": labels, "samples": latents}
-        return {
-            "labels": labels,
-            "samples": torch.from_numpy(to_uint8(trained.autoencoder.decode(latents))),
-        }
+    job = SampleJob(cfg, ranks)
+    decode = job.trained.autoencoder.decode
+    job.announce()
 
     out = Path(cfg.out).expanduser()
-    kind = "latents" if cfg.format is Format.latents else "images"
     parts = out.with_name(out.name + ".parts")
     if cfg.format is Format.png and out.exists() and not parts.exists():
         raise UserError(
             f"out={out} is there already, and its images would mix with new ones; choose another."
         )
-    pieces = drawing.run(parts, {"kind": kind}, content)
+
+    def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        if cfg.format is Format.latents:
+            return {"labels": labels, "samples": latents}
+        return {"labels": labels, "samples": torch.from_numpy(to_uint8(decode(latents)))}
+
+    kind = "latents" if cfg.format is Format.latents else "images"
+    chunks = job.run(parts, {"kind": kind}, content)
 
     file = out if cfg.format is Format.png else out.with_name(out.name + ".npz")
     if cfg.format is Format.png:
-        write_pngs(out, pieces, drawing.size)
+        write_pngs(out, chunks, job.size)
     elif ranks.first:
-        write_npz(file, pieces, cfg.count, "latents" if kind == "latents" else "arr_0")
+        write_npz(file, chunks, cfg.count, "latents" if kind == "latents" else "arr_0")
     if ranks.first:
         if cfg.grid:
-            write_sorted_grid(
-                out.with_name(out.name + ".png"),
-                pieces,
-                min(cfg.grid, cfg.count),
-                trained.spec.names,
-            )
-        told = drawing.protocol() | {"classes": drawing.classes()}
+            count = min(cfg.grid, cfg.count)
+            write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
+        told = job.protocol() | {"classes": job.classes()}
         write_atomically(out.with_name(out.name + ".json"), json.dumps(told, indent=1) + "\n")
-    pieces.remove()
+    chunks.remove()
     ranks.say(str(file))
     return file
 
 
-def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
-    """Streams the pieces into one .npz, a piece in memory at a time: `name` (count, …) and `labels`
-    (count,)."""
+def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> None:
+    """Writes one .npz with `name` (count, …) and `labels` (count,), a chunk in memory at a time."""
     import numpy as np
 
     from common.files import rename
 
     temporary = file.with_name(file.name + ".tmp")
-    like = pieces.read(0)["samples"].numpy()
+    like = chunks.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
     labels = []
     # a ZipInfo made from a name has a fixed date: equal bytes
     with zipfile.ZipFile(temporary, "w") as archive:
         with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array_header_1_0(stream, header)
-            for number in range(pieces.count):
-                found = pieces.read(number)
+            for number in range(chunks.count):
+                found = chunks.read(number)
                 stream.write(found["samples"].numpy().tobytes())
                 labels.append(found["labels"].numpy())
         with archive.open(zipfile.ZipInfo("labels.npy"), "w", force_zip64=True) as stream:
@@ -153,52 +135,40 @@ def write_npz(file: Path, pieces: Pieces, count: int, name: str) -> None:
     rename(temporary, file)
 
 
-def write_pngs(folder: Path, pieces: Pieces, size: int) -> None:
-    """Writes this process's pieces as <folder>/<label>/<number>.png: a folder a class, as other
-    tools read them."""
+def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
+    """Writes this process's images as <folder>/<label>/<number>.png, a folder a class."""
     from PIL import Image
 
-    for number in pieces.mine():
-        found = pieces.read(number)
-        for i, (label, image) in enumerate(
-            zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)
-        ):
-            file = folder / f"{label:04d}" / f"{number * size + i:06d}.png"
+    for number in chunks.mine():
+        found = chunks.read(number)
+        pairs = zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)
+        for i, (label, image) in enumerate(pairs, start=number * size):
+            file = folder / f"{label:04d}" / f"{i:06d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(file)
 
 
-def write_sorted_grid(file: Path, pieces: Pieces, count: int, names: list[str]) -> None:
-    """Writes the first `count` images as one picture: a row a label, with its name, where that
-    fits, else a square."""
+def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: SampleJob) -> None:
+    """Writes the first `count` images as one picture, sorted by label.
+
+    A row is a label, with its name, where that fits; else the picture is a square.
+    """
     import numpy as np
 
     from models.images import write_grid
 
+    first = [chunks.read(number) for number in range(-(-count // job.size))]
     labels, images = (
-        np.concatenate(parts)[:count] for parts in zip(*first_images(pieces, count), strict=True)
+        np.concatenate([chunk[name].numpy() for chunk in first])[:count]
+        for name in ("labels", "samples")
     )
-    order = np.argsort(labels, kind="stable")
+    images = images[np.argsort(labels, kind="stable")]
     drawn, rows = np.unique(labels, return_counts=True)
     if len(rows) == 1 or rows.min() < rows.max() or rows.max() > 4 * len(rows):
-        return write_grid(file, images[order], columns=int(np.ceil(np.sqrt(count))))
+        return write_grid(file, images, columns=int(np.ceil(np.sqrt(count))))
+    names = job.trained.spec.names
     note = f"{len(drawn)} of {len(names)} classes" if len(names) > len(drawn) else ""
-    write_grid(
-        file,
-        images[order],
-        columns=int(rows[0]),
-        names=[names[label] for label in drawn],
-        note=note,
-    )
-
-
-def first_images(pieces: Pieces, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    number = 0
-    while count > 0:
-        found = pieces.read(number)
-        yield found["labels"].numpy(), found["samples"].numpy()
-        count = count - len(found["labels"])
-        number = number + 1
+    write_grid(file, images, int(rows[0]), names=[names[label] for label in drawn], note=note)
 
 
 def main(words: list[str]) -> None:

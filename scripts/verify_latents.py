@@ -79,7 +79,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     """Checks every block of a split as a loader does; then, if all are good, the statistics."""
     from data.blocks import BlockReader, DamagedBlockError
-    from encoding.statistics import ChannelSums, channel_statistics
+    from encoding.job import ChannelSums, channel_statistics
 
     blocks = BlockReader(source, manifest, split)
     problems = []

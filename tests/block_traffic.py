@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from accel.kernels.operator import OPERATORS
-from scripts.bench.hotspots import size, tensors
-from scripts.bench.report import table
-from scripts.bench.settings import own_and_others
+from scripts.tables import table
+from scripts.words import own_and_others
 from training.config.build import build
 from training.config.compose import compose, one_sentence
 from training.config.schema import KERNELS
@@ -34,6 +34,18 @@ from training.config.schema import KERNELS
 BATCHES = (2, 4)
 LATENTS: dict[str, Any] = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def size(tensor: Tensor) -> int:
+    """Bytes that reading the tensor takes: an expanded dimension is read once."""
+    values = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        values *= length if stride or not length else 1
+    return values * tensor.element_size()
 
 
 class Traffic(TorchDispatchMode):

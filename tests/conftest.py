@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from accel.stack import TECHNIQUES
+from accel.techniques import float8
 from common.files import ROOT
 from precompute_latents import precompute
 from tests.faults.zygote import Zygote
 from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
-from training.config import extensions
+from training.config import build
 from training.config.compose import compose
 from training.distributed.stop_request import SIGNALS
 
@@ -86,6 +88,17 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return start
 
 
+@pytest.fixture
+def techniques_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Techniques whose losses and bytes a CPU shows as well as the GPU that they are meant for, to
+    be had anywhere."""
+    for kind in TECHNIQUES:
+        if kind.key in ("precision", "offload_optimizer", "offload_activations"):
+            monkeypatch.setattr(kind, "unavailable", lambda self: None)
+    # layers of the small models that a CPU trains
+    monkeypatch.setattr(float8, "LEAST", float8.MULTIPLE)
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     started = Zygote()
@@ -145,7 +158,7 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
 @pytest.fixture
 def own_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package is admitted yet, and the next test may have another one of the name `myproj`."""
-    monkeypatch.setattr(extensions, "admitted", set())
+    monkeypatch.setattr(build, "admitted", set())
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
         del sys.modules[name]

@@ -16,12 +16,11 @@ from accel.techniques.precision import Precision
 from tests.test_models import woken
 from training.assemble import Training
 from training.assemble import assemble as assemble_run
-from training.components import runtime_values
 from training.config.compose import compose
 from training.config.schema import RuntimeConfig, TrainConfig
 
 CPU = torch.device("cpu")
-EAGER = runtime_values(RuntimeConfig())
+EAGER = RuntimeConfig().values()
 VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.ways()]
 """Every technique in each of its ways, alone."""
 

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from accel.saved_tensors import keeping
+from data.loader import Batch
 from data.manifest import Manifest, Shard
 from encoding.shards import ShardWriter
 from models.autoencoders import add_global_branch
+from training.assemble import Training
 
 CPU = torch.device("cpu")
 
@@ -196,3 +199,17 @@ def until_dead(process: int) -> None:
     with suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.05)
+
+
+def kept_at(training: Training, samples: int) -> int:
+    """Bytes that really stay on the device for the backward pass, of the loss on `samples` samples
+    of zeros. Nothing runs compiled."""
+    spec = training.loader.spec
+    device = training.device
+    latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
+    numbers = torch.arange(samples, device=device)
+    batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
+    with torch.compiler.set_stance("force_eager"), keeping(training.model) as kept:
+        losses, _ = training.step.losses(batch)
+    del losses
+    return sum(kept.left.values())

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accel.kernels.operator import OPERATORS
-from accel.techniques.cuda_graph import CapturedUpdate, CudaGraph
+from accel.techniques.cuda_graph import CudaGraph
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations with which the host reads a value of the device."""
@@ -128,7 +128,6 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Lets `runtime.cuda_graph=true` run on a CPU."""
     found = Streams()
     monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
-    monkeypatch.setattr(CapturedUpdate, "failed", False)
     for name, stand_in in {
         "CUDAGraph": Graph,
         "graph": found.capture,

@@ -34,13 +34,14 @@ import accel.kernels.counter_noise
 import accel.techniques.offload_optimizer
 import accel.techniques.weights
 import models.mixers.attention
-from accel.techniques.fused_adamw import is_fused
+from accel.composite_optimizer import is_fused
+from accel.stack import AccelerationStack
+from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.compose import compose
-from training.counting import assumed_kernels
 from training.weights.pretrained import build_on_meta
 
 CUDA = torch.device("cuda")
@@ -54,10 +55,14 @@ STEPS |= {
     "max, accumulation": "mamba max runtime.compile=false accumulation_steps=2",
     "max, spikes": "zigzag max runtime.compile=false guards.spike_sigmas=6",
     "fp16": "dit fast runtime.precision=fp16",
-    "fp16, accumulation, spikes": "ssd_mlp fast runtime.precision=fp16 accumulation_steps=2 guards.spike_sigmas=6",
+    "fp16, accumulation, spikes": (
+        "ssd_mlp fast runtime.precision=fp16 accumulation_steps=2 guards.spike_sigmas=6"
+    ),
     "bf16 weights, stochastic": "ssd_mlp fast runtime.weights=bf16 runtime.rounding=stochastic",
     "bf16 weights, Kahan": "ssd_mlp fast runtime.weights=bf16 runtime.rounding=kahan",
-    "selective": "ssd_mlp fast runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective",
+    "selective": (
+        "ssd_mlp fast runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective"
+    ),
     "drop path, spikes": "mamba fast model.drop_path=0.1 guards.spike_sigmas=6",
     "optimizer's state on the host": "ssd_mlp fast runtime.offload_optimizer=true",
     "parameters on the host": "conv fast guards.spike_sigmas=6",
@@ -183,7 +188,7 @@ def pretend_device() -> None:
 def pretend_launches() -> None:
     """Stands in for what fake tensors cannot do: launch Triton, choose an attention backend,
     page-lock memory."""
-    for module in (accel.kernels.counter_noise, accel.weights):
+    for module in (accel.kernels.counter_noise, accel.techniques.weights):
         module.draw = draw
     accel.techniques.offload_optimizer.host_tensor = partial(torch.empty_like, device="cpu")
     models.mixers.attention.attend = attend
@@ -302,6 +307,14 @@ def blank_model(
             if tensor is not None:
                 module._buffers[name] = torch.empty_like(tensor, device=device)
     return model
+
+
+def assumed_kernels(stack: AccelerationStack, model: nn.Module, *_: Any) -> dict[str, Any]:
+    """Takes every fused kernel that is asked for as proved."""
+    for technique in stack.techniques:
+        if isinstance(technique, FusedKernel) and technique.asks_for_proof(model):
+            technique.without_device()
+    return {}
 
 
 def assembled(words: str, home: torch.device = CUDA) -> Training:

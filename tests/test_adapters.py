@@ -561,11 +561,11 @@ def test_fp8_and_narrow_weights_leave_the_factors_alone(base, monkeypatch):
 
 
 def test_planning_counts_the_adapter(base):
-    from training.forecast import Forecast
+    from scripts.plan.memory import Question, forecast
 
     training = adapted(base, "adapter=lora")
     training.take_step()
-    lasting = Forecast(training.cfg, training.loader.spec, gpu=False).lasting
+    lasting = forecast(Question(training.cfg, training.loader.spec, gpu=False)).lasting
     here = lasting_bytes(training)
     assert lasting["gradients"] == here.gradients
     assert lasting["optimizer"] == pytest.approx(here.optimizer, rel=0.01)

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from functools import partial
+import string
+import sys
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
 from accel.techniques.compilation import Compile
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from common.files import ROOT
-from scripts.bench import compare, kernels, ladder, peers, seeds, step, tests, trace, variants
-from scripts.bench.__main__ import COMMANDS
+from scripts.bench import TABLES, data, kernels, measure, runner
 from scripts.bench.__main__ import main as bench
-from scripts.bench.naive import NaiveLoop, stream_order
-from scripts.bench.report import entries_table, table
-from scripts.bench.rows import Results, Row, figures_of
-from scripts.bench.settings import SETTINGS, BenchConfig, parse
-from scripts.bench.step import PhaseClock, Work, verdict
-from scripts.bench.workload import Workload
+from scripts.bench.cases import COMMANDS, SETTINGS, Case, job
+from scripts.bench.measure import result_of
+from scripts.bench.newcomer import NewcomersLoop, stream_order
+from scripts.bench.publish import texts
+from scripts.bench.step import PhaseClock, Workload, busy_ms, verdict
 from scripts.timing import Spread, difference, interleaved
 from training.config.compose import compose
 
 CPU = torch.device("cpu")
-TINY = [
-    *SETTINGS["tiny"],
-    "runtime.device=cpu",
-    "schedule.kind=constant",
-    "schedule.warmup_samples=0",
-]
+TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
 QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
 
 
@@ -43,60 +36,74 @@ QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
 def quick_compiler(monkeypatch):
     monkeypatch.setattr(Compile, "backend", "aot_eager")
     yield
-    torch._dynamo.config.recompile_limit = 8
+    measure.KEPT.clear()
 
 
-def result(command: str, tmp_path, *words: str) -> dict[str, dict]:
-    """Row -> entry, in the order of the plan; no row may have failed."""
-    bench([command, *QUICK, f"out={tmp_path}", *words])
-    return {entry["name"]: entry for entry in Results(tmp_path).of(f"{command}_tiny")}
+def measured(command: str, tmp_path, *words: str) -> dict[str, dict]:
+    """Case -> entry, measured here; none failed, and the table has a figure in every column."""
+    planned = job(command, [*QUICK, f"out={tmp_path}", *words])
+    entries = [
+        {"name": case.name, **case.labels, **result_of(case, planned.cfg)} for case in planned.cases
+    ]
+    assert not [entry for entry in entries if "error" in entry]
+    given = {key for entry in entries for key in entry} | {"times_before"}
+    for form in TABLES["columns"].get(command, {}).values():
+        assert {key for _, key, _, _ in string.Formatter().parse(form) if key} <= given
+    assert all(entry["name"] in texts(command, entries)[0] for entry in entries)
+    return {entry["name"]: entry for entry in entries}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["s32", "s256", "b256"])
 def test_settings_are_what_they_say(setting):
-    cfg = compose(SETTINGS[setting]).cfg
-    if setting == "tiny":
-        return
+    cfg = compose(SETTINGS[setting]["words"].split()).cfg
     assert cfg.batch_size == int(setting[1:])
-    data = cfg.data
-    assert (data["channels"], data["height"], data["width"], data["count"]) == (4, 32, 32, 50_000)
+    shape = tuple(cfg.data[key] for key in ("channels", "height", "width", "count"))
+    assert shape == (4, 32, 32, 50_000)
     assert cfg.model == compose([f"model=ssd_mlp_{setting[0]}"]).cfg.model
+    assert set(kernels.SHAPES) == set(SETTINGS)
 
 
 def test_words_are_the_commands_own_or_overrides():
-    cfg, overrides = parse(
-        BenchConfig, "step", ["setting=s32", "steps=7", "runtime=max", "model=dit_s"], ""
+    planned = job(
+        "step", ["setting=s32", "steps=7", "runtime=max", "model=dit_s", "out=x", "again=all"]
     )
-    assert (cfg.setting, cfg.steps, cfg.repeats, cfg.name, cfg.out) == (
+    cfg = planned.cfg
+    overrides = planned.cases[0].overrides
+    assert (cfg.setting, cfg.steps, cfg.repeats, cfg.loss_steps, cfg.name) == (
         "s32",
         7,
         5,
+        7,
         "step_s32",
-        "bench",
     )
     assert "model=ssd_mlp_s" not in overrides
     assert overrides[-2:] == ["runtime=max", "model=dit_s"]
-    _, overrides = parse(BenchConfig, "step", ["setting=tiny", "data=digits"], "")
-    # those were of the data that it replaces
-    assert not any(word.startswith("data.") for word in overrides)
+    assert (
+        planned.command
+        == "python -m scripts.bench step setting=s32 steps=7 runtime=max model=dit_s"
+    )
+    overrides = job("step", ["setting=tiny", "data=digits"]).cases[0].overrides
+    assert not any(
+        word.startswith("data.") for word in overrides
+    )  # those were of the data that it replaces
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nonsense"], "nonsense.*choose one of ladder"),
-        (["step", "setting=huge"], "setting=huge.*tiny, s256"),
-        (["step", "steps=-1"], "steps=-1 must be at least 1"),
+        (["nonsense"], "nonsense.*choose one of doctor"),
+        (["step", "setting=huge"], "setting=huge.*tiny, s32"),
+        (["step", "steps=-1"], "steps, repeats and loss_steps must be above 0"),
         (["step", "stuff"], "stuff is not of the form key=value"),
-        (["compare", "one"], "takes two run folders"),
-        (["step", "setting=tiny", "again=true"], "again=True: choose all, failed"),
-        (["publish", "nowhere"], "nowhere has no rows.jsonl"),
+        (["publish", "nowhere"], "nowhere has no results"),
         (
             ["techniques", "setting=tiny", "precisions=[bf8]"],
             r"precisions=\[bf8\]: choose some of fp32",
         ),
         (["ladder", "setting=tiny", "model.depht=3"], "depht"),
-        (["precision", "setting=tiny", "steps=1"], "at least 2 steps"),
+        (["mixers", "setting=tiny", "size=huge"], "choose size from xs"),
+        (["mixers", "setting=tiny", "families=[mambda]"], "families from conv, dit, mamba"),
+        (["tests", "select=some"], "select=some: choose all, smoke or rest"),
     ],
 )
 def test_mistakes_become_one_sentence(words, message):
@@ -107,13 +114,24 @@ def test_mistakes_become_one_sentence(words, message):
 def test_every_command_has_help(capsys):
     bench([])
     overview = capsys.readouterr().out
-    for command in COMMANDS:
-        assert f"\n    {command} " in overview
-        if command not in ("compare", "publish"):
-            with pytest.raises(SystemExit) as stopped:
-                bench([command, "--help"])
-            assert stopped.value.code == 0
-            assert f"python -m scripts.bench {command}" in capsys.readouterr().out
+    assert all(f"\n    {command} " in overview for command in (*COMMANDS, "gpu", "publish"))
+    for command in (*COMMANDS, "gpu"):
+        with pytest.raises(SystemExit) as stopped:
+            bench([command, "--help"])
+        assert stopped.value.code == 0
+        assert "\nsetting: " in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_command_prints_its_table_and_fails_with_a_case(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "SPAWN", get_context("fork"))
+    bench(["doctor", "setting=tiny", f"out={tmp_path}"])
+    once = [file.read_bytes() for file in tmp_path.glob("*/*.json")]
+    assert "copy_gb_s" in capsys.readouterr().out
+    assert str(ROOT) not in once[0].decode()  # results are published
+    with pytest.raises(SystemExit, match="1 of 1 cases failed: step"):
+        bench(["step", "setting=tiny", "data=resident", f"data.path={tmp_path}", f"out={tmp_path}"])
+    assert "manifest.json" in capsys.readouterr().out
 
 
 def test_repeats_are_interleaved_and_turned_round():
@@ -121,8 +139,9 @@ def test_repeats_are_interleaved_and_turned_round():
     taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
-    # a slow round is no matter
-    assert Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0
+    assert (
+        Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0
+    )  # a slow round is no matter
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3, 1.5, 2.5)
     assert Spread.of([4.0]) == Spread(4.0, 4.0, 4.0, 1, 4.0, 4.0)
 
@@ -142,32 +161,34 @@ DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"
 
 @pytest.mark.parametrize(
     ("storage", "overrides"),
-    [("npy", TINY), ("memory", TINY), ("resident", TINY), ("memory", DIGITS)],
+    [("files", TINY), ("memory", TINY), ("resident", TINY), ("memory", DIGITS)],
 )
-def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp_path):
+def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp_path, monkeypatch):
     """Same weights, samples, noise, rates: what differs is how, not what."""
-    naive = NaiveLoop(overrides, storage=tmp_path / "items" if storage == "npy" else storage)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    naive = NewcomersLoop(overrides, storage)
     ours = Workload([*overrides, "runtime=eager"])
     assert math.isclose(naive.final_loss(6), ours.final_loss(6), rel_tol=1e-5)
     assert naive.final_loss(2) != ours.final_loss(3)
-    for a, b in zip(naive.model.parameters(), ours.model.parameters(), strict=True):
+    for a, b in zip(naive.model.parameters(), ours.training.model.parameters(), strict=True):
         assert a.shape == b.shape
 
 
 def test_the_newcomers_order_is_the_streams():
-    ours = Workload([*TINY, "runtime=eager"])
-    ids = [i for _ in range(3) for i in next(ours.loader).ids.tolist()]
-    order = stream_order(ours.loader.spec.count, ours.cfg.seed)
+    loader = Workload([*TINY, "runtime=eager"]).training.loader
+    ids = [i for _ in range(3) for i in next(loader).ids.tolist()]
+    order = stream_order(loader.spec.count, 0)
     assert ids == [next(order) for _ in ids]
 
 
-def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, capsys):
-    found = result("ladder", tmp_path, "num_workers=0", "loss_steps=2")
-    assert len(found) == 5 + len(ladder.TECHNIQUES)
+def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path):
+    found = measured("ladder", tmp_path, "num_workers=0", "loss_steps=2")
+    rungs = TABLES["rungs"]
+    assert len(found) == 4 + len(rungs)
     assert next(iter(found)) == "0 newcomer, a file per sample"
-    assert found[ladder.RUNG_0]["speed"] == 1.0
-    measured = {name: rung for name, rung in found.items() if "reason" not in rung}
-    for rung in measured.values():
+    assert found["0 newcomer, items in memory"]["speed"] == 1.0
+    there = {name: rung for name, rung in found.items() if "reason" not in rung}
+    for rung in there.values():
         assert (
             rung["step_ms_min"]
             <= rung["step_ms_q1"]
@@ -178,60 +199,40 @@ def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, capsys):
         assert rung["n"] == 1
         assert abs(rung["loss_deviation"]) < 1e-2
     assert "GPU" in found["+ tf32"]["reason"]
-    assert measured["+ compiled blocks"]["not_on"] == []
+    assert there["+ compiled blocks"]["not_on"] == []
     last = compose([*TINY, "runtime=max"]).cfg.runtime
-    words = {added for _, added in ladder.TECHNIQUES}
     for kind in TECHNIQUES:  # the top of the ladder is max and what this version cannot do yet
         on = getattr(last, kind.key) is True
-        assert not on or f"runtime.{kind.key}=true" in words or kind.key == "residual_in_fp32"
-    assert "runtime.precision=bf16" in words
-    _, bars = ladder.bars(
-        [*found.values(), found["+ compiled blocks"] | {"name": "asked for", "not_on": ["compile"]}]
-    )
-    assert {bar.label for bar in bars} == set(measured)  # a rung that was not on is not drawn
-    assert str(ROOT) not in (tmp_path / "rows.jsonl").read_text()  # results are published
-    assert "×rung 0" in capsys.readouterr().out
+        assert (
+            not on or f"runtime.{kind.key}=true" in rungs.values() or kind.key == "residual_in_fp32"
+        )
+    assert "runtime.precision=bf16" in rungs.values()
 
 
-def test_what_was_measured_with_this_code_is_not_measured_again(tmp_path, capsys):
-    result("doctor", tmp_path)
-    once = (tmp_path / "rows.jsonl").read_bytes()
-    result("doctor", tmp_path)
-    assert (tmp_path / "rows.jsonl").read_bytes() == once
-    assert capsys.readouterr().out.count("with this code") == 2
-    result("doctor", tmp_path, "again=all")
-    assert len((tmp_path / "rows.jsonl").read_bytes().splitlines()) == 4
-
-
-def test_a_step_is_taken_apart(tmp_path, capsys):
-    found = result("step", tmp_path, "runtime=fast")["step"]
-    names = {phase["name"] for phase in found["phases"]}
-    assert set(step.PHASES) <= names
-    assert all(phase["device_ms"] >= 0 for phase in found["phases"])
+def test_a_step_is_taken_apart(tmp_path):
+    found = measured("step", tmp_path, "runtime=fast")["step"]
+    assert {"data", "forward", "backward", "optimizer", "ema", "logging"} <= set(found["phases_ms"])
+    assert all(ms >= 0 for ms in found["phases_ms"].values())
     assert found["verdict"]["bound"] in ("data-bound", "compute-bound", "bandwidth-bound")
-    assert "Try next" in capsys.readouterr().out
+    assert "Try next" in found["text"]
 
 
 def test_the_phase_clock_sums_what_lies_between_marks():
     clock = PhaseClock(CPU)
-    clock.marks = [
-        ("start", None, 0.0),
-        ("forward", None, 1.0),
-        ("backward", None, 3.0),
-        ("forward", None, 3.5),
-    ]
-    device, host = clock.read()
-    assert device == host == {"forward": 1500.0, "backward": 2000.0}
+    clock.marks = [("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]
+    assert clock.read() == {"forward": 1500.0, "backward": 2000.0}
 
 
 def test_products_are_told_from_the_rest_by_name():
     times = {
-        "nvjet_tst_128x256_64x4_2x1": 3e3,
+        "nvjet_tst_128x256": 3e3,
         "triton_poi_fused_convolution_mm_3": 2e3,
         "aten::mm": 1e3,
-        "memcpy": 4e3,
+        "Memcpy": 4e3,
     }
-    assert step.work(times) == Work(10.0, 4.0)
+    assert busy_ms(
+        [SimpleNamespace(key=name, self_cpu_time_total=us) for name, us in times.items()], False
+    ) == (10, 4)
 
 
 ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw", "tf32")} | {
@@ -240,68 +241,69 @@ ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw",
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "data_ms", "work", "bound", "first"),
+    ("step_ms", "data_ms", "busy", "share", "bound", "first"),
     [
-        (10.0, 2.0, Work(9.0, 8.0), "data-bound", "data=resident"),
-        (10.0, 0.1, Work(4.0, 3.0), "launch-bound", "runtime.cuda_graph=true"),
-        (10.0, 0.1, Work(9.5, 8.0), "compute-bound", "runtime.precision=bf16"),
-        (10.0, 0.1, Work(9.5, 2.0), "bandwidth-bound", "runtime.compile=true"),
+        (10.0, 2.0, 9.0, 0.9, "data-bound", "data=resident"),
+        (10.0, 0.1, 4.0, 0.8, "launch-bound", "runtime.cuda_graph=true"),
+        (10.0, 0.1, 9.5, 0.8, "compute-bound", "runtime.precision=bf16"),
+        (
+            10.0,
+            0.1,
+            None,
+            0.8,
+            "compute-bound",
+            "runtime.precision=bf16",
+        ),  # a CPU is never bound by launches
+        (10.0, 0.1, 9.5, 0.2, "bandwidth-bound", "runtime.compile=true"),
     ],
 )
-def test_the_verdict(step_ms, data_ms, work, bound, first):
-    found = verdict(step_ms, data_ms, work, ALL, cuda=True)
-    assert (found.bound, found.keys[0]) == (bound, first)
-    on_already = verdict(step_ms, data_ms, work, set(), cuda=True)
-    assert on_already.keys
-    assert not any(key.startswith("runtime.") for key in on_already.keys)
+def test_the_verdict(step_ms, data_ms, busy, share, bound, first):
+    found, _, keys = verdict(step_ms, data_ms, busy, share, ALL, {})
+    assert (found, keys[0]) == (bound, first)
+    _, _, on_already = verdict(step_ms, data_ms, busy, share, set(), {})
+    assert on_already
+    assert not any(key.startswith("runtime.") for key in on_already)
 
 
-def test_a_cpu_is_never_bound_by_launches():
-    assert verdict(10.0, 0.1, Work(4.0, 3.0), ALL, cuda=False).bound == "compute-bound"
-
-
-def test_a_trace_opens(tmp_path):
-    trace.main([*QUICK, f"out={tmp_path}"])
-    names = {
-        event.get("name")
-        for event in json.loads((tmp_path / "trace_tiny.json").read_text())["traceEvents"]
-    }
-    assert "aten::mm" in names
+def test_a_profile_is_a_table_and_a_trace(tmp_path):
+    found = measured("profile", tmp_path)["profile"]
+    assert "aten::mm" in found["text"]
+    trace = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
+    assert "aten::mm" in {event.get("name") for event in trace}
 
 
 @pytest.mark.slow
 def test_techniques_are_measured_alone_and_removed(tmp_path):
-    found = result("techniques", tmp_path, "loss_steps=1").values()
+    found = measured("techniques", tmp_path, "loss_steps=1").values()
     alone = [e for e in found if e["part"] == "alone"]
     by_key = {kind.key: [e for e in alone if e["key"] == kind.key] for kind in TECHNIQUES}
     assert all(by_key.values())
     for entries in by_key.values():
         for e in entries:
             assert ("reason" in e) != ("speed" in e)
-            assert "speed" not in e or e["lost"] == []
-    removed = [e for e in found if e["part"] == "removed"]
+            assert "speed" not in e or {*e["not_on"]} <= {*e["baseline_not_on"]}
+    removed = [e for e in found if e["part"] == "removed" and "reason" not in e]
     assert {e["key"] for e in removed} >= {"compile", "fused_adamw"}
     assert all(
-        e["ledger"][e["key"]] is False for e in removed if e["key"] in ("compile", "fused_adamw")
+        e["ledger"][e["key"]]["active"] is False
+        for e in removed
+        if e["key"] in ("compile", "fused_adamw")
     )
     assert len(by_key["gradient_checkpointing"]) == 2 * len(CheckpointBlocks.examples)
-    # not unused
-    assert {e["ledger"]["attention"] for e in by_key["attention"] if "speed" in e} == {
-        "flash",
-        "math",
-    }
+    attention = {e["ledger"]["attention"]["active"] for e in by_key["attention"] if "speed" in e}
+    assert attention == {"flash", "math"}  # not unused
 
 
 def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
-    cfg = variants.TechniquesConfig(setting="tiny")
-    found = list(variants.alone(cfg, TINY, CPU))
-    assert {(v.labels["key"], v.labels["over"]) for v in found} == {
+    found = [case for case in job("techniques", QUICK).cases if case.labels["part"] == "alone"]
+    only_over = TABLES["techniques"]["only_over"]
+    assert {(case.labels["key"], case.labels["over"]) for case in found} == {
         (kind.key, over)
         for kind in TECHNIQUES
         for over in ("fp32", "bf16")
-        if variants.ONLY_OVER.get(kind.key, over) == over
+        if only_over.get(kind.key, over) == over
     }
-    some = {variant.labels["key"]: variant for variant in found if variant.labels["over"] == "bf16"}
+    some = {case.labels["key"]: case for case in found if case.labels["over"] == "bf16"}
     for key in ("attention", "residual_in_fp32", "fused_adamw"):
         base, own = (compose(words).cfg for words in (some[key].baseline, some[key].overrides))
         assert base.runtime.precision.value == "bf16"
@@ -310,15 +312,25 @@ def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
         assert ("Attention" in str(own.model)) == (key == "attention")
 
 
+def test_what_cannot_be_had_is_a_reason_and_what_compiles_can_be_left_out():
+    cfg = job("step", [*QUICK, "inductor=false"]).cfg
+    case = Case("x", lambda case, cfg: {"value": 1}, TINY)
+    assert result_of(case, cfg) == {"value": 1}
+    assert "GPU" in result_of(case._replace(needs=["runtime.tf32=true"]), cfg)["reason"]
+    assert "error" not in result_of(case._replace(needs=["runtime.tf32=false"]), cfg)
+    assert result_of(case._replace(needs=["runtime.compile=true"]), cfg) == {
+        "reason": "left out: inductor=false"
+    }
+    assert case._replace(overrides=["runtime=max"]).expected > 2 * case.expected
+
+
 def test_operators_are_measured_beside_their_definitions(tmp_path, monkeypatch):
-    found = result("kernels", tmp_path, "inductor=false")
-    assert len(found) == 7 * 3 * 2
-    assert "bidirectional_ssd, gated fused, both passes" in found
-    measured = [entry for entry in found.values() if "reason" not in entry]
-    assert len(measured) == 7 * 2  # a CPU has no fused ones
-    assert all(entry["us"] > 0 and entry["gb_s"] > 0 and entry["speed"] == 1 for entry in measured)
-    assert kernels.bars(measured)[1] == []  # the definition beside itself
-    op = next(op for op in kernels.operators("tiny", CPU) if op.name == "local_mix")
+    found = measured("kernels", tmp_path, "inductor=false")
+    assert len(found) == len(kernels.INPUTS) * 3 + 2
+    there = [entry for entry in found.values() if "reason" not in entry]
+    assert len(there) == len(kernels.INPUTS)  # a CPU has no fused ones
+    assert all(entry["us"] > 0 and entry["gb_s"] > 0 and entry["speed"] == 1 for entry in there)
+    assert kernels.bytes_of(kernels.Op(torch.neg, torch.neg), [torch.zeros(4)]) == 5 * 16
     now = [0.0]
 
     def clock() -> float:
@@ -327,161 +339,131 @@ def test_operators_are_measured_beside_their_definitions(tmp_path, monkeypatch):
 
     def definition(*inputs: torch.Tensor):
         now[0] += 1.0
-        return op.definition(*inputs)
+        return torch.stack([t.float().sum() for t in inputs]).sum()
+
+    def four(*inputs: torch.Tensor):
+        return [definition(*inputs) for _ in range(4)].pop()
 
     monkeypatch.setattr("scripts.timing.time", SimpleNamespace(perf_counter=clock))
-    timed = op._replace(definition=definition)
-    shared = kernels.Kernels(BenchConfig(setting="tiny", steps=1, repeats=3), CPU)
-    four = shared.measure(
-        timed, lambda *inputs: [definition(*inputs) for _ in range(4)].pop(), backward=False
+    monkeypatch.setattr(
+        kernels, "operators", lambda setting, device: {"swiglu": kernels.Op(definition, four)}
     )
-    assert four["speed"] == pytest.approx(0.25, rel=1e-4)
+    monkeypatch.setattr(
+        kernels, "measured_rates", lambda device: {"copy_gb_s": 1.0, "fp32_product_tflops": 1.0}
+    )
+    monkeypatch.setitem(kernels.OURS, "compiled", lambda op: op.fused)
+    case = Case("x", kernels.kernel, labels={"operator": "swiglu", "way": "compiled"})
+    entry = kernels.kernel(case, job("kernels", QUICK).cfg)
+    assert (entry["speed"], entry["forward_speed"]) == pytest.approx((0.25, 0.25), rel=1e-4)
 
 
-def scan_of_raw_steps(x, dt, A, B_in, C_out, chunk_size, *, D, dt_bias, dt_softplus):
-    """What mamba-ssm's function of these arguments computes."""
+def causal_scan(x, dt, A, B_in, C_out, *, chunk_size, D, dt_bias, dt_softplus):
+    """What mamba-ssm's function of these arguments computes, token by token."""
     assert dt_softplus
     step = torch.nn.functional.softplus(dt + dt_bias)
-    y = causal_scan(x, step, step * A, B_in, C_out)
-    return y if D is None else y + D[:, None] * x
-
-
-def causal_scan(x, step, a, B_in, C_out):
-    """Token by token."""
     state = torch.zeros(x.shape[0], x.shape[2], B_in.shape[-1], x.shape[3], dtype=x.dtype)
     y = []
     for i in range(x.shape[1]):
-        decay = a[:, i].exp()[..., None, None]
+        decay = (step * A)[:, i].exp()[..., None, None]
         state = state * decay + torch.einsum("bk,bn,bkp->bknp", step[:, i], B_in[:, i, 0], x[:, i])
         y.append(torch.einsum("bn,bknp->bkp", C_out[:, i, 0], state))
-    return torch.stack(y, 1)
+    return torch.stack(y, 1) + D[:, None] * x
 
 
-def test_other_packages_are_called_for_the_same_work():
+def test_other_packages_are_called_for_the_same_work(monkeypatch):
     """Their glue, on stand-ins that compute what their documentation says."""
     from tests.test_kernels import ssd_inputs
-    from tests.test_operators import add_norm_inputs
 
-    def rms_norm(x, weight, bias, *, residual, eps, prenorm, residual_in_fp32, is_rms_norm=True):
-        assert prenorm
-        assert residual_in_fp32
-        z = x + residual
-        return torch.nn.functional.rms_norm(z, weight.shape, weight.to(z), eps), z
-
-    def liger(x, residual, weight, eps):
-        return rms_norm(
-            x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True
-        )
-
-    def simple_gla(q, k, v, *, g, scale):
-        one = torch.ones_like(g)
-        heads = [
-            causal_scan(v[:, :, [h]], one[..., [h]], g[..., [h]], k[:, :, [h]], q[:, :, [h]])
-            for h in range(v.shape[2])
-        ]
-        return scale * torch.cat(heads, 2), None
-
-    inputs = [t.detach() for t in add_norm_inputs()]
-    for made in (
-        peers.add_norm_by_layer_norm_fn(SimpleNamespace(layer_norm_fn=rms_norm)),
-        peers.add_norm_by_rms_norm(SimpleNamespace(rms_norm=rms_norm)),
-        peers.add_norm_by_liger(
-            SimpleNamespace(LigerFusedAddRMSNormFunction=SimpleNamespace(apply=liger))
-        ),
-    ):
-        for a, e in zip(made(*inputs), add_norm(*inputs), strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
-    scan = [t.detach() for t in ssd_inputs(9)]
-    by_mamba = peers.ssd_by_mamba(SimpleNamespace(mamba_chunk_scan_combined=scan_of_raw_steps))
-    by_fla = peers.ssd_by_simple_gla(SimpleNamespace(chunk_simple_gla=simple_gla))
-    x, dt, dt_bias, _, B_in, C_out, _ = scan
-    step = torch.nn.functional.softplus(dt + dt_bias)[:, :, 1]
-    # which it counts twice
-    own = (B_in * C_out)[:, :, 1].sum(-1)[..., None, None] * step[..., None] * x
-    for made in (by_mamba, by_fla):
-        torch.testing.assert_close(
-            made(*scan)[0], bidirectional_ssd(*scan) + own, rtol=1e-5, atol=1e-6
-        )
-
-
-def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
-    gone = peers.Peer("fla", "no_such_module", "add_norm", peers.add_norm_by_rms_norm)
-    monkeypatch.setattr(peers, "PEERS", (gone,))
-    assert peers.found() == (
-        {},
-        {"add_norm of fla": "ModuleNotFoundError: No module named 'no_such_module'"},
+    scan = SimpleNamespace(mamba_chunk_scan_combined=causal_scan)
+    product = SimpleNamespace(apply=lambda a, b: torch.nn.functional.silu(a) * b)
+    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", scan)
+    monkeypatch.setitem(
+        sys.modules, "liger_kernel.ops.swiglu", SimpleNamespace(LigerSiLUMulFunction=product)
     )
+    x, dt, dt_bias, A_log, B_in, C_out, D = (t.detach() for t in ssd_inputs(9))
+    B_in[:, :, 1] = 0.0  # nothing comes from behind
+    ours = bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D)
+    theirs = kernels.mamba_scan()(x, dt, dt_bias, A_log, B_in, C_out, D)
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
+    joined = torch.randn(2, 3, 8)
+    torch.testing.assert_close(kernels.liger_swiglu()(joined), kernels.swiglu(joined))
 
 
-def test_mixers_are_compared_at_equal_parameters_and_at_equal_flops(tmp_path, capsys):
-    assert [*variants.models_of("xs", [])] == ["dit", "conv", "mamba", "ssd_mlp", "zigzag"]
-    found = result("mixers", tmp_path, "size=xs", "batch_size=8", "families=[ssd_mlp]")
+def test_mixers_are_compared_at_equal_parameters(tmp_path):
+    families = [case.name for case in job("mixers", [*QUICK, "size=xs"]).cases]
+    assert families == ["dit", "conv", "mamba", "ssd_mlp", "zigzag"]
+    found = measured("mixers", tmp_path, "size=xs", "batch_size=8", "families=[ssd_mlp]")
     assert list(found) == ["dit", "ssd_mlp"]
     assert found["dit"]["speed"] == 1.0
     assert all(
         abs(entry["parameters"] / found["dit"]["parameters"] - 1) < 0.2 for entry in found.values()
     )
-    base = {
-        "speed_q1": 1.9,
-        "speed_q3": 2.1,
-        "not_on": [],
-        "samples_per_s": 1.0,
-        "mfu": None,
-    } | found["dit"]
-    double = base | {
-        "name": "mamba",
-        "speed": 2.0,
-        "speed_q1": 1.9,
-        "flops_a_sample": base["flops_a_sample"] / 2,
-    }
-    lines = variants.mixers_texts([found["dit"], double])[-1].splitlines()
-    cells = dict(zip(re.split(r"  +", lines[0].strip()), lines[2].split()[1:], strict=False))
-    assert (cells["×attention"], cells["at equal FLOPs"]) == ("2.00", "1.00")
-    with pytest.raises(ValueError, match="size=huge"):
-        bench(["mixers", "setting=tiny", "size=huge", f"out={tmp_path}"])
-    with pytest.raises(ValueError, match=r"families=\[mambda\]: choose some of conv, dit, mamba"):
-        bench(["mixers", "setting=tiny", "families=[mambda]", f"out={tmp_path}"])
+
+
+def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "LATENTS", {"tiny": (256, 64, 4)})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = measured("data", tmp_path, "step_ms=1")
+    assert list(found) == list(data.LOADERS)
+    assert all(entry["samples_per_s"] > 0 and 0 <= entry["wait"] <= 1 for entry in found.values())
 
 
 @pytest.mark.slow
-def test_precisions_are_compared_over_seeds(tmp_path, monkeypatch):
-    from accel.techniques.precision import Precision
-
-    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
-    found = list(result("precision", tmp_path, "steps=4", "seeds=[0,1]").values())
-    assert [(entry["seed"], entry["precision"]) for entry in found] == [
-        (seed, name) for seed in (0, 1) for name in variants.PRECISIONS
-    ]
-    assert found[0]["final_loss"] != found[3]["final_loss"]
-    shown = seeds.precision_texts(found)[0].splitlines()
-    assert [line.split()[:2] for line in shown[2:]] == [[name, "2"] for name in variants.PRECISIONS]
+@pytest.mark.usefixtures("techniques_of_a_gpu")
+def test_precisions_are_compared_over_seeds(tmp_path):
+    found = measured("precision", tmp_path, "steps=4", "seeds=[0,1]")
+    assert list(found) == ["fp32", "bf16", "fp16"]
+    assert all(entry["loss_min"] < entry["loss"] < entry["loss_max"] for entry in found.values())
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("techniques_of_a_gpu")
 def test_measures_against_too_little_memory_are_counted(tmp_path):
-    found = result("memory", tmp_path, "steps=2", "seeds=[0,1]", "pretend=true")
-    assert {entry["measure"] for entry in found.values() if entry["seed"] == 0} == {*seeds.MEASURES}
-    assert {entry["measure"] for entry in found.values() if entry["seed"] == 1} == {*seeds.SEEDED}
-    assert not [name for name, entry in found.items() if "error" in entry or entry["lost"]]
-    each = {e["measure"]: e["optimizer_bytes"] / e["parameters"] for e in found.values()}
+    found = measured("memory", tmp_path, "steps=2", "seeds=[0]")
+    assert list(found) == list(TABLES["memory"])
+    each = {name: entry["optimizer_bytes_a_parameter"] for name, entry in found.items()}
     assert (
         each["adamw"]
         == pytest.approx(8.0, abs=0.1)
         > 3 * each["adamw_8bit"]
         > 3 * each["adamw_4bit"]
     )
-    moved = found["offload_optimizer, seed 0"]
-    assert moved["on_host_bytes"] > 0.9 * (moved["on_host_bytes"] + moved["optimizer_bytes"])
-    lines = seeds.memory_texts(list(found.values()))[0].splitlines()
-    assert [line.partition("  ")[0] for line in lines[2:]] == list(seeds.MEASURES)
-    refused = result("memory", tmp_path / "refused", "steps=2", "seeds=[0]")[
-        "offload_optimizer, seed 0"
-    ]
-    assert "on cpu" in refused["reason"]
+    moved = found["offload_optimizer"]
+    on_host = moved["on_host_bytes_a_parameter"]
+    assert on_host > 0.9 * (on_host + moved["optimizer_bytes_a_parameter"])
 
 
-def test_a_gpu_test_is_a_row_with_its_outcome(tmp_path):
-    """On planted tests, by a pytest within this one."""
+def test_planned_memory_stands_beside_the_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(TABLES, "planned", {"eager": "runtime=eager"})
+    assert job("plan", QUICK).cases[0].overrides[-1] == "runtime=eager"
+    case = job("plan", QUICK).cases[0]
+    found = measure.planned(case, job("plan", QUICK).cfg)
+    assert found["predicted_bytes"] > 4 * found["parameters"]
+    assert (found["memory_reserved_peak"], found["memory_error"]) == (None, None)
+
+
+def test_saves_say_how_fast_the_steps_still_are(tmp_path, monkeypatch):
+    clock = {"own": 3.0, "base": 1.0}
+
+    def timed(runs, repeats, device, prepare):
+        for name, run in runs.items():
+            prepare(name)
+            run()
+        return {name: [clock[name]] * repeats for name in runs}
+
+    monkeypatch.setattr(measure, "interleaved", timed)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for way in measured("saves", tmp_path).values():
+        assert way["speed"] == pytest.approx(1 / 3)
+        assert way["stall_ms"] > 0
+        assert way["bytes"] > 10_000
+
+
+def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
+    """On planted tests; without a GPU there is a reason."""
+    assert result_of(job("tests", ["select=smoke"]).cases[0], job("tests", []).cfg) == {
+        "reason": "needs an NVIDIA GPU"
+    }
     file = tmp_path / "test_planted.py"
     outcomes = {
         "good": "pass",
@@ -492,78 +474,13 @@ def test_a_gpu_test_is_a_row_with_its_outcome(tmp_path):
         f"@pytest.mark.gpu\ndef test_{name}():\n    {body}\n" for name, body in outcomes.items()
     )
     file.write_text("import pytest\n" + "\n".join(bodies))
-    assert len(tests.pytest_main("--collect-only", str(file)).ids) == 3
-    rows = [Row(name, partial(tests.run_test, f"{file}::test_{name}")) for name in outcomes]
-    entries = [{"name": f"t.py::test_x[{row.name}]"} | figures_of(row) for row in rows]
-    assert entries[0]["passed"] is True
-    assert "planted" in entries[1]["error"]
-    assert entries[2]["reason"] == "no such card"
-    assert tests.texts(entries)[0].splitlines()[1].split() == ["t.py::test_x", "1", "1", "1"]
-    assert "planted" in tests.texts(entries)[1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = measure.gpu_tests(Case("x", measure.gpu_tests, [str(file)]), None)
+    assert (found["tests"], found["failed"], found["skipped"]) == (3, 1, 1)
+    assert found["error"].startswith("1 failed: test_bad: AssertionError: planted")
+    assert "test_absent: no such card" in found["text"]
+    monkeypatch.setattr(
+        measure.subprocess, "run", lambda *given, **more: SimpleNamespace(returncode=4)
+    )
     with pytest.raises(RuntimeError, match="pytest ended with status 4"):
-        tests.run_test(f"{file}::test_gone")
-    (row,) = tests.plan(tests.TestsConfig(), [], CPU)
-    assert row.measure() == {"reason": "needs an NVIDIA GPU"}
-
-
-def test_two_runs_are_compared(run, tmp_path, capsys):
-    run("runtime=eager", folder="a")
-    run("runtime=eager", "runtime.fused_adamw=true", "optim.lr=1e-4", folder="b")
-    bench(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    shown = capsys.readouterr().out.partition("configuration")[2]
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "optim.lr 0.002 0.0001" in lines
-    assert "runtime.fused_adamw False True" in lines
-    assert "fused_adamw False → False True → True" in lines
-    assert "versions: the same" in lines
-    assert any(line.startswith("samples_per_s") and "×" in line for line in lines)
-    assert not any(line.startswith("run_dir") for line in lines)
-
-
-def test_saves_say_how_much_longer_the_steps_take(tmp_path, monkeypatch):
-    from scripts.bench import saves
-
-    one_round = saves.one_round
-
-    def clocked(workload, checkpoints, described, steps):
-        one_round(workload, checkpoints, described, steps)
-        return [1.0, 0.0, 0.0] if checkpoints is None else [3.0, 0.5, 0.0]
-
-    monkeypatch.setattr(saves, "one_round", clocked)
-    monkeypatch.chdir(tmp_path)
-    ways = result("saves", tmp_path)
-    assert {name: way["times_as_long"] for name, way in ways.items()} == {
-        "background": 3.0,
-        "foreground": 3.0,
-    }
-    assert ways["background"]["stall_ms"] == 500.0
-
-
-def test_a_ratio_is_the_second_run_over_the_first():
-    assert compare.ratio(200.0, 300) == "×1.500"
-    assert compare.ratio(0.0, 300) is None
-    assert compare.ratio(None, 300) is None
-
-
-def test_tables_align():
-    lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
-    assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]
-    assert compare.number(0.1234567) == "0.123457"
-
-
-def test_a_table_of_entries_has_dashes_where_nothing_was_measured():
-    columns = {"ms": "{ms:.1f}", "GiB": "{bytes:GiB}"}
-    entries = [
-        {"name": "a", "ms": 1.25, "bytes": 2**29, "remark": "fine"},
-        {"name": "b", "ms": 10.0, "bytes": None},
-        {"name": "c", "reason": "no GPU"},
-    ]
-    lines = [line.split() for line in entries_table(columns, entries).splitlines()]
-    assert lines == [
-        ["ms", "GiB"],
-        ["a", "1.2", "0.50", "fine"],
-        ["b", "10.0", "–"],
-        ["c", "–", "–", "no", "GPU"],
-    ]
-    with pytest.raises(KeyError):
-        entries_table({"ms": "{mss}"}, entries)
+        measure.gpu_tests(Case("x", measure.gpu_tests, [str(file)]), None)

@@ -15,9 +15,8 @@ from PIL import Image
 
 from common.files import ROOT
 from evaluation import reference
-from evaluation.distances import frechet
-from evaluation.judge import Judge, JudgeConfig
-from evaluation.sides import Side, distances, figures, floor
+from evaluation.distances import FeatureStats, distances, figures, floor, frechet
+from evaluation.evaluator import Evaluator
 from models.autoencoders import PixelAutoencoder
 from sampling.load import SampleStream
 from scripts.evaluate import EvaluateConfig, evaluate_run
@@ -26,6 +25,7 @@ from tests.helpers import CPU
 from train import train
 from training.components import build_loader
 from training.config.compose import compose
+from training.config.schema import FdConfig
 from training.distributed.ranks import SINGLE
 
 DIGITS = {"_target_": "data.digits.DigitLatents"}
@@ -66,34 +66,30 @@ def config(trained, out, **changes) -> EvaluateConfig:
 
 
 @pytest.fixture(scope="module")
-def judge():
+def evaluator():
     """Of the digits, without a run."""
-    how = JudgeConfig(("encoder", "random"), None, 50_000, {})
-    return Judge(
-        how, build_loader(DIGITS, 0, 64, CPU).spec, DIGITS, PixelAutoencoder(), CPU, SINGLE
-    )
+    cfg = FdConfig(reference_count=50_000)
+    spec = build_loader(DIGITS, 0, 64, CPU).spec
+    return Evaluator(cfg, spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
 
 
-def sides_of(judge: Judge, images: np.ndarray) -> dict[str, Side]:
-    sides = judge.sides()
-    for part in torch.from_numpy(images).split(300):
-        for name, features in judge.of(part).items():
-            sides[name].add(features)
-    return sides
+def stats_of(evaluator: Evaluator, images: np.ndarray) -> dict[str, FeatureStats]:
+    return evaluator.stats_of(map(evaluator.of, torch.from_numpy(images).split(300)))
 
 
-def digits(judge: Judge) -> np.ndarray:
-    return torch.cat(list(judge.source.images(0, judge.source.count))).numpy()
+def digits(evaluator: Evaluator) -> np.ndarray:
+    (batches,) = evaluator.source.images([range(evaluator.source.count)])
+    return torch.cat(list(batches)).numpy()
 
 
-def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(judge):
+def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator):
     """tests/test_digits.py finds samples of a trained model between the two."""
-    images = digits(judge)
-    assert judge.source.told["kind"] == "reconstructions"
-    assert len(images) == judge.source.count == 1617
+    images = digits(evaluator)
+    assert evaluator.source.told["kind"] == "reconstructions"
+    assert len(images) == evaluator.source.count == 1617
     noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
-    same = figures(sides_of(judge, images), judge.reference)
-    other = figures(sides_of(judge, noise), judge.reference)
+    same = figures(stats_of(evaluator, images), evaluator.reference)
+    other = figures(stats_of(evaluator, noise), evaluator.reference)
     for name in ("encoder", "random"):
         assert abs(same[name]["fd"]) < 1e-6
         assert same[name]["precision"] == same[name]["recall"] == same[name]["copied"] == 1.0
@@ -106,7 +102,7 @@ def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(judge):
         assert other[name]["precision"] < 0.1
 
 
-def test_images_that_are_not_what_was_meant_are_far_away(judge):
+def test_images_that_are_not_what_was_meant_are_far_away(evaluator):
     """Wrong quantisation and the like: farther than one half of the reference is from the other."""
     planted = {
         "half of their range": lambda x: x // 2,
@@ -115,9 +111,9 @@ def test_images_that_are_not_what_was_meant_are_far_away(judge):
         "upside down": lambda x: np.ascontiguousarray(x[:, ::-1]),
     }
     for fault, changed in planted.items():
-        for name, side in sides_of(judge, changed(digits(judge))).items():
-            real = judge.reference[name]
-            assert frechet(side.all, real.all) > 1.2 * frechet(*real.halves), (fault, name)
+        for name, stats in stats_of(evaluator, changed(digits(evaluator))).items():
+            real = evaluator.reference[name]
+            assert frechet(stats.all, real.all) > 1.2 * frechet(*real.halves), (fault, name)
 
 
 def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_path):
@@ -143,22 +139,18 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_pat
     assert abs(raw["features"]["encoder"]["fd"] / found["features"]["encoder"]["fd"] - 1) > 0.01
 
 
-def test_no_minutes_go_by_without_a_word(judge, capsys, monkeypatch, tmp_path):
-    """Before features of a reference are made, and then in images; what the loader says, the run
-    has said before."""
+def test_no_minutes_go_by_without_a_word(evaluator, capsys, monkeypatch, tmp_path):
+    """Before features of a reference are made, and then in images; nothing where they are known."""
     monkeypatch.setattr("common.progress.EVERY", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        reference, "build_loader", lambda *how: print("data: …") or build_loader(*how)
-    )
-    reference.reference_sides(judge.source, judge.spaces, CPU, SINGLE)
+    reference.reference_stats(evaluator.source, evaluator.spaces, CPU, SINGLE)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == (
         "making features (encoder, random) of 1617 images of the reference; a later run finds "
         f"them in {tmp_path}/fastlatent/references"
     )
     assert second.startswith("64/1617 images, ")
-    reference.reference_sides(judge.source, judge.spaces, CPU, SINGLE)
+    reference.reference_stats(evaluator.source, evaluator.spaces, CPU, SINGLE)
     assert capsys.readouterr().out == ""
 
 
@@ -240,11 +232,11 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
         "features=[encoder]",
     ]
     program = (
-        "import os, sys, training.pieces as p; write = p.Pieces.write\n"
+        "import os, sys, sampling.resumable_chunks as p; write = p.ResumableChunks.write\n"
         "def dying(self, number, tensors):\n"
         "    if 'samples.parts' in str(self.folder) and number == 1: os.kill(os.getpid(), 9)\n"
         "    write(self, number, tensors)\n"
-        "p.Pieces.write = dying\n"
+        "p.ResumableChunks.write = dying\n"
         "from scripts.evaluate import main; main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, *words, f"out={tmp_path / 'samples'}"]
@@ -279,16 +271,18 @@ def test_two_processes_come_to_the_same_figures(trained, tmp_path):
     assert found["encoder"] == pytest.approx(alone["encoder"], rel=1e-9)
 
 
-def save_digits(folder, judge) -> None:
-    for i, image in enumerate(digits(judge)[:300]):
+def save_digits(folder, evaluator) -> None:
+    for i, image in enumerate(digits(evaluator)[:300]):
         file = folder / str(i % 2) / f"{i:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(file)
 
 
-def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, judge, tmp_path, monkeypatch):
+def test_a_folder_of_images_is_a_reference_and_is_read_once(
+    trained, evaluator, tmp_path, monkeypatch
+):
     folder = tmp_path / "images"
-    save_digits(folder, judge)
+    save_digits(folder, evaluator)
     folder.chmod(0o555)  # a read-only set works
     cfg = config(
         trained,
@@ -308,10 +302,12 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, judge, tmp_
 
     monkeypatch.setattr(reference, "DecodedImages", refuse)
     assert evaluate_run(replace(cfg, out=str(tmp_path / "b")))["features"] == found["features"]
-    sides = sides_of(judge, digits(judge)[:300])  # the PNGs are those images, no pixel moved
+    stats = stats_of(
+        evaluator, digits(evaluator)[:300]
+    )  # the PNGs are those images, no pixel moved
     assert (
-        abs(distances(sides["encoder"], judge.reference["encoder"])["fd"])
-        < 3 * floor(sides["encoder"])["floor_fd"]
+        abs(distances(stats["encoder"], evaluator.reference["encoder"])["fd"])
+        < 3 * floor(stats["encoder"])["floor_fd"]
     )
 
 
@@ -395,7 +391,7 @@ def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
     """One waits; a command without a right to wait is refused."""
     from common import lock
-    from sampling.resumable_chunks import Pieces
+    from sampling.resumable_chunks import ResumableChunks
 
     calls = []
     held = lock.held
@@ -408,7 +404,7 @@ def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypa
 
     monkeypatch.setattr(lock, "held", busy_twice)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert Pieces(tmp_path / "waits", {}, 1, SINGLE, waits=True).missing() == [0]
+    assert ResumableChunks(tmp_path / "waits", {}, 1, SINGLE, waits=True).missing() == [0]
     calls.clear()
     with pytest.raises(ValueError, match="another process works on it"):
-        Pieces(tmp_path / "refused", {}, 1, SINGLE)
+        ResumableChunks(tmp_path / "refused", {}, 1, SINGLE)

@@ -208,10 +208,12 @@ for kind, part in ((DiffusionPipeline, {}), (AutoModel, {"subfolder": "transform
     sys.exit("opened without trust_remote_code")
 AutoModel.from_pretrained(folder, **part, trust_remote_code=True)
 pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
-how = {"guidance_scale": 1.5, "guidance_interval": (0.1, 0.9), "num_inference_steps": 3, "shift": 2.0, "seed": 7}
-found = {s: pipe(["pear", 0, "plum"], solver=s, output_type="np", **how).images for s in ("heun", "sde")}
+how = {"guidance_scale": 1.5, "guidance_interval": (0.1, 0.9), "num_inference_steps": 3}
+how |= {"shift": 2.0, "seed": 7, "output_type": "np"}
+found = {s: pipe(["pear", 0, "plum"], solver=s, **how).images for s in ("heun", "sde")}
 noise = pipe(["pear"], output_type="latent", num_inference_steps=1).images
-found["given"] = pipe(["pear"], latents=noise, output_type="latent", num_inference_steps=2).images.numpy()
+how = {"output_type": "latent", "num_inference_steps": 2}
+found["given"] = pipe(["pear"], latents=noise, **how).images.numpy()
 assert pipe(1).images[0].size == (16, 16)
 try:
     pipe(["quince"])

@@ -13,7 +13,7 @@ import pytest
 from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from train import train
-from training.config import extensions
+from training.config import build
 from training.config.compose import compose, from_words
 from training.config.yaml_text import from_yaml
 from training.weights.pretrained import load_pretrained
@@ -26,7 +26,7 @@ from torch import nn
 class Shuffle(nn.Module):
     """A mixer of one's own: adds what a linear layer makes of the token before."""
 
-    def __init__(self, dim: int, head_dim: int, grid: tuple[int, int], strength: float = 1.0) -> None:
+    def __init__(self, dim: int, head_dim: int, grid: tuple, strength: float = 1.0) -> None:
         super().__init__()
         self.proj = nn.Linear(dim, dim)
         self.strength = strength
@@ -82,7 +82,7 @@ def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(
     summary = train(compose([*SHORT, "extensions=[myproj]", f"run_dir={folder}"]))
     assert summary["steps"] == 2
     assert from_yaml((folder / "config.yaml").read_text())["extensions"] == ["myproj"]
-    monkeypatch.setattr(extensions, "admitted", set())  # another process
+    monkeypatch.setattr(build, "admitted", set())  # another process
     given = [f"run_dir={folder}", "count=2", "steps=2", "device=cpu", f"out={tmp_path / 'samples'}"]
     with pytest.raises(
         ValueError, match=r"myproj\.mixer\.Shuffle.*add extensions=\[myproj\] to the command"
@@ -102,7 +102,7 @@ def test_the_commands_take_it_too(myproj, tmp_path):
     assert "extensions=[myproj]" in recorded
     assert str(myproj.parent) not in recorded  # folders of this machine are nobody's business
     by_variable = subprocess.run(
-        [*command, "--cfg", "job"], env=environment | {extensions.ENVIRONMENT: "myproj"}, **how
+        [*command, "--cfg", "job"], env=environment | {build.ENVIRONMENT: "myproj"}, **how
     )
     assert "myproj.mixer.Shuffle" in by_variable.stdout
     refused = subprocess.run(command, env=environment, **how)
@@ -111,7 +111,7 @@ def test_the_commands_take_it_too(myproj, tmp_path):
 
 
 def test_the_environment_variable_names_packages_for_all_commands(myproj, monkeypatch):
-    monkeypatch.setenv(extensions.ENVIRONMENT, "myproj")
+    monkeypatch.setenv(build.ENVIRONMENT, "myproj")
     assert compose(["model=shuffle"]).cfg.extensions == ["myproj"]
 
 
@@ -120,18 +120,18 @@ def test_a_package_is_not_admitted_by_a_file(myproj, monkeypatch):
     (myproj / "conf" / "experiment" / "sly.yaml").write_text(
         "# @package _global_\n# Names another package.\nextensions: [myproj, json]\n"
     )
-    monkeypatch.setenv(extensions.ENVIRONMENT, "myproj")
+    monkeypatch.setenv(build.ENVIRONMENT, "myproj")
     with pytest.raises(ValueError, match=r"extensions=\['json'\] comes from a file"):
         compose(["experiment=sly"])
-    assert extensions.admitted == {"myproj"}
+    assert build.admitted == {"myproj"}
 
 
 @pytest.mark.parametrize("name", ["nowhere_to_be_found", "os.path", "-x"])
 def test_what_is_no_package_is_refused(name, monkeypatch):
-    monkeypatch.setattr(extensions, "admitted", set())
+    monkeypatch.setattr(build, "admitted", set())
     with pytest.raises(ValueError, match="there is no package"):
         compose([f"extensions=['{name}']"])
-    assert extensions.admitted == set()
+    assert build.admitted == set()
 
 
 def test_only_classes_that_the_package_itself_defines_are_built(myproj):
@@ -149,7 +149,7 @@ def test_a_weights_file_that_names_a_foreign_package_runs_nothing(myproj, tmp_pa
     train(compose([*SHORT, "extensions=[myproj]", f"run_dir={tmp_path / 'run'}"]))
     for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
         del sys.modules[name]
-    monkeypatch.setattr(extensions, "admitted", set())
+    monkeypatch.setattr(build, "admitted", set())
     import torch
 
     with pytest.raises(ValueError, match="do not trust this file"):

@@ -324,6 +324,7 @@ def test_two_processes_train_in_8_bits(mode, zygote: Zygote, whole, tmp_path):
 def test_the_protocol_of_samples_names_the_recipe():
     values = {"precision": "fp8", "fp8_recipe": "tensorwise"}
     stack = AccelerationStack(values, CPU, only=("precision",))
-    expected = {"fp8_recipe": "tensorwise"} if no_8_bits() is None else {}
-    assert stack.options_of("precision", when="fp8") == expected
-    assert stack.options_of("precision", when="bf16") == {}
+    expected = values if no_8_bits() is None else {"precision": "fp32"}
+    assert stack.arithmetic() == expected
+    values = {"precision": "fp32", "fp8_recipe": "rowwise"}
+    assert AccelerationStack(values, CPU, only=("precision",)).arithmetic() == {"precision": "fp32"}

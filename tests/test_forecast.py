@@ -1,4 +1,4 @@
-"""training/forecast.py against a whole step of the whole model, whose live tensors are counted."""
+"""The plan of memory against a whole step of the whole model, whose live tensors are counted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import kept_by
-from accel.techniques.compilation import Compile
-from accel.techniques.offload_optimizer import OffloadOptimizer
+from accel.techniques.compilation import PARTITIONER, Compile
 from data.loader import Batch
-from scripts.capabilities import pretended
+from scripts.plan.memory import Question, forecast
 from training.assemble import assemble
 from training.config.compose import compose
-from training.counting import PARTITIONER
-from training.forecast import Forecast
+from training.memory import lasting_bytes
 
 CPU = torch.device("cpu")
 LATENTS = [
@@ -92,8 +90,7 @@ def counted_peak(words: list[str]) -> float:
         [*of_model, *training.state.ema.averages, *kept, *(t for b in given for t in b)]
     ) as counter:
         training.step(given)
-    host = training.stack.technique(OffloadOptimizer).on_host()
-    return float(counter.peak - host)
+    return float(counter.peak - lasting_bytes(training).on_host)
 
 
 def sampled(seed: int) -> list[str]:
@@ -123,16 +120,15 @@ def marked(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(30)])
+@pytest.mark.usefixtures("techniques_of_a_gpu")
 def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.MonkeyPatch):
     words = sampled(seed)
     if "optim=adamw_8bit" in words:
         pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(Compile, "backend", PARTITIONER)
 
-    def both() -> tuple[Any, float]:
-        cfg = compose(words).cfg
-        spec = assemble(cfg, CPU).loader.spec
-        return Forecast(cfg, spec, gpu=False), counted_peak(words)
-
-    forecast, counted = pretended(both)()
-    assert forecast.needs.total == pytest.approx(counted, rel=0.05), (words, forecast.phases)
+    cfg = compose(words).cfg
+    spec = assemble(cfg, CPU).loader.spec
+    found = forecast(Question(cfg, spec, gpu=False))
+    counted = counted_peak(words)
+    assert found.needs.total == pytest.approx(counted, rel=0.05), (words, found.phases)

@@ -14,9 +14,9 @@ import pytest
 from data.synthetic import SyntheticLatents
 from tests.test_tuning import SMALL
 from train import train
-from training import goodput, metrics
+from training import goodput
 from training.config.compose import compose
-from training.goodput import Account, Clock, between, told
+from training.goodput import Account, Clock, told
 from training.step import TrainStep
 
 RUN = [
@@ -59,18 +59,6 @@ def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
     }
 
 
-def test_productive_seconds_lie_on_straight_lines():
-    reached = {10: 5.0, 20: 25.0}
-    assert [between(reached, step) for step in (0, 5, 10, 15, 20, 30)] == [
-        0.0,
-        2.5,
-        5.0,
-        15.0,
-        25.0,
-        25.0,
-    ]
-
-
 class OwnTime:
     """A clock that goes on by a second with each look at it, and by what a slow batch and a step
     take."""
@@ -98,8 +86,7 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> OwnTime:
         return step(self, *arguments)
 
     monkeypatch.setattr(TrainStep, "__call__", timed)
-    for module in (goodput, metrics):
-        monkeypatch.setattr(module, "time", OWN_TIME)
+    monkeypatch.setattr(goodput, "time", OWN_TIME)
     return OWN_TIME
 
 
@@ -193,13 +180,12 @@ def test_waiting_for_data_is_told_once_with_its_cure(
 def test_waiting_for_launches_is_told_with_what_is_left_to_try():
     account = Account()
     left = ["runtime.cuda_graph=true"]
-    cfg = compose([*SMALL, "batch_size=10"]).cfg
     window = {"samples_per_s": 1000.0, "data_wait": 0.02}
-    assert account.advice(window, cfg, 9.0, left) == ""
-    assert account.advice(window, cfg, None, left) == ""
-    assert account.advice(window, cfg, 5.0, left) == (
+    assert account.advice(window, 10, {}, 9.0, left) == ""
+    assert account.advice(window, 10, {}, None, left) == ""
+    assert account.advice(window, 10, {}, 5.0, left) == (
         "launch-bound: the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches "
         "otherwise; try runtime.cuda_graph=true, a larger batch_size"
     )
-    assert account.advice(window, cfg, 5.0, left) == ""
-    assert "data-bound: 20%" in account.advice(window | {"data_wait": 0.2}, cfg, 5.0, left)
+    assert account.advice(window, 10, {}, 5.0, left) == ""
+    assert "data-bound: 20%" in account.advice(window | {"data_wait": 0.2}, 10, {}, 5.0, left)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from tests.harness import (
     technique,
     tiny_training,
 )
+from training.goodput import CLOCK
 from training.meter import Meter
 
 
@@ -155,7 +156,7 @@ def test_a_selective_policy_that_keeps_other_results_is_not_on(words, kept, monk
 
 def test_a_compiler_that_goes_its_own_way_is_seen_in_what_is_kept():
     """The uncompiled step is as it should be, and the compiled blocks keep twice as much."""
-    technique = CheckpointBlocks(True, CPU, "selective")
+    technique = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
     call = BlockEvidence(
         10, 100, torch.float32, torch.float32, (True, True), frozenset({"aten::mm"})
     )
@@ -415,18 +416,20 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
         def elapsed_time(self, later):
             return 250.0
 
-    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr("training.meter.on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronised"))
     meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    monkeypatch.setattr(CLOCK, "kind", "start")
+    monkeypatch.setattr(CLOCK, "seconds", defaultdict(float, steps=1.0))
     with meter.waiting():
         done.append("data")
-    assert (done, meter.wait) == (["mark", "data", "mark"], 0.0)
+    assert (done, CLOCK.seconds["data_wait"]) == (["mark", "data", "mark"], 0.0)
     with meter.paused():
         done.append("end")
     assert done[3:] == ["synchronised", "end"]
     meter.sum_waits()
-    assert meter.wait == 0.25
+    assert (CLOCK.seconds["steps"], CLOCK.seconds["data_wait"]) == (0.75, 0.25)
 
 
 def test_flex_stays_compiled_in_evaluation():

@@ -25,10 +25,11 @@ from accel.techniques.weights import NarrowLinear, RoundedUpdate, Weights, stoch
 from tests.conftest import TINY_RUN
 from tests.faults.conftest import outcome
 from tests.harness import CPU, allow_any_precision, tiny_training
+from tests.helpers import kept_at
 from train import train
 from training.checkpoint.find import complete
 from training.config.compose import compose
-from training.memory import kept_at, lasting_bytes
+from training.memory import lasting_bytes
 
 OPTIMIZERS = {
     "adamw_8bit": "8bit",
@@ -279,7 +280,7 @@ class TestSabotage:
     def test_activations_in_a_cache_that_no_hook_sees(self):
         """The configuration refuses the pair; the ledger would tell."""
         training = training_of(offload_activations=True)
-        selective = CheckpointBlocks(True, CPU, "selective")
+        selective = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
         selective.on_model(training.model)
         assert warmed(training)["offload_activations"].missing
 

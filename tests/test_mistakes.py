@@ -26,7 +26,9 @@ MISTAKES: dict[str, str] = {
     ),
     "train.py -x": "-x: keys are given as key=value, without dashes; `--help` lists the keys.",
     "train.py batch_size 32": "batch_size 32 is not of the form key=value; write batch_size=32.",
-    'train.py "batch_size = 32"': "batch_size = 32 is not of the form key=value; write batch_size=32.",
+    'train.py "batch_size = 32"': (
+        "batch_size = 32 is not of the form key=value; write batch_size=32."
+    ),
     "scripts.sample labels=[Apple 11,Tomato Heart 1]": (
         'labels=[Apple …: the list has spaces; quote the whole word for the shell: "labels=[…]".'
     ),
@@ -44,10 +46,16 @@ MISTAKES: dict[str, str] = {
     "scripts.verify_latents latents/photos": (
         "latents/photos is not of the form key=value; `--help` lists the keys."
     ),
-    "train.py precision=float16": "precision=float16 is not spelled so here; use runtime.precision=fp16.",
+    "train.py precision=float16": (
+        "precision=float16 is not spelled so here; use runtime.precision=fp16."
+    ),
     "train.py lr=1e-4": "lr=1e-4 is not spelled so here; use optim.lr=1e-4.",
-    "train.py output_dir=runs/mine": "output_dir=runs/mine is not spelled so here; use run_dir=runs/mine.",
-    "train.py epochs=80": "epochs=80 is not spelled so here; use total_samples=<epochs times samples in the set>.",
+    "train.py output_dir=runs/mine": (
+        "output_dir=runs/mine is not spelled so here; use run_dir=runs/mine."
+    ),
+    "train.py epochs=80": (
+        "epochs=80 is not spelled so here; use total_samples=<epochs times samples in the set>."
+    ),
     "train.py training.loader=webdataset": (
         "training.loader=webdataset is not spelled so here; use data=webdataset."
     ),
@@ -64,7 +72,9 @@ MISTAKES: dict[str, str] = {
     "train.py ema.halflife_samples=10": (
         "ema.halflife_samples=10: there is no such key; did you mean ema.half_life_samples?"
     ),
-    "scripts.sample path=runs/mine": "path=runs/mine: there is no such key; `--help` lists all keys.",
+    "scripts.sample path=runs/mine": (
+        "path=runs/mine: there is no such key; `--help` lists all keys."
+    ),
     "train.py num_workers=4": "num_workers=4: there is no such key; did you mean data.num_workers?",
     "scripts.sample cuont=3": "cuont=3: there is no such key; did you mean count?",
     "train.py model=DiT-XL/2": (
@@ -92,7 +102,9 @@ MISTAKES: dict[str, str] = {
         "optim.lr=[…] "
         "for a list, optim.lr=\"'…'\" for text, a point in a number."
     ),
-    "train.py runtime.precision=float16": "runtime.precision=float16 must be one of fp32, bf16, fp16, fp8.",
+    "train.py runtime.precision=float16": (
+        "runtime.precision=float16 must be one of fp32, bf16, fp16, fp8."
+    ),
     "train.py batch_size=10 accumulation_steps=4": (
         "batch_size=10 (global) is not a multiple of accumulation_steps=4; change one of them."
     ),
@@ -109,9 +121,15 @@ MISTAKES: dict[str, str] = {
         "quotes: run_dir=\"'…'\"."
     ),
     "train.py +batch_size=32": "+batch_size=32: the key is there already; leave out the +.",
-    "train.py runtime.parallel.nccl=4": "runtime.parallel.nccl=4 must be a mapping such as {NAME: value}.",
-    "train.py fsdp=true": "fsdp=true is not spelled so here; use runtime.parallel.mode=fsdp (off: none).",
-    "train.py runtime.fp8=true": "runtime.fp8=true is not spelled so here; use runtime.precision=fp8 (off: fp32).",
+    "train.py runtime.parallel.nccl=4": (
+        "runtime.parallel.nccl=4 must be a mapping such as {NAME: value}."
+    ),
+    "train.py fsdp=true": (
+        "fsdp=true is not spelled so here; use runtime.parallel.mode=fsdp (off: none)."
+    ),
+    "train.py runtime.fp8=true": (
+        "runtime.fp8=true is not spelled so here; use runtime.precision=fp8 (off: fp32)."
+    ),
     "train.py +runtime.parallel.nccl.NCCL_NET_PLUGIN=mine.so": (
         "runtime.parallel.nccl.NCCL_NET_PLUGIN is none of NCCL's variables that may be set here, "
         "for some load code or write files; set it in the environment of the command: "
@@ -141,17 +159,23 @@ MISTAKES: dict[str, str] = {
         "shorter one."
     ),
     f"train.py run_dir={'b/' * 2100}": f"the path {'b/' * 30}… is too long; use a shorter one.",
-    "train.py seed=18446744073709551616": "seed=18446744073709551616 does not fit into 64 bits; give a smaller number.",
+    "train.py seed=18446744073709551616": (
+        "seed=18446744073709551616 does not fit into 64 bits; give a smaller number."
+    ),
     "scripts.sample seed=9223372036854775808": (
         "seed=9223372036854775808 does not fit into 64 bits; give a smaller number."
     ),
     "train.py runtime.parallel.timeout_minutes=1e308": (
         "runtime.parallel.timeout_minutes=1e+308 must be at most 1000000."
     ),
-    "train.py guards.spike_window=2000000000": "guards.spike_window=2000000000 must be at most 100000.",
+    "train.py guards.spike_window=2000000000": (
+        "guards.spike_window=2000000000 must be at most 100000."
+    ),
     "train.py optim=muon optim.momentum=2": "optim.momentum=2 must be at least 0 and below 1.",
     "train.py schedule.final=2": "schedule.final=2.0 must be at most 1.",
-    "train.py run_dir=${oc.env:NOPE}": "run_dir=${oc.env:NOPE}: Environment variable 'NOPE' not found.",
+    "train.py run_dir=${oc.env:NOPE}": (
+        "run_dir=${oc.env:NOPE}: Environment variable 'NOPE' not found."
+    ),
     "train.py seed=${seed}": "seed=${seed}: Recursive interpolation detected.",
     "train.py batch_size=64,": "batch_size: its value ends with a comma; leave that out.",
     "train.py runtime.nccl.NCCL_DEBUG=INFO": (
@@ -185,12 +209,16 @@ MISTAKES: dict[str, str] = {
         "guidance_interval=[1.0] must be two increasing times, such as [0.1,0.9]."
     ),
     "scripts.evaluate run_dir=/nowhere count=2": "count=2 must be at least 4.",
-    "scripts.report run_dir=/nowhere": "run_dir=/nowhere does not exist; name the run_dir of a run.",
+    "scripts.report run_dir=/nowhere": (
+        "run_dir=/nowhere does not exist; name the run_dir of a run."
+    ),
     "scripts.verify_latents path=/nowhere": (
         "path=/nowhere does not exist; name a folder that `python precompute_latents.py "
         "source=<images> out=/nowhere` has finished (the same command continues)."
     ),
-    "scripts.import_weights source=/nowhere kind=sit out=x.safetensors": "source=/nowhere does not exist; name a file.",
+    "scripts.import_weights source=/nowhere kind=sit out=x.safetensors": (
+        "source=/nowhere does not exist; name a file."
+    ),
     "scripts.import_weights source=x kind=dit out=x.safetensors": (
         "kind=dit: DiT predicts the noise on another schedule, which is no velocity; use a SiT."
     ),
@@ -198,17 +226,16 @@ MISTAKES: dict[str, str] = {
         "run_dir=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a "
         ".safetensors file."
     ),
-    "train.py adapter=lora": "adapter needs a trained model; set init_from=<weights file, checkpoint or run>.",
+    "train.py adapter=lora": (
+        "adapter needs a trained model; set init_from=<weights file, checkpoint or run>."
+    ),
     "scripts.import_latents source=/nowhere out=x encoder=sd scale=1": (
         "source=/nowhere does not exist; name a file or folder of latents."
     ),
-    "scripts.bench compare /nowhere /nowhere": (
-        "/nowhere is no finished run: config.yaml cannot be read; name two run folders."
-    ),
-    "scripts.bench compair a b": (
-        "bench compair: there is no such command; choose one of ladder, kernels, data, step, "
-        "saves, hotspots, claims, tests, plan, doctor, calibration, techniques, mixers, "
-        "precision, memory, antipatterns, gpu, publish, trace, compare."
+    "scripts.bench compare a b": (
+        "bench compare: there is no such command; choose one of doctor, tests, calibration, "
+        "ladder, kernels, techniques, mixers, data, plan, saves, precision, memory, step, "
+        "profile, gpu, publish."
     ),
 }
 

@@ -160,12 +160,12 @@ PAIRS = """
 import os, sys, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from training.process import exit
+from training.distributed import exit
 torch.set_num_threads(1)
 def one(file, rank):
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
     globals()["kept"] = init_device_mesh("cpu", (2,)).get_group()  # as a sharded model does
-    sys.setswitchinterval(5.0)  # the main thread lets no other one have the interpreter unless it waits
+    sys.setswitchinterval(5.0)  # the main thread gives the interpreter away only where it waits
     for _ in range(20):
         dist.broadcast_object_list([{"a": "b"}], src=0)
         dist.all_reduce(torch.ones(3))

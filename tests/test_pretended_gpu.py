@@ -31,7 +31,6 @@ from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
 from accel.techniques.fused_kernels import FusedScan
 from common.files import ROOT
 from data.loader import Batch
-from scripts.bench import rows
 from tests.harness import CPU, allow_any_precision, tiny_training
 from tests.pretended import Launching, backward, pretend_graphs, profiler_event
 from training.state import copied
@@ -105,9 +104,8 @@ def test_a_tensor_that_is_replaced_is_seen_in_a_replay(monkeypatch):
     assert trained([], {}, True, replace)[0][5:6] != trained([], {}, False, replace)[0][5:6]
 
 
-def test_a_failed_capture_leaves_its_stream_and_ends_the_process(monkeypatch, tmp_path):
-    """PyTorch's own context does not leave it: what followed in the process would run, and be
-    measured, there."""
+def test_a_failed_capture_leaves_its_stream(monkeypatch):
+    """PyTorch's own context does not leave it: what followed in the process would run there."""
     streams = pretend_graphs(monkeypatch)
     update = CapturedUpdate(lambda batches: (batches[0][0].sum().item(),), CPU)
     batches = [Batch(*torch.ones(4, 1))]
@@ -116,9 +114,6 @@ def test_a_failed_capture_leaves_its_stream_and_ends_the_process(monkeypatch, tm
     with pytest.raises(ValueError, match=r"cannot be captured \(operation not permitted"):
         update(batches)
     assert streams.current == "default"
-    with pytest.raises(SystemExit) as ended:
-        rows.leave_if_broken(CPU)
-    assert ended.value.code == rows.CAPTURE_FAILED != rows.LOST_DEVICE
 
 
 # What the profiler is asked, and what it means if it sees nothing.

@@ -1,5 +1,4 @@
-"""Pages, charts and tables from rows: a row replaces "not measured" exactly where it exists; twice
-is as once."""
+"""Pages and tables: a result replaces "not measured" where it exists; twice is as once."""
 
 from __future__ import annotations
 
@@ -12,47 +11,41 @@ import pytest
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
-from scripts.bench.gpu import ITEMS
+from scripts.bench import TABLES
 from scripts.bench.publish import (
+    PLACES,
     Page,
+    Result,
     card_of,
-    front,
-    overview,
-    pages_in,
+    page_in,
     publish,
+    rank,
+    shown,
     tables,
-    techniques,
-    text_of,
-    with_commit,
+    texts,
 )
-from scripts.bench.rows import Results, code_hash, named, shown
-from training.environment import git_state
+from scripts.bench.runner import code_hash
+from scripts.tables import put_between, table
 
 VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}
 GPU = {
     "hardware": "NVIDIA H100 80GB HBM3",
     "device": "cuda",
     "versions": VERSIONS,
-    "date": "2026-12-01",
+    "date": "2026-12-01T10:00:00",
 }
+GIT = {"commit": "0123456789abcdef", "uncommitted_changes": False}
 
 
-def line(
-    benchmark: str, entry: dict[str, Any], order: int = 0, time: float = 1.0, **run: Any
-) -> dict[str, Any]:
+def result(benchmark: str, entry: dict[str, Any], order: int = 0, **run: Any) -> dict[str, Any]:
     command = f"python -m scripts.bench {benchmark.partition('_')[0]} setting=s256 name={benchmark}"
-    run = (
-        {"code": "c1", "commit": "0123456789", "keys": {}, "overrides": [], "command": command}
-        | GPU
-        | run
-    )
+    environment = {"code": "c1", "git": GIT, "config": [], "command": command} | GPU | run
     return {
         "benchmark": benchmark,
         "order": order,
         "seconds": 1.0,
-        "time": time,
         "entry": entry,
-        "run": run,
+        "environment": environment,
     }
 
 
@@ -62,7 +55,7 @@ def rung(name: str, speed: float, **more: Any) -> dict[str, Any]:
         for key, value in (("step_ms", 9.0), ("speed", speed))
         for end in ("", "_q1", "_q3")
     }
-    memory = {"memory_reserved_peak": 3, "baseline_memory_reserved_peak": 4}
+    memory = {"memory_reserved_peak": 3 * 2**30, "baseline_memory_reserved_peak": 4 * 2**30}
     figures = {
         "samples_per_s": 100 * speed,
         "mfu": 0.25,
@@ -74,11 +67,18 @@ def rung(name: str, speed: float, **more: Any) -> dict[str, Any]:
     return {"name": name} | ends | memory | figures | more
 
 
-def folder_of(path: Path, *lines: dict[str, Any]) -> Path:
-    results = Results(path)
-    for one in lines:
-        results.add(one)
+def folder_of(path: Path, *results: dict[str, Any]) -> Path:
+    for i, one in enumerate(results):
+        file = path / one["benchmark"] / f"{i}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(one))
     return path
+
+
+def page(name: str, *entries: dict[str, Any], **run: Any) -> Page:
+    return Page(
+        name, [Result(entry, result(name, entry, **run)["environment"]) for entry in entries]
+    )
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def docs(tmp_path: Path) -> Path:
     """The pages with tables, and no results."""
     root = tmp_path / "root"
     (root / "docs" / "benchmarks").mkdir(parents=True)
-    for page in ("README.md", "docs/techniques.md", "docs/benchmarks/README.md"):
-        shutil.copy(ROOT / page, root / page)
+    for place in set(PLACES.values()):
+        shutil.copy(ROOT / place, root / place)
     return root
 
 
@@ -97,58 +97,59 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
-def test_pages_and_tables_are_those_of_the_results():
+def test_the_tables_are_those_of_the_pages(tmp_path):
     """`bench publish` has been run since the last result was kept, and since what shows it was
-    changed."""
-    pages = list(pages_in(ROOT / "docs" / "benchmarks").values())
-    for page in pages:
-        assert (ROOT / "docs" / "benchmarks" / f"{page.stem}.md").read_text() == text_of(page)
-    for file, text in tables(ROOT, pages).items():
-        assert file.read_text() == text, f"{file.name}: run python -m scripts.bench publish"
+    changed; and pages of earlier versions are read and left as they are."""
+    root = tmp_path / "root"
+    shutil.copytree(ROOT / "docs" / "benchmarks", root / "docs" / "benchmarks")
+    shutil.copy(ROOT / "README.md", root)
+    before = files(root)
+    publish([], root)
+    assert files(root) == before, "run python -m scripts.bench publish"
+    assert b"ladder_33m_cpu_2026-11.md" in before["README.md"]
 
 
 def test_twice_is_the_same_as_once(tmp_path, docs):
     rows = [
-        line("ladder_s256", rung(name, speed), i)
-        for i, (name, speed) in enumerate((("a", 1.0), ("b", 2.0)))
+        result("ladder_s256", rung(name, speed), i)
+        for i, (name, speed) in enumerate((("b", 1.0), ("a", 2.0)))
     ]
-    measured = folder_of(tmp_path / "rows", *rows)
+    measured = folder_of(tmp_path / "out", *reversed(rows))
     publish([measured], docs)
     once = files(docs)
-    assert {
-        f"docs/benchmarks/ladder_s256_h100_2026-12.{kind}" for kind in ("json", "md", "png")
-    } <= {*once}
     publish([measured, measured], docs)
     publish([], docs)
     assert files(docs) == once
-    page = once["docs/benchmarks/ladder_s256_h100_2026-12.md"].decode()
+    text = once["docs/benchmarks/ladder_s256_h100_2026-12.md"].decode()
     for part in (
         "NVIDIA H100 80GB HBM3",
         "torch 2.11.0",
-        "2026-12-01",
-        "code 0123456789",
+        "2026-12-01;",
+        "code 0123456789;",
         "n = 5",
-        "    b ",
+        "25.0%",
+        "3.00",
     ):
-        assert part in page
-    assert "    python -m scripts.bench ladder setting=s256 name=ladder_s256" in page
+        assert part in text
+    assert "    python -m scripts.bench ladder setting=s256 name=ladder_s256" in text
+    found = json.loads(once["docs/benchmarks/ladder_s256_h100_2026-12.json"])
+    assert [entry["name"] for entry in found["rungs"]] == [
+        "b",
+        "a",
+    ]  # as planned, not as the files lie
+    assert found["environment"]["hardware"] == GPU["hardware"]
+    assert found["rungs"][1]["step_ms"] == 9.0
 
 
-def test_not_measured_is_replaced_exactly_where_there_is_a_row(tmp_path, docs):
-    before = overview([])
-    assert before.count("not measured") == len(ITEMS)
-    publish(
-        [
-            folder_of(
-                tmp_path / "rows",
-                line("saves_s256", {"name": "background", "error": "e"}),
-                line("saves", {"name": "x", "error": "e"}),
-            )
-        ],
-        docs,
-    )
-    pages = list(pages_in(docs / "docs" / "benchmarks").values())
-    after = overview(pages)
+def test_not_measured_is_replaced_exactly_where_there_is_a_result(tmp_path, docs):
+    before = tables([])["overview"]
+    assert before.count("not measured") == len(TABLES["queue"])
+    failed = result("saves", {"name": "x", "error": "e"})
+    nothing = result("doctor", {"name": "machine", "reason": "needs another machine"})
+    publish([folder_of(tmp_path / "out", failed, nothing)], docs)
+    after = tables([page_in(file) for file in (docs / "docs" / "benchmarks").glob("*.json")])[
+        "overview"
+    ]
     changed = [
         (a, b) for a, b in zip(before.splitlines(), after.splitlines(), strict=True) if a != b
     ]
@@ -157,76 +158,55 @@ def test_not_measured_is_replaced_exactly_where_there_is_a_row(tmp_path, docs):
     assert after in (docs / "docs" / "benchmarks" / "README.md").read_text()
 
 
-def test_an_older_row_stays_with_its_commit_until_it_is_replaced(tmp_path, docs):
-    first = [line("ladder_s256", rung(name, 1.0), i) for i, name in enumerate("ab")]
-    publish([folder_of(tmp_path / "one", *first)], docs)
-    newer = {"code": "c2", "commit": "abcdef0123", "date": "2027-01-05"}
-    second = line("ladder_s256", rung("b", 3.0), 1, time=2.0, **newer)
-    publish([folder_of(tmp_path / "two", second)], docs)
-    (json_file,) = (docs / "docs" / "benchmarks").glob("ladder_s256_h100_*.json")
-    # and nothing is left of the month before
-    assert json_file.name == "ladder_s256_h100_2027-01.json"
-    assert [
-        (row["entry"]["name"], row["run"]["commit"])
-        for row in json.loads(json_file.read_text())["rows"]
-    ] == [("a", "0123456789"), ("b", "abcdef0123")]
-    text = json_file.with_suffix(".md").read_text()
-    assert "Measured earlier, by code 0123456789, 2026-12-01, torch 2.11.0: a." in text
-    publish([folder_of(tmp_path / "three", *first)], docs)  # older rows replace nothing
-    assert json_file.with_suffix(".md").read_text() == text
-
-
-def test_a_failure_replaces_no_figures(tmp_path):
-    good = line("x", {"name": "a"})
-    hung = line("x", {"name": "a", "error": "not done"}, time=5.0) | {"limit": 9.0}
-    failed = line("x", {"name": "a", "error": "TypeError"}, time=6.0)
-    newer = line("x", {"name": "a", "speed": 2.0}, time=3.0)
-    assert shown([good, hung, failed]) == shown([hung, failed, good]) == [good]
-    assert shown([hung, failed]) == [failed]
-    assert shown([good, newer]) == shown([newer, good]) == [newer]
-    other = line("x", {"name": "a"}, hardware="NVIDIA H200")
-    assert shown([good, other]) == [good, other]
-    results = Results(folder_of(tmp_path, good, other, hung, failed))
-    results.compact()  # drops the time-out, which is neither shown nor the newest
-    assert results.lines() == [good, other, failed]
-    assert results.newest("x", GPU["hardware"]) == {"a": failed}
-
-
-def test_a_page_is_of_one_machine_and_of_what_is_planned(tmp_path, docs):
-    def names() -> list[str]:
-        (page,) = pages_in(docs / "docs" / "benchmarks").values()
-        return [row["entry"]["name"] for row in page.lines]
-
-    first = [line("ladder_s256", rung(name, 1.0), i) for i, name in enumerate("abc")]
-    publish([folder := folder_of(tmp_path / "one", *first)], docs)
-    Results(folder).note("ladder_s256", run=first[0]["run"], seconds={"a": 1.0, "c": 1.0})
-    publish([folder], docs)
-    assert names() == ["a", "c"]  # the same command plans b no more
-    Results(folder).note(
-        "ladder_s256", run=first[0]["run"] | {"keys": {"families": ["x"]}}, seconds={"a": 1.0}
+def test_an_older_result_stays_with_its_commit_until_it_is_replaced(tmp_path, docs):
+    first = folder_of(
+        tmp_path / "one",
+        *(result("ladder_s256", rung(name, 1.0), i) for i, name in enumerate("ab")),
     )
-    publish([folder], docs)
-    assert names() == ["a", "b", "c"]  # a command with other keys plans for itself
-    other = line("ladder_s256", rung("d", 1.0), time=9.0, hardware="NVIDIA H100 PCIe")
-    publish([folder_of(tmp_path / "two", other)], docs)
-    assert names() == ["d"]
+    publish([first], docs)
+    newer = {"code": "c2", "git": GIT | {"commit": "abcdef0123456"}, "date": "2026-12-05T10:00:00"}
+    publish([folder_of(tmp_path / "two", result("ladder_s256", rung("b", 3.0), **newer))], docs)
+    (file,) = (docs / "docs" / "benchmarks").glob("ladder_s256_h100_*.json")
+    kept = {
+        entry.entry["name"]: entry.environment["git"]["commit"] for entry in page_in(file).results
+    }
+    assert kept == {"a": "0123456789abcdef", "b": "abcdef0123456"}
+    text = file.with_suffix(".md").read_text()
+    assert "2026-12-01, 2026-12-05; code abcdef0123;" in text
+    assert "a: measured by code 0123456789, 2026-12-01, torch 2.11.0." in text
+    publish([first], docs)  # an older result replaces nothing
+    assert page_in(file).newest["code"] == "c2"
+    other = {"hardware": "NVIDIA H100 PCIe", "date": "2026-12-09T10:00:00"}
+    publish([folder_of(tmp_path / "three", result("ladder_s256", rung("d", 1.0), **other))], docs)
+    assert [entry["name"] for entry in page_in(file).entries] == ["d"]  # a page is of one machine
 
 
-def test_a_row_from_a_place_without_git_gets_the_commit_of_its_code(tmp_path, docs, monkeypatch):
-    of_ladder = {"code": code_hash(ROOT / "scripts" / "bench" / "ladder.py"), "commit": "unknown"}
-    here = {"code": code_hash(ROOT / "scripts" / "bench" / "saves.py"), "commit": "unknown"}
-    found = with_commit(line("saves", {"name": "a"}, **here))["run"]["commit"]
-    state = git_state()
-    assert found == (named(state) if state else "unknown")
-    publish([folder_of(tmp_path / "rows", line("ladder_s256", rung("a", 1.0), **of_ladder))], docs)
-    once = files(docs)
+def test_a_failure_replaces_no_figures():
+    good = ({"name": "a"}, "2026-12-01")
+    failed = ({"name": "a", "error": "e"}, "2026-12-05")
+    newer = ({"name": "a", "speed": 2.0}, "2026-12-03")
+    ranked = sorted(
+        (Result(entry, {"date": date}) for entry, date in (newer, failed, good)), key=rank
+    )
+    assert [(result.entry, result.environment["date"]) for result in ranked] == [
+        failed,
+        good,
+        newer,
+    ]
+
+
+def test_a_result_from_a_place_without_git_gets_the_commit_of_its_code(tmp_path, docs, monkeypatch):
     monkeypatch.setattr(
         "scripts.bench.publish.git_state", lambda: {"commit": "f" * 40, "uncommitted_changes": True}
     )
-    publish([tmp_path / "rows"], docs)
-    assert files(docs) == once  # the first one stays, whatever is committed since
-    # other code
-    assert with_commit(line("saves", {"name": "a"}, commit="unknown"))["run"]["commit"] == "unknown"
+    rows = [
+        result("saves", {"name": "a"}, git=None, code=code_hash()),
+        result("step", {"name": "a"}, git=None),
+    ]
+    publish([folder_of(tmp_path / "out", *rows)], docs)
+    texts = files(docs / "docs" / "benchmarks")
+    assert b"code ffffffffff+;" in texts["saves_h100_2026-12.md"]
+    assert b"code unknown;" in texts["step_h100_2026-12.md"]  # other code
 
 
 def test_a_card_is_one_word():
@@ -239,9 +219,8 @@ def test_a_card_is_one_word():
     assert card_of({"device": "cpu", "hardware": "AMD EPYC 9654, 2 threads"}) == "cpu"
 
 
-def test_the_tables_of_the_readme_say_what_was_measured_and_where():
-    assert "not measured" not in techniques([])  # one line says how a GPU fills it
-    assert "make gpu" in front([])
+def test_the_front_says_what_was_measured_and_where():
+    assert "make gpu" in tables([])["front"]
     cpu = {
         "hardware": "a CPU, 2 threads",
         "device": "cpu",
@@ -253,56 +232,85 @@ def test_the_tables_of_the_readme_say_what_was_measured_and_where():
         rung("+ compiled blocks", 3.0),
         rung("max", 9.0, not_on=["cuda_graph"]),
     ]
-    page = Page(
-        "ladder_33m", "cpu", [line("ladder_33m", step, i, **cpu) for i, step in enumerate(steps)]
-    )
-    made = front([page])
+    ladder = page("ladder_33m", *steps, **cpu)
+    made = tables([ladder])["front"]
     assert "| compiled blocks, over the same without | ×2.00 (2.00–2.00) |" in made
     assert "| products in bf16, over fp32 | ×1.50 (1.50–1.50) |" in made
     assert "| two CPU cores, batch 4 |" in made
-    # what was asked for and not on does not count
-    assert "over a newcomer's loop | ×3.00 (3.00–3.00) |" in made
+    assert (
+        "over a newcomer's loop | ×3.00 (3.00–3.00) |" in made
+    )  # what was asked for and not on does not count
     at = "[a CPU, 2 threads, torch 2.11.0, 2026-12-01](docs/benchmarks/ladder_33m_cpu_2026-12.md)"
     assert f"{at}, n = 5, `python -m scripts.bench ladder name=ladder_33m`" in made
     assert "No GPU has measured it yet" in made
     off = {"not_on": ["tf32"], "baseline_not_on": ["tf32"]}  # on neither side of the comparison
-    mixers = Page("mixers_33m", "cpu", [line("mixers_33m", rung("ssd_mlp", 0.5, **off), **cpu)])
-    assert "over attention (`dit`) | ×0.50 (0.50–0.50) |" in front([page, mixers])
+    mixers = page(
+        "mixers_33m",
+        rung("ssd_mlp", 0.5, **off),
+        **cpu | {"command": "python -m scripts.bench mixers"},
+    )
+    assert "over attention (`dit`) | ×0.50 (0.50–0.50) |" in tables([ladder, mixers])["front"]
+    refused = page("ladder_33m", steps[0], {"name": "+ bf16", "reason": "no bf16 here"}, **cpu)
+    assert (
+        "| products in bf16, over fp32 | not measured: no bf16 here |" in tables([refused])["front"]
+    )
+    on_gpu = tables([ladder, page("ladder_s256", *steps)])["front"]
+    assert "| two CPU cores, batch 4 | GPU, batch 4 |" in on_gpu
+    assert "No GPU" not in on_gpu
+
+
+def test_the_table_of_techniques_has_figures_as_soon_as_a_gpu_measured_one():
+    assert "not measured" not in tables([])["techniques"]  # one line says how a GPU fills it
     own = {"part": "alone", "over": "bf16"}
+    same = {"speed_q1": 0.9, "speed_q3": 1.1}
     found = [
-        rung("runtime.tf32=true over bf16", 2.345, key="tf32", **own),
+        rung("runtime.tf32=true over bf16", 2.25, key="tf32", **own),
+        rung("runtime.attention=math over bf16", 0.5, key="attention", **own),
+        rung("runtime.attention=flash over bf16", 1.5, key="attention", **own),
         rung(
             "runtime.cuda_graph=true over bf16",
             2.0,
             key="cuda_graph",
             **own | {"not_on": ["cuda_graph"]},
         ),
-        rung(
-            "runtime.fused_adamw=true over bf16",
-            1.0,
-            key="fused_adamw",
-            **own | {"speed_q1": 0.9, "speed_q3": 1.1},
-        ),
+        rung("runtime.fused_adamw=true over bf16", 1.01, key="fused_adamw", **own | same),
     ]
-    table = techniques(
-        [
-            Page(
-                "techniques_bf16",
-                "h100",
-                [line("techniques_bf16", e, i) for i, e in enumerate(found)],
-            )
-        ]
-    )
-    assert "| ×2.35, 75% of the memory |" in table or "| ×2.34, 75% of the memory |" in table
-    assert "| no difference, 75% of the memory |" in table
-    assert table.count("not measured") == len(TECHNIQUES) - 2  # what was not on was not measured
+    made = tables([page("techniques_bf16", *found)])["techniques"]
+    assert "| ×2.25, 75% of the memory |" in made
+    assert "| ×1.50, 75% of the memory (flash) |" in made
+    assert "| no difference, 75% of the memory |" in made
+    assert made.count("not measured") == len(TECHNIQUES) - 3  # what was not on was not measured
     assert (
-        "[NVIDIA H100 80GB HBM3, torch 2.11.0, "
-        "2026-12-01](docs/benchmarks/techniques_bf16_h100_2026-12.md)" in table
+        "[NVIDIA H100 80GB HBM3, torch 2.11.0, 2026-12-01]"
+        "(docs/benchmarks/techniques_bf16_h100_2026-12.md)" in made
     )
+
+
+def test_rungs_are_told_from_the_rung_before():
+    entries = [
+        rung("a", 1.0),
+        {"name": "b", "reason": "no GPU"},
+        rung("c", 2.0, speed_q1=1.9, speed_q3=2.2),
+        rung("d", 2.0, not_on=["tf32"]),
+    ]
+    found = shown("ladder", entries)
+    assert [entry.get("times_before") for entry in found] == [None, None, 2.0, 1.0]
+    assert [entry["remark"] for entry in found] == ["", "no GPU", "", "not on: tf32"]
+    assert found[3]["times_before_q1"] == 2.0 / 2.2
+    lines = texts("ladder", entries)[0].splitlines()
+    assert lines[2].split()[:2] == ["b", "–"]
+    assert lines[2].endswith("–  no GPU")
+    assert texts("step", [{"name": "a", "error": "e", "text": "beside"}])[1] == "beside"
 
 
 def test_a_page_without_its_marks_is_told(docs):
     (docs / "README.md").write_text("# no marks")
     with pytest.raises(ValueError, match=r"README\.md has lost the lines"):
         publish([], docs)
+    with pytest.raises(ValueError, match="x has lost"):
+        put_between("text", "<a>", "<b>", "", "x")
+
+
+def test_tables_align():
+    lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
+    assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]

@@ -1,198 +1,159 @@
-"""The queue of `bench gpu`: nothing that was measured is lost, whatever happens to a row, a process
-or the queue."""
+"""The runner of the benchmarks: nothing is lost, whatever happens to a case, a child or a queue."""
 
 from __future__ import annotations
 
-import random
-import signal
+import json
 import subprocess
 import sys
 import time
-from math import inf
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.files import ROOT
-from scripts.bench import gpu
-from scripts.bench.__main__ import BENCHMARKS, benchmark_of
-from scripts.bench.gpu import ITEMS, GpuConfig, Queue, chosen
-from scripts.bench.rows import Results, expected, is_measured
-from scripts.bench.settings import parse
-from scripts.bench.tests import SMOKE
+from scripts.bench import TABLES, runner
+from scripts.bench.cases import COMMANDS, job
+from scripts.bench.runner import GpuConfig, Runner, chosen, code_hash, gpu, runner_in
+from tests import planted_cases as planted
 from tests.helpers import until_dead
+from tests.planted_cases import ComesLate, exhausts, hangs, is_killed, raises, value
 
-ROWS = 8
-LIMIT = 6.0
-"""Seconds of a row. Those that do not hang end at once."""
-PLANTED = f"""
-import os, signal, time
-import torch
-from scripts.bench.rows import Benchmark, Row
-from scripts.bench.settings import BenchConfig
-
-FAULTS = dict(word.split("=") for word in os.environ.get("PLANTED_FAULTS", "").split(",") if word)
-
-def measure(i):
-    fault = FAULTS.get(str(i))
-    if fault == "raise":
-        raise TypeError("planted")
-    if fault == "memory":
-        raise torch.OutOfMemoryError("planted, of 80 GiB")
-    if fault == "hang":
-        time.sleep(1000)
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {{"value": i, "speed": 1.0}}
-
-def plan(cfg, overrides, device):
-    seconds = [400.0 if FAULTS.get(str(i)) == "long" else 0.1 for i in range({ROWS})]
-    return [Row(f"row {{i}}", lambda i=i: measure(i), s) for i, s in enumerate(seconds)]
-
-slow = os.path.join(os.path.dirname(__file__), "slow")
-if os.path.exists(slow):
-    os.remove(slow)
-    time.sleep({LIMIT + 1.0})
-BENCHMARKS = {{"step": Benchmark(BenchConfig, plan, lambda entries: [str(len(entries))], "planted")}}
-__file__ = {str(ROOT / "scripts" / "bench" / "step.py")!r}
-"""
-"""A benchmark of quick rows in the place of `step`, with a fault in some of them; a file `slow`
-makes a start slow."""
-FINDER = """
-import importlib.util, sys
-class Planted:
-    def find_spec(self, name, path=None, target=None):
-        if name == "scripts.bench.step":
-            return importlib.util.spec_from_file_location(name, {file!r})
-sys.meta_path.insert(0, Planted())
-"""
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
-@pytest.fixture
-def planted(tmp_path: Path, monkeypatch):
-    """`planted({row: fault})`: processes that start from here on measure the planted rows."""
-    place = tmp_path / "planted"
-    place.mkdir()
-    (place / "planted_step.py").write_text(PLANTED)
-    (place / "sitecustomize.py").write_text(FINDER.format(file=str(place / "planted_step.py")))
-    monkeypatch.setenv("PYTHONPATH", str(place))
-
-    def plant(faults: dict[int, str]) -> None:
-        monkeypatch.setenv(
-            "PLANTED_FAULTS", ",".join(f"{row}={fault}" for row, fault in faults.items())
-        )
-
-    plant({})
-    return plant
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch):
+    """Children need not import again what is imported here."""
+    monkeypatch.setattr(runner, "SPAWN", get_context("fork"))
 
 
-def start(folder: Path, **keys) -> None:
-    """Runs the queue on the one planted item."""
-    cfg = GpuConfig(out=str(folder), setting="tiny", only=["step"], **keys)
-    Queue(cfg).all(chosen(cfg))
+def results(folder: Path) -> dict[str, dict]:
+    """File -> what it holds."""
+    return {
+        file.name: json.loads(file.read_text()) for file in sorted(folder.glob("step_tiny/*.json"))
+    }
 
 
-def entries(folder: Path) -> dict[str, dict]:
-    return {entry["name"]: entry for entry in Results(folder).of("step_tiny")}
+def test_faults_lose_no_result_and_are_not_tried_again(tmp_path):
+    faulty = planted.job(value, raises, value, exhausts, is_killed, hangs, value)
+    started = []
 
+    class Counting(runner.Child):
+        def __init__(self, *given):
+            super().__init__(*given)
+            started.append(self.process.pid)
 
-def restarted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A second start measures nothing."""
-    Results(folder).compact()  # as each start does
-    before = (folder / "rows.jsonl").read_bytes()
-    start(folder, limit_s=LIMIT)
-    assert (folder / "rows.jsonl").read_bytes() == before
-    assert "nothing remains" in capsys.readouterr().out
-
-
-def test_faults_at_random_rows_lose_no_finished_row(tmp_path, planted, capsys):
-    draw = random.Random(0)
-    at = dict(zip(draw.sample(range(ROWS), 4), ("raise", "memory", "hang", "kill"), strict=True))
-    planted(at)
-    start(tmp_path, limit_s=LIMIT)
-    found = entries(tmp_path)
-    assert list(found) == [f"row {i}" for i in range(ROWS)]
-    said = {fault: found[f"row {row}"]["error"] for row, fault in at.items()}
-    assert said["raise"] == "TypeError: planted"
-    assert said["memory"] == "out of memory: planted, of 80 GiB"
-    assert said["hang"].startswith("not done after ")
-    assert said["kill"] == "the process was ended by SIGKILL"
-    assert [found[f"row {i}"]["value"] for i in range(ROWS) if i not in at] == [
-        i for i in range(ROWS) if i not in at
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Child", Counting)
+        found = Runner(tmp_path, limit=1.0).run(faulty)
+    assert [entry.get("value") for entry in found] == [0, None, 2, None, None, None, 6]
+    assert [entry["error"] for entry in found if "error" in entry] == [
+        "TypeError: planted",
+        "out of memory: planted, of 80 GiB",
+        "the process was ended by SIGKILL",
+        "not done after 1 s",
     ]
-    restarted(tmp_path, capsys)
+    assert len(started) == 5  # after a fault the next one begins in a new process
+    for pid in started:
+        until_dead(pid)
+
+    before = results(tmp_path)
+    assert Runner(tmp_path, limit=1.0).run(faulty) == found
+    assert results(tmp_path) == before
+    kept = next(iter(before.values()))
+    told = {"hardware", "versions", "device", "code", "git", "date", "command", "config"}
+    assert kept["environment"].keys() == told
+    assert (kept["benchmark"], kept["order"], kept["entry"]["n"]) == ("step_tiny", 0, 1)
 
 
-def test_a_start_that_takes_longer_than_a_row_may_costs_no_row_its_time(tmp_path, planted, capsys):
-    """A row that hangs is tried twice, the second time as the first of its process, and then never
-    again."""
-    planted({2: "hang"})
-    (tmp_path / "planted" / "slow").touch()
-    start(tmp_path, limit_s=LIMIT)
-    tried = [line for line in Results(tmp_path).lines() if line["entry"]["name"] == "row 2"]
-    assert [(line["limit"], line["first"]) for line in tried] == [(LIMIT, False), (LIMIT, True)]
-    assert [entry.get("value") for entry in entries(tmp_path).values()] == [
-        0,
-        1,
-        None,
-        *range(3, ROWS),
-    ]
-    restarted(tmp_path, capsys)
+def test_again_measures_what_failed_or_all(tmp_path):
+    faulty = planted.job(value, raises)
+    Runner(tmp_path).run(faulty)
+    before = results(tmp_path)
+    for again, anew in (("failed", [False, True]), ("all", [True, True])):
+        for file in tmp_path.glob("step_tiny/*.json"):
+            file.write_text(json.dumps(before[file.name] | {"order": "old"}))
+        Runner(tmp_path).run(faulty, again)
+        assert [found["order"] != "old" for found in results(tmp_path).values()] == anew
+    with pytest.raises(ValueError, match="again=true: choose all, failed, or leave it out"):
+        Runner(tmp_path).run(faulty, "true")
 
 
-def test_a_killed_queue_takes_its_processes_along_and_is_continued(tmp_path, planted):
-    planted({3: "hang"})
+def test_the_limit_counts_from_the_sign_of_life(tmp_path):
+    """A start that takes longer than a case may costs no case its time."""
+    assert Runner(tmp_path, limit=0.5).run(planted.job(ComesLate()))[0]["value"] == 0
+
+
+def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, monkeypatch):
+    """With children as they really start."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tests.planted_cases", str(tmp_path)], cwd=ROOT
+    )
+    while len(results(tmp_path)) < 2:
+        assert running.poll() is None
+        time.sleep(0.02)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    running.kill()
+    running.wait()
+    for child in children:
+        until_dead(int(child))
+    before = results(tmp_path)
+    assert len(before) == 2
+    found = Runner(tmp_path, limit=1.0).run(planted.job(value, value, hangs, value))
+    assert [entry.get("value") for entry in found] == [0, 1, None, 3]
+    assert results(tmp_path).items() > before.items()
+
+
+def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_path):
+    long = planted.job(value, seconds=400.0)
+    assert Runner(tmp_path, deadline=time.time() + 300.0).run(long) == [None]
+    cut = planted.job(value, hangs, value)
+    found = Runner(tmp_path, deadline=time.time() + 2.0).run(cut)
+    assert [entry and entry["value"] for entry in found] == [0, None, None]
+    assert len(results(tmp_path)) == 1
+
+
+def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
+    def lost(device: torch.device):
+        raise RuntimeError("CUDA error: the device is lost")
+
+    monkeypatch.setattr(runner, "describe_environment", lost)
+    with pytest.raises(
+        ValueError, match=r"no process can measure here: the process ended with status 1.*log\.txt"
+    ):
+        Runner(tmp_path).run(planted.job(value))
+
+
+def test_a_result_is_of_this_code_machine_and_keys(tmp_path, monkeypatch):
+    runs = Runner(tmp_path)
+    runs.run(planted.job(value))
+    assert len(results(tmp_path)) == 1
+    runs.machine = {**runs.machine, "hardware": "another"}
+    assert not runs.file_of(planted.job(value), planted.job(value).cases[0]).is_file()
+    other = planted.job(value)
+    other = other._replace(cfg=other.cfg.__class__(setting="tiny", name="step_tiny", steps=7))
+    monkeypatch.setattr(runner, "code_hash", lambda: "other code")
+    for changed in (planted.job(value), other):
+        Runner(tmp_path).run(changed)
+    assert len(results(tmp_path)) == 3
+    assert len(code_hash()) == 16
+
+
+def test_a_folder_has_one_bench_at_a_time(tmp_path):
     words = [
         sys.executable,
         "-m",
         "scripts.bench",
         "gpu",
-        "setting=tiny",
         "only=[step]",
+        "setting=tiny",
         f"out={tmp_path}",
     ]
-    queue = subprocess.Popen(words, cwd=ROOT)
-    while len(entries(tmp_path)) < 3:
-        assert queue.poll() is None
-        time.sleep(0.02)
-    (measuring,) = Path(f"/proc/{queue.pid}/task/{queue.pid}/children").read_text().split()
-    with pytest.raises(ValueError, match="another queue measures into it"):
-        gpu.main(words[4:])
-    queue.send_signal(signal.SIGKILL)
-    queue.wait()
-    until_dead(int(measuring))
-    before = (tmp_path / "rows.jsonl").read_bytes()
-    assert len(entries(tmp_path)) == 3
-    planted({})
-    # as a power cut would leave it
-    (tmp_path / "rows.jsonl").write_bytes(before + b'{"benchmark": "step_ti')
-    start(tmp_path)
-    after = (tmp_path / "rows.jsonl").read_bytes()
-    assert after.startswith(before)
-    assert [e["value"] for e in entries(tmp_path).values()] == list(range(ROWS))
-    assert len(after.splitlines()) == ROWS
-
-
-def test_a_row_begins_only_if_it_fits_the_budget(tmp_path, planted, capsys):
-    planted({1: "long", 4: "long"})
-    start(tmp_path, budget_minutes=6.0)
-    assert len(entries(tmp_path)) == ROWS - 2
-    assert (
-        "remains: step_tiny, 2 rows, about 13.3 min: row 1, row 4\nabout 13 minutes remain"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.slow
-def test_the_budget_ends_a_row_that_takes_longer_than_expected(tmp_path, planted):
-    planted({2: "hang"})
-    start(tmp_path, budget_minutes=1.5)
-    found = entries(tmp_path)
-    assert list(found) == ["row 0", "row 1", "row 2"]
-    assert "not done" in found["row 2"]["error"]
-    planted({})
-    start(tmp_path)
-    assert [e["value"] for e in entries(tmp_path).values()] == list(range(ROWS))
+    with runner_in(str(tmp_path)):
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert "another bench measures into it" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -203,7 +164,6 @@ def test_the_budget_ends_a_row_that_takes_longer_than_expected(tmp_path, planted
             r"only=\[laddr\]: there is no such item; choose some of doctor, tests_smoke",
         ),
         ({"setting": "s32"}, "setting=s32: the queue has setting=tiny"),
-        ({"setting": "tiny", "only": ["ladder_b256"]}, "no such item"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(keys, message):
@@ -211,102 +171,55 @@ def test_mistakes_are_told_before_anything_starts(keys, message):
         chosen(GpuConfig(**keys))
 
 
-def test_items_are_named_once_and_their_words_are_understood():
-    assert len({item.name for item in ITEMS}) == len(ITEMS)
-    assert [item.name for item in ITEMS[:4]] == [
-        "doctor",
-        "tests_smoke",
-        "tests_rest",
-        "calibration",
-    ]
-    for item in (*ITEMS, *chosen(GpuConfig(setting="tiny", only=["mixers", "claims"]))):
-        assert item.words[0] in BENCHMARKS
-        cfg, _ = parse(
-            benchmark_of(item.words[0]).config,
-            item.words[0],
-            [*item.words[1:], f"name={item.name}"],
-            "",
-        )
-        assert cfg.name == item.name
-
-
-@pytest.mark.parametrize("pattern", SMOKE)
-def test_the_smoke_test_names_tests_that_there_are(pattern):
-    sources = (file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    name = pattern.partition("\\[")[0]
-    assert any(f"def {name}" in source for source in sources if "mark.gpu" in source)
-
-
-def test_rows_are_measured_anew_when_what_is_measured_changes():
-    run = {
-        "code": "a",
-        "hardware": "h",
-        "versions": {"torch": "1"},
-        "keys": {"steps": 2},
-        "overrides": ["seed=0"],
-    }
-    line = {"run": run, "seconds": 3.0, "entry": {"name": "x", "speed": 1.0}}
-    failed = line | {"entry": {"name": "x", "error": "e"}}
-    assert is_measured(line, run, inf)
-    assert not is_measured(None, run, inf)
-    assert is_measured(failed, run, inf)
-    assert not is_measured(failed, run, inf, failed_too=False)
-    for limit, first, ended in ((9.0, True, True), (9.0, False, False), (8.9, True, False)):
-        assert is_measured(failed | {"limit": limit, "first": first}, run, 9.0) is ended
-    for key, other in {
-        "code": "b",
-        "hardware": "g",
-        "versions": {},
-        "keys": {"steps": 3},
-        "overrides": [],
-    }.items():
-        assert not is_measured(line, run | {key: other}, inf)
-    assert expected(5.0, None, inf) == 5.0
-    assert expected(5.0, line, inf) == 3.0
-    assert expected(50.0, line, inf) == 12.5  # what rows share, the first one pays
-    assert expected(5.0, failed, inf) == 5.0  # how soon it failed says nothing
-    assert expected(5.0, failed | {"limit": 8.0}, inf) == 10.0
-    assert expected(5.0, failed | {"limit": 8.0}, 9.0) == 9.0  # for then it is ended
-
-
-def test_a_damaged_line_is_told(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b"{}\n{broken\n{}\n")
-    with pytest.raises(ValueError, match="line 2: this is no JSON"):
-        Results(tmp_path).lines()
-
-
-def test_a_process_that_ends_after_keeping_its_row_has_not_lost_it(tmp_path):
-    results = Results(tmp_path)
-    run = {"hardware": "h"}
-    results.note("x", run=run, seconds={"a": 1.0, "b": 1.0}, at="a", began=7.0, labels={"fit": "f"})
-    results.add(
-        {
-            "benchmark": "x",
-            "order": 0,
-            "seconds": 1.0,
-            "time": 7.0,
-            "entry": {"name": "a"},
-            "run": run,
+def test_items_are_understood_and_the_first_nine_minutes_tell_most():
+    for items in (chosen(GpuConfig()), chosen(GpuConfig(setting="tiny"))):
+        planned = {
+            name: job(words[0], [*words[1:], f"name={name}"]) for name, words in items.items()
         }
+        assert all(one.cfg.name == name and one.cases for name, one in planned.items())
+        assert all(
+            len({case.name for case in one.cases}) == len(one.cases) for one in planned.values()
+        )
+    assert {
+        words.split()[0] for words in (item["words"] for item in TABLES["queue"].values())
+    } == set(COMMANDS)
+    assert list(chosen(GpuConfig(only=["ladder", "step"]))) == [
+        "ladder_s32",
+        "ladder_s256",
+        "step",
+        "ladder_b256",
+    ]
+    published = {name: job(words[0], words[1:]) for name, words in chosen(GpuConfig()).items()}
+    first = ["doctor", "tests_smoke", "calibration", "ladder_s32", "kernels"]
+    assert list(published)[:5] == first
+    needed = {name: sum(case.expected for case in published[name].cases) for name in first}
+    assert sum(needed.values()) <= 540.0
+
+
+def test_the_smoke_test_names_tests_that_there_are():
+    names = {word for word in TABLES["smoke"].replace("(", " ").split() if word.startswith("test_")}
+    sources = [file.read_text() for file in (ROOT / "tests").rglob("test_*.py")]
+    marked = [source for source in sources if "mark.gpu" in source]
+    assert len(names) == 6
+    assert all(any(f"def {name}(" in source for source in marked) for name in names)
+
+
+def test_the_queue_says_what_remains(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "job", lambda command, words: planted.job(value, seconds=90.0))
+    words = [f"out={tmp_path}", "setting=tiny", "only=[step]"]
+    gpu([*words, "budget_minutes=1"])
+    assert (
+        "remains: step_tiny, case 0, about 90 s\nabout 2 minutes remain" in capsys.readouterr().out
     )
-    assert results.fail("x", "killed") is None
-    assert results.of("x") == [{"name": "a"}]
-    results.note("x", at="b", began=8.0)
-    assert results.fail("x", "killed") == "b: killed"
-    assert results.of("x")[1] == {"name": "b", "fit": "f", "error": "killed"}
-    assert results.fail("x", "killed") is None
+    gpu([*words, "budget_minutes=2"])
+    assert "nothing remains" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # the queue ends what hangs
-def test_the_tiny_queue_measures_all_of_its_rows(tmp_path):
-    Queue(GpuConfig(out=str(tmp_path), setting="tiny", budget_minutes=600.0)).all(
-        chosen(GpuConfig(setting="tiny"))
-    )
-    lines = Results(tmp_path).lines()
-    assert {line["benchmark"] for line in lines} == {
-        item.name for item in chosen(GpuConfig(setting="tiny"))
-    }
-    assert not [line["entry"] for line in lines if "error" in line["entry"]]
-    assert len(list(tmp_path.iterdir())) <= 6
-    assert all(file.stat().st_size < 4 * 2**20 for file in tmp_path.iterdir())
+def test_the_tiny_queue_measures_all_of_its_cases(tmp_path, capsys):
+    gpu([f"out={tmp_path}", "setting=tiny", "budget_minutes=600"])
+    assert "nothing remains" in capsys.readouterr().out
+    found = [json.loads(file.read_text()) for file in tmp_path.glob("*/*.json")]
+    assert {one["benchmark"] for one in found} == set(chosen(GpuConfig(setting="tiny")))
+    assert not [one["entry"] for one in found if "error" in one["entry"]]

@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from common.files import file_sha256
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
-from scripts.report.card import card
 from scripts.report.history import History
-from scripts.report.page import distances, evaluations
+from scripts.report.pages import card, page
 from scripts.report.plots import TRAINING, distance_plots, draw
 from training.config.compose import compose
 from training.config.yaml_text import as_yaml
@@ -314,6 +313,12 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
     theirs = plant("theirs", reference={"name": "/elsewhere", "sha256": "ab" * 32})
     (theirs / "config.yaml").write_text(as_yaml(DEFAULTS | {"batch_size": 48}))
     write(theirs / "fd_protocol.json", PROTOCOL | {"floors": {"random": {"floor_fd": 3.26}}})
+    for name, changes in (
+        ("environment.json", {"versions": {"torch": "2.14.0"}}),
+        ("ledger.json", {"tf32": {"requested": True, "active": True, "evidence": "seen"}}),
+        ("summary.json", {"loss": 0.0625}),
+    ):
+        write(theirs / name, json.loads((theirs / name).read_text()) | changes)
     page, _ = texts(run_dir=mine, other=theirs, out=tmp_path / "both.html")
     both = alts(section(page, "distance"))
     assert ["mine from" in alt and "theirs from" in alt for alt in both] == [True, True]
@@ -322,19 +327,26 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
     between = section(page, "configuration").partition("What differs between the two")[2]
     assert '<th scope="row">batch_size</th><td>32</td><td>48</td>' in between
     assert "run_dir" not in between
+    for row in (
+        '<th scope="row">torch</th><td>2.13.0</td><td>2.14.0</td>',
+        '<th scope="row">tf32</th><td>on → off</td><td>on → on</td>',
+        '<th scope="row">loss</th><td>0.125</td><td>0.0625</td><td>×0.500</td>',
+    ):
+        assert row in between
+    assert "attention" not in between
 
 
 def test_figures_of_two_protocols_stand_apart(plant: Plant):
-    runs = [
-        History(str(folder), "run_dir") for folder in (plant("mine"), plant("theirs", steps=50))
-    ]
-    for shown in (distances(runs), evaluations(runs)):
-        assert (
-            shown.count("Another protocol, not to be compared with the first: steps (20 or 50).")
-            == 1
-        )
+    html = page(
+        [History(str(plant("mine")), "run_dir"), History(str(plant("theirs", steps=50)), "")]
+    )
+    for name in ("distance", "evaluations"):
+        shown = section(html, name)
+        said = "Another protocol, not to be compared with the first: steps (20 or 50)."
+        assert shown.count(said) == 1
         assert not any("mine" in alt and "theirs" in alt for alt in alts(shown))
-    assert evaluations(runs).count("<thead>") == 4  # two tables of figures and two of settings
+    # two tables of figures and two of settings
+    assert section(html, "evaluations").count("<thead>") == 4
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(
@@ -358,9 +370,11 @@ PROBE = """<script>
 const errors = [];
 onerror = message => errors.push(message);
 onload = () => parent.postMessage(JSON.stringify({
-  errors, width: document.documentElement.scrollWidth, inner: innerWidth, images: document.images.length,
+  errors, width: document.documentElement.scrollWidth, inner: innerWidth,
+  images: document.images.length,
   broken: [...document.images].filter(i => !i.naturalWidth).length,
-  requests: performance.getEntriesByType("resource").filter(e => /^https?:/.test(e.name)).length}), "*");
+  requests: performance.getEntriesByType("resource")
+    .filter(e => /^https?:/.test(e.name)).length}), "*");
 </script>"""
 WRAPPER = """<!doctype html><body><iframe src="probed.html" width="390" height="844"></iframe>
 <script>onmessage = event => document.body.textContent = event.data</script>"""

@@ -1,4 +1,4 @@
-"""Samples by the thousand: solvers, numbered samples, pieces that survive a kill, formats."""
+"""Samples by the thousand: solvers, numbered samples, chunks that survive a kill, formats."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from data.loader import LatentSpec
 from data.resident import ChunkedLatents
 from models.sampler import sample
 from sampling import load as sampling
-from sampling.draw import DrawConfig, Drawing
+from sampling.draw import DrawConfig, SampleJob
 from sampling.load import draw_latents, labels_of_data, load_run, numbers_of
-from sampling.resumable_chunks import Pieces
+from sampling.resumable_chunks import ResumableChunks
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.helpers import CPU, random_samples, save_latent_set
 from train import train
@@ -100,8 +100,10 @@ def test_the_sde_draws_the_distribution_of_the_data():
         sample(gaussian(0.7, 0.4), noise, 2, "sde")
 
 
-def drawing(trained, *words: str, ranks: Ranks = SINGLE) -> Drawing:
-    return Drawing(from_words(DrawConfig, [f"run_dir={trained}", "device=cpu", *words], ""), ranks)
+def drawing(trained, *words: str, ranks: Ranks = SINGLE) -> SampleJob:
+    return SampleJob(
+        from_words(DrawConfig, [f"run_dir={trained}", "device=cpu", *words], ""), ranks
+    )
 
 
 @pytest.mark.parametrize("solver", ["ab2", "sde"])
@@ -163,7 +165,7 @@ def test_labels_are_dealt_or_as_in_the_data(trained, tmp_path):
             drawing(trained, *words)
     weights = shutil.copy(next((trained / "checkpoints").glob("*/ema.safetensors")), tmp_path)
     with pytest.raises(ValueError, match="labels=data needs the run's data"):
-        Drawing(DrawConfig(weights=str(weights), labels="data", device="cpu"), SINGLE)
+        SampleJob(DrawConfig(weights=str(weights), labels="data", device="cpu"), SINGLE)
 
 
 NAMED = LatentSpec(1, 2, 2, 4, 9, ["apple", "7", "pear", "pear"], [0.0], [1.0])
@@ -303,7 +305,7 @@ class Killed(BaseException):
 
 def test_a_stopped_command_goes_on_to_the_same_bytes(trained, tmp_path, monkeypatch, capsys):
     whole = sample_run(settings(trained, tmp_path / "whole")).read_bytes()
-    write = Pieces.write
+    write = ResumableChunks.write
 
     def dying(self, number, tensors):
         if number == 1:
@@ -313,16 +315,16 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(trained, tmp_path, monkeypa
 
     cfg = settings(trained, tmp_path / "stopped")
     with monkeypatch.context() as patch:
-        patch.setattr(Pieces, "write", dying)
+        patch.setattr(ResumableChunks, "write", dying)
         with pytest.raises(Killed):
             sample_run(cfg)
     parts = tmp_path / "stopped.parts"
-    (piece,) = parts.glob("000000-*.safetensors")
+    (chunk,) = parts.glob("000000-*.safetensors")
     with pytest.raises(
         ValueError, match=r"count was 1100, is 1200\); delete it or use another out"
     ):
         sample_run(settings(trained, tmp_path / "stopped", count=1200))
-    piece.write_bytes(piece.read_bytes()[:-1] + b"x")  # and a disk that lied: it is drawn again
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")  # and a disk that lied: it is drawn again
     assert sample_run(cfg).read_bytes() == whole
     assert not parts.exists()
 

@@ -8,7 +8,7 @@ import torch
 from accel.kernels.add_norm import add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.kernels.local_mix import local_mix
-from accel.loss_scaler import LossScaler
+from accel.techniques.precision import LossScaler
 from tests.harness import (
     VARIANTS,
     allow_any_precision,

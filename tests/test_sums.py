@@ -14,14 +14,13 @@ from torch import nn
 
 from accel.sharding import total_norm
 from data.resident import read_split
-from encoding.statistics import ChannelSums, channel_statistics
+from encoding.job import ChannelSums, channel_statistics
 from evaluation.distances import Moments, frechet, squared_mmd
 from training.distributed.ranks import SINGLE
 from training.ema import EMA
 from training.evaluate import evaluate
 from training.meter import Meter
-from training.spikes import SpikeGuard
-from training.step import StepOutput, TrainStep
+from training.step import SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9

@@ -24,10 +24,10 @@ from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance
-from training.checkpoint.find import branch_of, weights_file
-from training.checkpoint.load import identity, load, load_latest
+from training.checkpoint.find import branch_of, verified, weights_file
+from training.checkpoint.load import identity, load, newest_verified
 from training.checkpoint.save import Checkpoints
-from training.components import build_loader, prove_kernels, runtime_values, spine
+from training.components import build_loader, prove_kernels, spine
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
@@ -36,10 +36,9 @@ from training.ema import EMA
 from training.goodput import CLOCK
 from training.hardware import peak_flops
 from training.meter import Meter
-from training.optim import Schedule, parameter_groups
-from training.spikes import SpikeGuard
+from training.optimizers import Schedule, parameter_groups
 from training.state import TrainState, load_weights
-from training.step import StepOutput, StepSettings, TrainStep
+from training.step import SpikeGuard, StepOutput, StepSettings, TrainStep
 from training.weights.adapter_base import Base, find_base, load_base, put_on
 from training.weights.pretrained import build_model, weights_for
 
@@ -68,10 +67,15 @@ def build_optimizer(
     return stack.on_optimizer(make)(parameter_groups(model, node.get("weight_decay", 0.0)))
 
 
-def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> AccelerationStack:
+def build_stack(
+    cfg: TrainConfig,
+    device: torch.device,
+    alone: bool = False,
+    kind: type[AccelerationStack] = AccelerationStack,
+) -> AccelerationStack:
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable`
     is error, and if several processes would train apart from each other. `alone`: for one of them,
-    whatever the others do."""
+    whatever the others do. A plan has a `kind` of its own."""
     strictness = {
         "on_unavailable": cfg.runtime.on_unavailable.value,
         "deterministic": cfg.deterministic,
@@ -81,13 +85,11 @@ def build_stack(cfg: TrainConfig, device: torch.device, alone: bool = False) -> 
     )
     also: list[Technique] = [OptimizerState(promise, device)]
     if cfg.adapter:
-        kind = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
-        also.append(AdapterGradients(kind.__name__.lower(), device))
-    stack = AccelerationStack(runtime_values(cfg.runtime), device, **strictness, also=also)
-    if world_size() > 1 and stack.value("parallel") == "none" and not alone:
-        reason = stack.reasons.get(
-            "parallel", "Each would train a model of its own; use auto, or start one process."
-        )
+        adapter = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
+        also.append(AdapterGradients(adapter.__name__.lower(), device))
+    stack = kind(cfg.runtime.values(), device, **strictness, also=also)
+    reason = stack.why_apart()
+    if reason and not alone:
         mode = cfg.runtime.parallel.mode.value
         raise UserError(f"runtime.parallel.mode={mode} with {world_size()} processes: {reason}")
     return stack
@@ -112,9 +114,6 @@ class Training:
     """The choice of fused kernels and what it rests on; empty where there was nothing to choose."""
     base: Base | None = None
     """The model that an adapter goes on."""
-    held: int = 0
-    """Bytes that lay on the GPU before warm-up: weights, averages, latents, networks that score or
-    decode."""
 
     def next_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
@@ -148,14 +147,14 @@ class Training:
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the
         state."""
-        self.held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         with self.state.preserved():
             self.step.schedule(0)
             return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
 
 
 class Parts(NamedTuple):
-    """How the parts are made that a plan, which has no data and trains nothing, makes otherwise."""
+    """The functions that make the parts which a plan, with no data and nothing to train, makes
+    otherwise."""
 
     loader: Callable[..., LatentLoader] = build_loader
     model: Callable[..., Denoiser] = build_model
@@ -164,12 +163,15 @@ class Parts(NamedTuple):
     weights: Callable[..., str | None] = load_base
 
 
+REAL = Parts()
+
+
 def assemble(
     cfg: TrainConfig,
     device: torch.device,
     ranks: Ranks = SINGLE,
     folder: Path | None = None,
-    parts: Parts = Parts(),  # noqa: B008 - it cannot be changed
+    parts: Parts = REAL,
 ) -> Training:
     """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a
     configuration.
@@ -191,7 +193,8 @@ def assemble(
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
     base = find_base(cfg, loader.spec, ranks) if cfg.adapter else None
     if base is not None:
-        if rows := parts.weights(model, loader.spec, base):
+        rows = parts.weights(model, loader.spec, base)
+        if rows:
             ranks.say(f"the adapter's base is {base.file}{rows}")
         put_on(model, cfg.adapter, base.new_classes)
     model = stack.on_model(model)
@@ -200,7 +203,7 @@ def assemble(
     # What changes in a run, and what changes it.
     ema = EMA(model, **spine(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
-    peak = peak_flops(device, str(stack.value("precision")))
+    peak = peak_flops(device, stack.precision)
     meter = Meter(
         cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model)
     )
@@ -257,24 +260,23 @@ def restore(
     command again continues that run from its own newest checkpoint. An older checkpoint of the same
     run is a ValueError: later ones would be lost or win.
     """
-    branch = checkpoints.ranks.agreed(lambda: branch_of(cfg.resume, checkpoints.folder))
-    latest = (
-        None
-        if cfg.resume == "never"
-        else load_latest(checkpoints.folder, state, described, checkpoints.ranks)
-    )
-    if latest is None and branch is not None:
-        latest = branch, load(branch, state, described, checkpoints.ranks)
-    if latest is not None:
-        folder, changes = latest
-        return f"resumed from {folder} at step {state.step}" + (
-            f"; since then {changes}" if changes else ""
-        )
+    ranks = checkpoints.ranks
+
+    def find() -> Path | None:
+        branch = branch_of(cfg.resume, checkpoints.folder)
+        own = None if cfg.resume == "never" else newest_verified(checkpoints.folder)
+        return own or (branch and verified(branch))
+
+    folder = ranks.agreed(find)
+    if folder is not None:
+        changes = load(folder, state, described, ranks)
+        told = f"resumed from {folder} at step {state.step}"
+        return f"{told}; since then {changes}" if changes else told
     if cfg.adapter:
         count = sum(p.numel() for p in state.ema.parameters)
         return f"starting with an adapter of {count} parameters on {described['base']}"
     if cfg.init_from is not None:
-        file = checkpoints.ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
+        file = ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
         try:
             tensors, rows = weights_for(state.model, state.loader.spec, file)
         except ValueError as error:

@@ -1,5 +1,4 @@
-"""Parts of a run for those who need no training: its loader, its runtime keys, its choice of
-kernels."""
+"""Parts of a run for those who need no training: its loader and its choice of kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from data.loader import LatentLoader, LatentSpec
 from data.resident import bytes_of_a_sample
 from models.denoiser import Denoiser
 from training.config.build import build
-from training.config.schema import RuntimeConfig
 from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
 
@@ -23,13 +21,6 @@ from training.goodput import CLOCK
 def spine(node: Any) -> dict[str, Any]:
     """A typed node as keyword arguments, choices as plain strings."""
     return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
-
-
-def runtime_values(runtime: RuntimeConfig) -> dict[str, Any]:
-    """The runtime keys by technique: those of `parallel` beside the others, its mode under the
-    technique's name."""
-    parallel = spine(runtime.parallel)
-    return spine(runtime) | parallel | {"parallel": parallel["mode"]}
 
 
 def build_loader(
@@ -49,8 +40,8 @@ def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSp
         return spec, 2.2 * node["count"] * spec.channels * spec.height * spec.width
     if node.get("path") is None or "normalisation" not in node:
         return build_loader(node, seed, 1, device).spec, 0.0
-    expected = (node["normalisation"], node.get("encoder"), node.get("latent_scale"))
-    spec, *splits = open_set("resident", node["path"], *expected)
+    expected: Any = {name: node.get(name) for name in ("encoder", "latent_scale")}
+    spec, *splits = open_set("resident", node["path"], node["normalisation"], **expected)
     if "storage" not in node:
         return spec, 0.0
     whole = bytes_of_a_sample(splits[0], node["storage"]) * sum(split.count for split in splits)

@@ -30,8 +30,9 @@ class EMA:
             )
         self.half_life_samples = half_life_samples
         self.ramp = ramp
-        self.names = list(trained(model))
-        self.parameters = list(trained(model).values())
+        named = trained(model)
+        self.names = list(named)
+        self.parameters = list(named.values())
         self.averages = [p.detach().float().clone() for p in self.parameters]
         """Sharded like the parameters: the arithmetic is elementwise, so each process updates its
         own part."""

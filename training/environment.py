@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from common.errors import UserError
 from common.files import ROOT
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words
+from training.distributed.ranks import Ranks
 
 PACKAGES = (
     "torch",
@@ -29,6 +31,22 @@ PACKAGES = (
     "safetensors",
     "wandb",
 )
+
+
+def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
+    """Finds the processes of a run and the device of this one, and connects them.
+
+    ValueError if the launcher contradicts the configuration, the batch cannot be shared, or the
+    others cannot be reached.
+    """
+    ranks = Ranks.from_environment()
+    refuse_contradictions(cfg)
+    ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
+    device = ranks.device(pick_device(cfg.runtime.device.value))
+    parallel = cfg.runtime.parallel
+    alone = parallel.mode.value not in ("auto", "none")  # one process on the path of many
+    ranks.connect(device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone)
+    return ranks, device
 
 
 def pick_device(name: str) -> torch.device:
@@ -93,12 +111,13 @@ def git_state() -> dict[str, Any] | None:
 def refuse_contradictions(cfg: TrainConfig) -> None:
     """ValueError for a launcher's variables that say something else than the runtime keys; both
     would be believed."""
-    precision = {"no": "fp32"}.get(found := os.environ.get("ACCELERATE_MIXED_PRECISION", ""), found)
+    found = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     wanted = cfg.runtime.precision.value
-    if precision and precision != wanted:
+    theirs = "no" if wanted == "fp32" else wanted
+    if found not in ("", theirs, wanted):
         raise UserError(
             f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one "
-            f"(accelerate launch --mixed_precision {'no' if wanted == 'fp32' else wanted})."
+            f"(accelerate launch --mixed_precision {theirs})."
         )
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "false").lower() in ("true", "1"):

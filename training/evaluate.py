@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from common.progress import counted
 from models.autoencoders import Autoencoder
@@ -33,19 +32,21 @@ def evaluate(training: Training) -> dict[str, float]:
     Of several processes each takes its share of the batches. Empty if nothing is held out.
     """
     ranks = training.ranks
+    batches = enumerate(training.loader.held_out(training.micro_batch))
+    count = -(-training.loader.held_out_count // training.micro_batch)
     found = []
     with training.state.averaged():
-        batches = training.loader.held_out(training.micro_batch)
-        count = -(-training.loader.held_out_count // training.micro_batch)
-        for batch, mine in dealt_and_shown(batches, count, "batches of evaluation", ranks):
-            loss, t = training.step.losses(batch, held_out=True)
+        for (number, batch), mine in dealt_and_shown(
+            batches, count, "batches of evaluation", ranks
+        ):
+            losses = training.step.losses(batch, held_out=True)
             if mine:
-                found.append(torch.stack((batch.position.double(), loss.double(), t.double())).T)
-    rows = torch.cat(ranks.gathered(torch.cat(found) if found else torch.zeros(0, 3)))
-    if not len(rows):
+                found.append((number, torch.stack(losses, dim=1).double().cpu()))
+    rows = in_order(found, ranks)
+    if not rows:
         return {}
-    # in the order of the split, at any number of processes
-    loss, t = rows[rows[:, 0].argsort()][:, 1:].unbind(1)
+
+    loss, t = torch.cat(rows).unbind(1)
     result = {"eval_loss": loss.mean().item()}
     for i in range(BUCKETS):
         inside = loss[(t * BUCKETS).long().clamp(max=BUCKETS - 1) == i]
@@ -60,7 +61,8 @@ def dealt(items: Iterable[Item], ranks: Ranks) -> Iterator[tuple[Item, bool]]:
     A short last round is padded with another process's item, so that all ranks step equally often,
     as sharded models must.
     """
-    for together in batched(items, ranks.world_size):
+    iterator = iter(items)
+    while together := list(islice(iterator, ranks.world_size)):
         mine = ranks.rank < len(together)
         yield together[ranks.rank if mine else 0], mine
 
@@ -72,53 +74,42 @@ def dealt_and_shown(
     return counted(dealt(items, ranks), -(-count // ranks.world_size), unit, not ranks.first)
 
 
-def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
-    """Lists of `count` items; the last may be shorter."""
-    iterator = iter(items)
-    while together := list(islice(iterator, count)):
-        yield together
+def in_order(found: list[tuple[int, Item]], ranks: Ranks) -> list[Item]:
+    """What all processes found of the items, in the order of the items' numbers: the same at any
+    number of processes."""
+    pairs = [pair for share in ranks.gathered_objects(found) for pair in share]
+    return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
 
 @CLOCK.spending("sampling")
 def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
     """Writes a grid with one row a class (the first ten, with their names) and `sampling.per_class`
-    columns.
-
-    Returns `file`.
+    columns; returns `file`.
 
     The noise depends on the seed and the place in the grid only, so grids of one run show the same
     samples maturing.
     """
     cfg = training.cfg
-    step = training.step
     spec = training.loader.spec
     ranks = training.ranks
+    columns = cfg.sampling.per_class
     classes = min(len(spec.labels), MAX_CLASSES)
-    labels = torch.arange(classes, device=training.device).repeat_interleave(cfg.sampling.per_class)
+    labels = torch.arange(classes, device=training.device).repeat_interleave(columns)
     places = torch.arange(len(labels), device=training.device)
-    found: list[tuple[Tensor, Tensor]] = []
+    parts = places.split(max(1, training.micro_batch // 2))  # guidance doubles it
+    found = []
     with training.state.averaged():
-        parts = places.split(max(1, training.micro_batch // 2))  # guidance doubles it
-        for position, mine in dealt_and_shown(
-            parts, len(parts), "batches of the sample grid", ranks
+        for (number, place), mine in dealt_and_shown(
+            enumerate(parts), len(parts), "batches of the sample grid", ranks
         ):
             latents = draw_latents(
-                step.forward, spec, labels[position], position, cfg.seed, cfg.sampling
+                training.step.forward, spec, labels[place], place, cfg.seed, cfg.sampling
             )
             if mine:
-                found.append(
-                    (position.cpu(), torch.from_numpy(to_uint8(autoencoder.decode(latents))))
-                )
-    order = torch.cat(
-        ranks.gathered(
-            torch.cat([torch.zeros(0, dtype=torch.long), *(place for place, _ in found)])
-        )
-    )
-    images = ranks.gathered(torch.cat([image for _, image in found]) if found else torch.zeros(0))
+                found.append((number, torch.from_numpy(to_uint8(autoencoder.decode(latents)))))
+    images = in_order(found, ranks)
     if ranks.first:
-        drawn = torch.cat([part for part in images if len(part)])[order.argsort()]
         note = f"{classes} of {len(spec.names)} classes" if len(spec.names) > classes else ""
-        write_grid(
-            file, drawn.numpy(), cfg.sampling.per_class, names=spec.names[:classes], note=note
-        )
+        names = spec.names[:classes]
+        write_grid(file, torch.cat(images).numpy(), columns, names=names, note=note)
     return file

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from accel.sharding import total_norm
 from common.errors import UserError
@@ -24,6 +23,7 @@ from training.assemble import Training
 from training.checkpoint.find import goes_on
 from training.checkpoint.save import Checkpoints
 from training.distributed.stop_request import Asked
+from training.hardware import memory_of
 from training.memory import lasting_bytes
 
 
@@ -34,32 +34,26 @@ def end_if_bad(
     checkpoints: Checkpoints,
     asked: Asked,
 ) -> None:
-    """Looks at what one of the processes has seen: ValueError if steps are only skipped, or if a
-    save has failed."""
-    stop_if_hopeless(training, folder, batches, checkpoints)
-    if asked is Asked.look:
-        checkpoints.finish(training.state.samples)
+    """Ends a run that cannot get on: ValueError once `guards.max_skipped_in_row` steps were skipped
+    one after the other, or if a save has failed in the background. All processes call it.
 
-
-def stop_if_hopeless(
-    training: Training, folder: Path, batches: Sequence[Batch], checkpoints: Checkpoints
-) -> None:
-    """ValueError once `guards.max_skipped_in_row` steps in a row were skipped; `folder/dumps` then
-    describes the last one, made of `batches`. All processes call it."""
-    cfg = training.cfg
+    `folder/dumps` then describes the last step, made of `batches`.
+    """
+    limit = training.cfg.guards.max_skipped_in_row
     state = training.state
-    if (skipped := state.meter.skipped_in_row) < cfg.guards.max_skipped_in_row:
-        return
-    file = dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
-    # the sentence below names the newest checkpoint, which may still be on its way to the disk
-    checkpoints.wait()
-    raise UserError(
-        f"step {state.step}: the last {skipped} steps were skipped, for their gradients were not "
-        f"finite or spikes (guards.max_skipped_in_row={cfg.guards.max_skipped_in_row}); the "
-        f"weights are those before them. {file} has the batch, its times and losses, and norms by "
-        "block. Lower optim.lr or use runtime.precision=fp32; "
-        f"{goes_on(checkpoints.folder, state.samples)}."
-    )
+    skipped = state.meter.skipped_in_row
+    if skipped >= limit:
+        file = dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
+        # the sentence below names the newest checkpoint, which may still be on its way to the disk
+        checkpoints.wait()
+        raise UserError(
+            f"step {state.step}: the last {skipped} steps were skipped, for their gradients were "
+            f"not finite or spikes (guards.max_skipped_in_row={limit}); the weights are those "
+            f"before them. {file} has the batch, its times and losses, and norms by block. Lower "
+            f"optim.lr or use runtime.precision=fp32; {goes_on(checkpoints.folder, state.samples)}."
+        )
+    if asked is Asked.look:
+        checkpoints.finish(state.samples)
 
 
 def dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
@@ -69,59 +63,61 @@ def dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
     `samples`: id, position in the stream, label, t and loss of each sample of the batch; `blocks`:
     the norms of the gradient and of the parameters of each part of the model.
     """
-    step = training.step
     state = training.state
-    ranks = training.ranks
+    content = {"step": state.step, "skipped_in_row": state.meter.skipped_in_row}
     with torch.compiler.set_stance("force_eager"):
-        step.accumulate(batches)
-    scale = 1.0 if step.scaler is None else step.scaler.scale
-    parts: dict[str, list[torch.nn.Parameter]] = {}
-    for name, parameter in state.model.named_parameters():
-        parts.setdefault(
-            ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1]), []
-        ).append(parameter)
-    blocks = {
-        name: {
-            "gradient_norm": number(
-                total_norm([p.grad for p in parameters if p.grad is not None]) / scale
-            ),
-            "parameter_norm": number(total_norm([p.detach() for p in parameters])),
-        }
-        for name, parameters in parts.items()
-    }
-    state.optimizer.zero_grad(set_to_none=True)
+        content |= {"samples": samples_of(training, batches), "blocks": norms(training, batches)}
+    if training.ranks.first:
+        make_folder(file.parent)
+        write_atomically(file, json.dumps(content, indent=1) + "\n")
+    return file
+
+
+@torch.no_grad()
+def samples_of(training: Training, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Describes each sample of a step, of all processes, in the order of the stream."""
     rows = []
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for batch in batches:
-            loss, t = step.losses(batch)
-            columns = (batch.ids, batch.position, batch.labels, t, loss)
-            rows.append(torch.stack([column.double() for column in columns], dim=1))
-    found = torch.cat(ranks.gathered(torch.cat(rows).cpu()))
-    samples = [
+    for batch in batches:
+        loss, t = training.step.losses(batch)
+        columns = (batch.position, batch.ids, batch.labels, t, loss)
+        rows += torch.stack([column.double() for column in columns], dim=1).tolist()
+    shares = training.ranks.gathered_objects(rows)
+    return [
         {
             "id": int(i),
-            "position": int(at),
+            "position": int(position),
             "label": int(label),
             "t": number(t),
             "loss": number(loss),
         }
-        for i, at, label, t, loss in found[found[:, 1].argsort()]
+        for position, i, label, t, loss in sorted(row for share in shares for row in share)
     ]
-    if ranks.first:
-        make_folder(file.parent)
-        content = {
-            "step": state.step,
-            "skipped_in_row": state.meter.skipped_in_row,
-            "samples": samples,
+
+
+def norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any]:
+    """The norms of the gradient and of the parameters of each part of the model."""
+    step = training.step
+    step.accumulate(batches)
+    scale = 1.0 if step.scaler is None else float(step.scaler.scale)
+    parts: dict[str, list[torch.nn.Parameter]] = defaultdict(list)
+    for name, parameter in training.state.model.named_parameters():
+        depth = 2 if name.startswith("blocks.") else 1
+        parts[".".join(name.split(".")[:depth])].append(parameter)
+
+    found = {}
+    for name, parameters in parts.items():
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found[name] = {
+            "gradient_norm": number(float(total_norm(gradients)) / scale),
+            "parameter_norm": number(float(total_norm([p.detach() for p in parameters]))),
         }
-        write_atomically(file, json.dumps(content | {"blocks": blocks}, indent=1) + "\n")
-    return file
+    step.optimizer.zero_grad(set_to_none=True)
+    return found
 
 
-def number(value: Tensor) -> float | str:
+def number(value: float) -> float | str:
     """JSON has no NaN and no infinity."""
-    found = value.item()
-    return found if math.isfinite(found) else str(found)
+    return value if math.isfinite(value) else str(value)
 
 
 @contextmanager
@@ -150,12 +146,11 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
     device = training.device
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        there = torch.cuda.get_device_properties(device).total_memory
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     held = lasting_bytes(training)
     lasting = held.on_device - held.gradients
+    there = memory_of(device)
     raise UserError(
         f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of "
         f"{there / 2**30:.3g} GiB were taken at the peak, {lasting / 2**30:.3g} of them by "
@@ -168,25 +163,15 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
 def savings(training: Training) -> list[str]:
     """The two or three changes that save most where memory ran out, the cheapest first."""
     cfg = training.cfg
-    ranks = training.ranks
+    stack = training.stack
     phase = training.step.phase
-    runtime = cfg.runtime
-    activations = []
-    lasting = []
-    if runtime.precision.value == "fp32":
-        activations.append("runtime.precision=bf16")
-    if training.micro_batch % 2 == 0:
-        activations.append(
-            f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)"
-        )
-    if not runtime.gradient_checkpointing:
-        activations.append("runtime.gradient_checkpointing=true")
-    if ranks.world_size > 1 and runtime.parallel.mode.value in ("auto", "ddp"):
-        lasting.append("runtime.parallel.mode=fsdp")
-    if ranks.world_size > 1 and not runtime.parallel.cpu_offload:
-        lasting.append("runtime.parallel.cpu_offload=true with fsdp")
-    if ranks.world_size == 1:
-        lasting.append("more GPUs with runtime.parallel.mode=fsdp")
+    smaller = f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)"
+
+    off = [(t.saves_memory, t.slows) for t in stack.not_asked_for() if t.saves_memory]
+    activations = [change for change, slows in off if not slows]
+    activations += [smaller] if training.micro_batch % 2 == 0 else []
+    activations += [change for change, slows in off if slows]
+    lasting = [change for t in stack.techniques for change in t.saves_state()]
     lasting.append("a smaller model")
     if phase in ("the optimizer", "the averages"):
         return [*lasting[:2], *activations[:1]]

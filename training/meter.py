@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,15 @@ from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
 from training.step import StepOutput
 
+SUMS = ("loss", "skipped", "backed_off", "in_row")
+"""Device scalars of a window that a checkpoint keeps."""
+TRAINING = ("steps", "data_wait")
+"""Kinds of time that count as training."""
 
+
+@dataclass
 class Meter:
-    """Sums over a log window, kept on the device, and the clock of the window.
+    """Sums over a log window, kept on the device; its time is that of the run's clock.
 
     The loss is the mean over steps that were not skipped. Of several processes the loss is the
     mean, waiting for data and memory are the most of all; `batch_size` is global and `mfu` per
@@ -33,36 +39,30 @@ class Meter:
     9.8.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        tokens: int,
-        flops_per_sample: int,
-        peak_flops: float | None,
-        ranks: Ranks = SINGLE,
-        passes: float = 3.0,
-    ) -> None:
-        self.batch_size = batch_size
-        self.tokens = tokens
-        self.ranks = ranks
-        self.train_flops = passes * flops_per_sample
-        self.peak = peak_flops
-        self.loss: Tensor
-        """In fp64: with `log_every=0` a window is the whole run."""
-        self.skipped: Tensor | float = 0.0
-        self.backed_off: Tensor | float = 0.0
+    batch_size: int
+    tokens: int
+    flops_per_sample: int
+    peak_flops: float | None
+    ranks: Ranks = SINGLE
+    passes: float = 3.0
+
+    def __post_init__(self) -> None:
+        self.train_flops = self.passes * self.flops_per_sample
         self.in_row: Tensor | float = 0.0
         self.in_row_seen: Tensor | None = None
         """In host memory, a few steps behind: the device copies `in_row` there when it gets to
         it."""
-        self.train_seconds = self.maintenance_seconds = self.earlier_seconds = 0.0
-        """Of this process; and the seconds of training that earlier processes of the run had
-        logged."""
-        self.trained_samples = self.recompiles = 0
+        self.trained_samples = 0
+        self.train_seconds = 0.0
+        """Seconds of training of this process that were reported."""
+        self.earlier_seconds = 0.0
+        """Seconds of training that earlier processes of the run had logged."""
         self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """On a GPU: where its queue stood when waiting for data began and ended, of waits that are
         not summed yet."""
-        self.first_graph = self.expected_graphs = graphs()
+        self.recompiles = 0
+        self.first_graph = graphs()
+        self.expected_graphs = self.first_graph
         self.restart()
 
     def start(self) -> None:
@@ -71,20 +71,24 @@ class Meter:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         self.expected_graphs = graphs()
-        self.since = time.perf_counter()
         CLOCK.switch("steps")
 
     def restart(self) -> None:
+        """Begins a window."""
+        # In fp64: with `log_every=0` a window is the whole run.
         self.loss = torch.zeros((), dtype=torch.float64)
-        self.skipped = self.backed_off = 0.0
-        self.steps = self.carried = 0
-        self.wait = self.moved_wait = 0.0
-        self.since = time.perf_counter()
+        self.skipped: Tensor | float = 0.0
+        self.backed_off: Tensor | float = 0.0
+        self.steps = 0
+        self.carried = 0
+        """Steps of the window that an earlier process took."""
+        self.seconds_before = CLOCK.spent(*TRAINING)
+        self.wait_before = CLOCK.spent("data_wait")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        # its own time: the host also waits here while the queue of launches is full, and starves
-        # nobody
+        # On a GPU by its own clock: the host also waits here while the queue of launches is full,
+        # and starves nobody.
         if on_gpu():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
@@ -94,39 +98,29 @@ class Meter:
             self.waits.append((began, ended))
             self.sum_waits()
         else:
-            start = time.perf_counter()
-            yield
-            self.wait += time.perf_counter() - start
+            with CLOCK.spending("data_wait"):
+                yield
 
     def sum_waits(self) -> None:
-        """Adds the waits that the device has behind it."""
+        """Has the waits that the device has behind it count as waiting, not as steps."""
         while self.waits and self.waits[0][1].query():
             began, ended = self.waits.popleft()
-            self.wait += began.elapsed_time(ended) / 1e3
-
-    def move_wait(self) -> None:
-        """Has the waits of the window that are known by now count as waiting, not as steps."""
-        self.sum_waits()
-        CLOCK.move(self.wait - self.moved_wait, "steps", "data_wait")
-        self.moved_wait = self.wait
+            CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Surrounds maintenance. Also a decorator."""
         if on_gpu():
             torch.cuda.synchronize()  # what is queued is training
-        start = time.perf_counter()
         compiled = graphs()
         with CLOCK.spending("logging"):
             yield
         self.expected_graphs += graphs() - compiled
-        seconds = time.perf_counter() - start
-        self.since += seconds
-        self.maintenance_seconds += seconds
 
     def update(self, output: StepOutput) -> None:
         """Adds one step; device scalars stay on the device."""
         self.grad_norm = output.grad_norm
-        self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss  # becomes fp64
+        self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss  # stays fp64
         self.skipped = output.skipped + self.skipped
         self.backed_off = output.backed_off + self.backed_off
         self.in_row = (output.skipped + self.in_row) * output.skipped
@@ -146,45 +140,40 @@ class Meter:
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """This process's sums of the window, where they lie; nothing waits for the device."""
-        sums = {
-            "loss": self.loss,
-            "skipped": self.skipped,
-            "backed_off": self.backed_off,
-            "in_row": self.in_row,
-        }
-        return {name: torch.as_tensor(value) for name, value in sums.items()} | {
-            "steps": self.steps
-        }
+        return {name: torch.as_tensor(getattr(self, name)) for name in SUMS} | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only
         new steps."""
         self.restart()
-        self.loss = torch.as_tensor(state["loss"]).reshape(()).double()  # fp32 in older checkpoints
-        for name in ("skipped", "backed_off", "in_row"):
-            setattr(self, name, torch.as_tensor(state[name]).reshape(()).float())
+        for name in SUMS:
+            dtype = torch.float64 if name == "loss" else torch.float32  # older ones: all in fp32
+            setattr(self, name, torch.as_tensor(state[name]).reshape(()).to(dtype))
         self.steps = int(state["steps"])
         self.carried = self.steps
 
     def report(self, lr: float) -> dict[str, Any]:
         """Figures of the window since the last report (the one wait for the device), and starts the
         next window."""
-        summed = self.ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64))
+        ranks = self.ranks
+        loss = float(ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64)))
         skipped = int(float(self.skipped))
-        loss = float(summed) / (self.steps - skipped) if self.steps > skipped else math.nan
-        seconds = time.perf_counter() - self.since
+        taken = self.steps - skipped
+        self.sum_waits()
+        seconds = max(1e-9, CLOCK.spent(*TRAINING) - self.seconds_before)
         samples = (self.steps - self.carried) * self.batch_size
         self.train_seconds += seconds
         self.trained_samples += samples
-        rate = samples / seconds
+
+        wait = CLOCK.spent("data_wait") - self.wait_before
         memory = memory_reserved_peak()
-        self.sum_waits()
-        self.move_wait()
-        most = self.ranks.reduced(
-            torch.tensor([self.wait, memory or 0.0], dtype=torch.float64), "max"
-        ).tolist()
+        most = torch.tensor([wait, memory or 0.0], dtype=torch.float64)
+        most_wait, most_memory = ranks.reduced(most, "max").tolist()
+
+        rate = samples / seconds
+        flops = rate * self.train_flops
         report = {
-            "loss": loss,
+            "loss": loss / taken if taken > 0 else math.nan,
             "grad_norm": float(self.grad_norm),
             "lr": lr,
             "skipped": skipped,
@@ -192,12 +181,10 @@ class Meter:
             "train_seconds": self.earlier_seconds + self.train_seconds,
             "samples_per_s": rate,
             "tokens_per_s": rate * self.tokens,
-            "model_tflops": rate * self.train_flops / 1e12,
-            "mfu": rate * self.train_flops / self.peak / self.ranks.world_size
-            if self.peak
-            else None,
-            "data_wait": most[0] / seconds,
-            "memory_reserved_peak": None if memory is None else int(most[1]),
+            "model_tflops": flops / 1e12,
+            "mfu": flops / self.peak_flops / ranks.world_size if self.peak_flops else None,
+            "data_wait": most_wait / seconds,
+            "memory_reserved_peak": None if memory is None else int(most_memory),
             "graphs": graphs() - self.first_graph,
             "recompiles": self.count_recompiles(),
         }

@@ -1,4 +1,6 @@
-"""Optimizers with a smaller state than AdamW's, and Muon: well-kept libraries behind PyTorch's
+"""Parameter groups, the learning-rate schedule, and optimizers beside PyTorch's own.
+
+Optimizers with a smaller state than AdamW's, and Muon: well-kept libraries behind PyTorch's
 interface.
 
 Bytes a parameter that AdamW keeps: 8. Here: 8-bit moments 2, 4-bit 1, fp8 2, and what their scales
@@ -14,18 +16,63 @@ Liu et al. 2025, https://arxiv.org/abs/2502.16982 (Muon's rate matched to AdamW'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from accel.composite_optimizer import Groups, Members, of_class
 from common.libraries import bitsandbytes_optim, torchao_optim
+from models.adapters import trained
+from models.denoiser import Denoiser
+from training.config.schema import ScheduleKind
+
+
+def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of what is trained: matrices, which decay, and all that the model's
+    `no_weight_decay()` names."""
+    exempt = model.no_weight_decay()
+    named = trained(model).items()
+    groups = [
+        {"params": [p for name, p in named if name not in exempt], "weight_decay": weight_decay},
+        {"params": [p for name, p in named if name in exempt], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine
+    to `final` of it."""
+
+    kind: str
+    total_samples: int
+    warmup_samples: int = 0
+    final: float = 0.0
+
+    def __call__(self, samples: float, batch_size: int = 0) -> float:
+        """Factor for the step of `batch_size` samples that ends at `samples`.
+
+        Of a cosine's last step it is that of its middle: at its end a cosine to 0 has reached 0.
+        """
+        if samples < self.warmup_samples:
+            return samples / self.warmup_samples
+        if self.kind == ScheduleKind.constant:
+            return 1.0
+        samples = min(samples, self.total_samples - batch_size / 2)
+        length = max(1, self.total_samples - self.warmup_samples)
+        progress = min((samples - self.warmup_samples) / length, 1.0)
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class LibraryAdamW(Members):
-    """A library's AdamW."""
+    """A library's AdamW: the class of this name in it."""
+
+    library: Callable[[], Any]
+    """Imports the library; ValueError without it."""
 
     def __init__(
         self,
@@ -35,12 +82,9 @@ class LibraryAdamW(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        made = self.kind()(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        kind = getattr(self.library(), type(self).__name__)
+        made = kind(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(groups, [made])
-
-    def kind(self) -> Callable[..., torch.optim.Optimizer]:
-        """The library's class; ValueError without the library."""
-        raise NotImplementedError
 
 
 class AdamW8bit(LibraryAdamW):
@@ -51,9 +95,7 @@ class AdamW8bit(LibraryAdamW):
     """
 
     form = "8bit"
-
-    def kind(self) -> Callable[..., torch.optim.Optimizer]:
-        return bitsandbytes_optim().AdamW8bit
+    library = staticmethod(bitsandbytes_optim)
 
 
 class TorchaoAdamW(LibraryAdamW):
@@ -62,10 +104,7 @@ class TorchaoAdamW(LibraryAdamW):
     Moments of parameters below 4,096 elements, and of those that blocks do not divide, stay fp32.
     """
 
-    name: str
-
-    def kind(self) -> Callable[..., torch.optim.Optimizer]:
-        return getattr(torchao_optim(), self.name)
+    library = staticmethod(torchao_optim)
 
     def around(self, member: torch.optim.Optimizer) -> AbstractContextManager[object]:
         on_gpu = member.param_groups[0]["params"][0].is_cuda
@@ -75,7 +114,6 @@ class TorchaoAdamW(LibraryAdamW):
 class AdamW4bit(TorchaoAdamW):
     """AdamW with both moments in 4 bits, in blocks of 128, by torchao."""
 
-    name = "AdamW4bit"
     form = "4bit"
     block = 128
 
@@ -83,7 +121,6 @@ class AdamW4bit(TorchaoAdamW):
 class AdamWFp8(TorchaoAdamW):
     """AdamW with both moments in fp8 (e4m3), in blocks of 256, by torchao."""
 
-    name = "AdamWFp8"
     form = "fp8"
     block = 256
 
@@ -103,12 +140,15 @@ class Muon(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        members: list[Any] = []
-        if matrices := of_class(groups, lambda p: p.ndim == 2):
-            how: dict[str, Any] = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-            members.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **how))
-        if others := of_class(groups, lambda p: p.ndim != 2):
-            members.append(
-                torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        matrices = of_class(groups, lambda p: p.ndim == 2)
+        others = of_class(groups, lambda p: p.ndim != 2)
+        shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        members: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw", **shared
             )
+            members.append(muon)
+        if others:
+            members.append(torch.optim.AdamW(others, betas=betas, eps=eps, **shared))
         super().__init__(groups, members)

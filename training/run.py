@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -26,33 +25,25 @@ from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.config.yaml_text import as_yaml, from_yaml, read_config
-from training.distributed.ranks import Ranks
 from training.distributed.stop_request import EXIT_CODE
-from training.environment import (
-    describe_environment,
-    pick_device,
-    refuse_contradictions,
-    set_deterministic,
-)
-from training.forecast import predicted
-from training.goodput import CLOCK, UNREADABLE, Account
+from training.environment import connect, describe_environment, set_deterministic
+from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE
 from training.loggers import SafeLogger
-from training.metrics_file import NAME as METRICS_FILE
-from training.metrics_file import append_metrics, drop_after, read_metrics
-from training.report import summary_table
+from training.metrics import FILE as METRICS_FILE
+from training.metrics import MetricsFile, read_metrics, summary_table
 from training.state import TrainState
-from training.tuning import FILE as TUNING_FILE
-from training.tuning import ledger_row as tuning_row
-from training.tuning import tuned
+from training.tune import FILE as TUNING_FILE
+from training.tune import ledger_row as tuning_row
+from training.tune import tuned
 
 
 class Run:
-    """One run folder.
+    """One run and its folder.
 
-    Holds config.yaml (as composed, unresolved and redacted), environment.json, ledger.json,
-    kernels.json and tuning.json (where there was a choice), metrics.jsonl, samples/, checkpoints/
-    and summary.json.
+    The folder holds config.yaml (as composed, unresolved and redacted), environment.json,
+    ledger.json, kernels.json and tuning.json (where there was a choice), metrics.jsonl, time.json,
+    samples/, checkpoints/ and summary.json.
     """
 
     def __init__(self, composed: Composed) -> None:
@@ -61,39 +52,27 @@ class Run:
         self.cfg = cfg
         self.choices = composed.choices
         self.config = composed.source
-        self.ranks = Ranks.from_environment()
-        refuse_contradictions(cfg)
-        self.ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
-        self.device = self.ranks.device(pick_device(cfg.runtime.device.value))
-        parallel = cfg.runtime.parallel
-        alone = parallel.mode.value not in ("auto", "none")  # one process on the path of many
-        self.ranks.connect(
-            self.device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone
-        )
+        self.ranks, self.device = connect(cfg)
         self.started = time.perf_counter()
         self.folder = self.ranks.agreed(
             lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
         )
-        earlier = (*(self.folder / "checkpoints").glob("step-*"), *self.folder.glob("summary.json"))
-        if cfg.resume == "never" and earlier:
-            raise UserError(
-                f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or "
-                "resume=auto."
-            )
+        self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: lock.Held | None = None
         self.rows: list[LedgerRow] = []
-        """Of the ledger, beside those of the techniques."""
+        """Rows of the ledger beside those of the techniques."""
         self.stack: AccelerationStack | None = None
-        """Of the run, once it is warm."""
-        self.predicted: dict[str, float | None] | None = None
-        self.unlogged = 0
-        """Lines of metrics.jsonl that could not be written."""
+        """The techniques of the run, once it is warm."""
+
+        refuse_resume(cfg, self.folder)
         self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
-        self.finished = self.ranks.agreed(self.summary_of_all)
+        self.finished = self.ranks.agreed(lambda: finished_summary(cfg, self.folder))
         """The summary, where this folder holds a run that has seen all its samples: there is
         nothing to do."""
         if self.finished is not None:
             return
+
+        # A folder that is new is made only once all is known to work.
         self.claimed = self.ranks.agreed(lambda: self.folder.exists() and self.hold())
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
@@ -130,23 +109,8 @@ class Run:
             self.rows.append(tuning_row(found))
         return self.cfg
 
-    def predict(self, training: Training) -> None:
-        """On a GPU: says what memory and time warm-up lets expect; the summary compares."""
-        self.stack = training.stack
-        if self.device.type == "cuda":
-            try:
-                self.predicted = predicted(training)
-            except ValueError as error:
-                warnings.warn(f"nothing is predicted: {error}", stacklevel=2)
-                return
-            told = {
-                name: value if value is None else round(value, 3)
-                for name, value in self.predicted.items()
-            }
-            self.ranks.say(f"predicted: {told}")
-
     def checkpoints(self) -> Checkpoints:
-        """Where checkpoints of this run go."""
+        """The place for checkpoints of this run."""
         cfg = self.cfg
         return Checkpoints(
             self.folder / "checkpoints",
@@ -159,7 +123,7 @@ class Run:
         )
 
     def close(self) -> None:
-        """Lets go of the folder and of the other processes."""
+        """Releases the lock on the folder, and leaves the process group."""
         if self.lock is not None:
             self.lock.close()
         self.ranks.close()
@@ -167,93 +131,62 @@ class Run:
     def write_json(self, name: str, content: Any) -> None:
         write_atomically(self.folder / name, as_json(content, indent=1) + "\n")
 
-    def open(self, ledger: Ledger, logger: SafeLogger, where: str) -> None:
-        """The ledger goes to the folder, to the terminal and to the logger; by the first process
-        only.
-
-        Now that all is known to work, the folder is made.
-        """
+    def keep_kernels(self, training: Training) -> None:
+        """Writes which kernels were chosen before they are first run, so that a run that is resumed
+        computes with the same."""
+        if not training.kernels:
+            return
         self.claimed = self.claimed or self.ranks.agreed(self.hold)
+        if self.ranks.first:
+            self.write_json(KERNELS_FILE, training.kernels)
+
+    def open(self, training: Training, ledger: Ledger, logger: SafeLogger, where: str) -> None:
+        """Describes the run that is about to start: in its folder, on the terminal and to the
+        logger; by the first process only."""
+        self.claimed = self.claimed or self.ranks.agreed(self.hold)
+        self.stack = training.stack
         ledger += self.rows
         if not self.ranks.first:
             return
+        rows = ledger.as_dict()
         write_atomically(self.folder / "config.yaml", as_yaml(self.config))
         self.write_json("environment.json", self.environment)
-        print(
-            f"\nledger ({self.device}: "
-            f"{self.environment['hardware']})\n{ledger.table()}\n\n{where}",
-            flush=True,
-        )
-        self.write_json("ledger.json", ledger.as_dict())
-        facts = {
-            f"ledger.{key}": f"{row['requested']} -> {row['active']}"
-            for key, row in ledger.as_dict().items()
-        }
-        versions = self.environment["versions"]
-        logger.start(
-            self.folder,
-            {"config": self.config, "choices": self.choices, "versions": versions, **facts},
-        )
+        self.write_json("ledger.json", rows)
 
-    def keep_kernels(self, kernels: Mapping[str, Any]) -> None:
-        """Writes which kernels were chosen, so that a resumed run computes with the same."""
-        if kernels:
-            self.claimed = self.claimed or self.ranks.agreed(self.hold)
-            if self.ranks.first:
-                self.write_json(KERNELS_FILE, kernels)
+        hardware = self.environment["hardware"]
+        print(f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{where}", flush=True)
+        facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
+        facts |= {"config": self.config, "choices": self.choices}
+        facts["versions"] = self.environment["versions"]
+        logger.start(self.folder, facts)
 
-    def keep_metrics_before(self, step: int) -> float:
-        """Drops logged steps after `step`; returns the seconds of training up to the last line that
-        stays.
-
-        0 in all processes but the first.
-        """
-        self.account.resume(self.folder / TIME_FILE, step)
-        kept = drop_after(self.folder / METRICS_FILE, step) if self.ranks.first else []
-        return float((kept[-1].get("train_seconds") if kept else None) or 0.0)
+    def go_on_from(self, state: TrainState) -> None:
+        """Continues the records of the run at the step of `state`: what was logged after it is
+        dropped, and will be logged again."""
+        self.account.resume(self.folder / TIME_FILE, state.step)
+        kept = self.metrics.drop_after(state.step) if self.ranks.first else []
+        if kept:
+            state.meter.earlier_seconds = float(kept[-1].get("train_seconds") or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Logs a line. Where it cannot be written a warning says so, once, and the run goes on
-        without."""
+        """Logs a line, and says what its figures suggest to try."""
         if not self.ranks.first:
             return
-        stack = self.stack
-        file = self.folder / METRICS_FILE
-        if stack and (line := self.account.advice(metrics, self.cfg, stack.busy_ms, stack.left())):
-            print(line, flush=True)
-        try:
-            append_metrics(file, metrics, torn=self.unlogged > 0)
-        except OSError as error:
-            if not self.unlogged:
-                warnings.warn(
-                    f"{file} cannot be written ({error.strerror}); the run goes on, and lines are "
-                    "missing.",
-                    stacklevel=2,
-                )
-            self.unlogged += 1
+        self.metrics.append(metrics)
+        if self.stack is not None:
+            cfg = self.cfg
+            busy_ms = self.stack.busy_ms
+            line = self.account.advice(
+                metrics, cfg.batch_size, cfg.data, busy_ms, self.stack.left()
+            )
+            if line:
+                print(line, flush=True)
 
-    def keep_time(self, state: TrainState, now: bool = False) -> None:
-        """Writes where the time of the run went, every few seconds or `now`."""
-        if self.ranks.first and (now or self.account.due):
-            state.meter.move_wait()
-            self.account.write(self.folder / TIME_FILE, state.step)
-
-    def summary_of_all(self) -> dict[str, Any] | None:
-        """The summary of a run that has seen `total_samples`; None if there is something to do."""
-        try:
-            summary = read_object(self.folder / "summary.json")
-            damaged = summary.get("skipped_data") or {}
-            total = self.cfg.total_samples
-            if summary["samples"] < total or not all(
-                type(count) is int for count in damaged.values()
-            ):
-                return None
-            if self.cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
-                newest = verified(complete(self.folder / "checkpoints")[-1])
-                return summary if description(newest)["counters"]["samples"] >= total else None
-            return summary
-        except UNREADABLE:
-            return None
+    def keep_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
+        """Writes where the time of the run went: every few seconds, after each save, or now."""
+        if self.ranks.first and (saved or now or self.account.due):
+            state.meter.sum_waits()
+            self.account.write(self.folder / TIME_FILE, state.step if saved else None)
 
     def show_finished(self) -> dict[str, Any]:
         """Says that the run is finished, with its summary, and touches nothing. ValueError for
@@ -264,18 +197,18 @@ class Run:
             before = read_config(self.folder / "config.yaml")
             now = from_yaml(as_yaml(self.config))
         except (OSError, ValueError):
-            before = now = {}
-        parts = identity(before)
-        wanted = identity(now)
+            before = {}
+            now = {}
         for part in MUST_MATCH:
-            if other := difference(parts[part], wanted[part]):
+            other = difference(identity(before)[part], identity(now)[part])
+            if other:
                 raise UserError(f"{where} of another {part}: {other}; use a new run_dir.")
+
         changed = difference(before, now)
+        note = f" Settings that differ now are not looked at: {changed}." if changed else ""
         self.ranks.say(
             f"{where}, of {self.finished['samples']} samples; nothing is done. A larger "
-            "total_samples continues it."
-            + (f" Settings that differ now are not looked at: {changed}." if changed else "")
-            + f"\n\nsummary\n{summary_table(self.finished)}"
+            f"total_samples continues it.{note}\n\nsummary\n{summary_table(self.finished)}"
         )
         self.ranks.close()
         return self.finished
@@ -283,30 +216,30 @@ class Run:
     def stop(self, state: TrainState) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
         self.keep_time(state, now=True)
-        kept = "saved" if self.cfg.save_every and state.step else "nothing is saved"
-        kept += "" if self.cfg.save_every else ", for save_every=0"
+        kept = "saved" if state.step else "nothing is saved"
+        if not self.cfg.save_every:
+            kept = "nothing is saved, for save_every=0"
         self.ranks.say(
             f"\nasked to stop at step {state.step}; {kept}. The same command again resumes."
         )
         self.close()
         raise SystemExit(EXIT_CODE)
 
-    def summarise(self, state: TrainState, ledger: Ledger, saved: Checkpoints) -> dict[str, Any]:
+    def summarise(self, state: TrainState, ledger: Ledger) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the
         times."""
         self.keep_time(state, now=True)
         latest: dict[str, Any] = {}
-        for line in read_metrics(self.folder / METRICS_FILE).lines:
+        for line in read_metrics(self.metrics.file).lines:
             latest |= line
         meter = state.meter
+        own = CLOCK.seconds
+        rate = latest.get("samples_per_s")
+        if meter.train_seconds:
+            rate = meter.trained_samples / meter.train_seconds
         checkpoints = complete(self.folder / "checkpoints")
         grids = sorted(
             (self.folder / "samples").glob("step-*.png"), key=lambda file: file.stat().st_mtime
-        )
-        rate = (
-            meter.trained_samples / meter.train_seconds
-            if meter.train_seconds
-            else latest.get("samples_per_s")
         )
         summary = {
             "loss": latest.get("loss"),
@@ -316,14 +249,13 @@ class Run:
             "samples_per_s": rate,
             "mfu": latest.get("mfu"),
             "memory_reserved_peak": latest.get("memory_reserved_peak"),
-            "predicted": self.predicted,
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
             "train_seconds": meter.train_seconds,
-            "warm_up_seconds": CLOCK.seconds["warm_up"],
-            "maintenance_seconds": meter.maintenance_seconds,
-            "save_stall_seconds": saved.stalled_in_all + saved.stalled,
+            "warm_up_seconds": own["warm_up"],
+            "maintenance_seconds": sum(own[kind] for kind in MAINTENANCE),
+            "save_stall_seconds": own["saving"],
             "goodput": self.account.goodput,
             "time": self.account.seconds,
             "ledger": ledger.as_dict(),
@@ -374,6 +306,33 @@ class Run:
         )
 
 
+def refuse_resume(cfg: TrainConfig, folder: Path) -> None:
+    """ValueError if the run must start anew, and its folder holds one."""
+    earlier = (*(folder / "checkpoints").glob("step-*"), *folder.glob("summary.json"))
+    if cfg.resume == "never" and earlier:
+        raise UserError(
+            f"resume=never, but run_dir={folder} holds a run; choose another run_dir or "
+            "resume=auto."
+        )
+
+
+def finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that has seen `total_samples`; None if there is something to do."""
+    try:
+        summary = read_object(folder / "summary.json")
+        damaged = summary.get("skipped_data") or {}
+        known = all(type(count) is int for count in damaged.values())
+        if not known or summary["samples"] < cfg.total_samples:
+            return None
+        if cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
+            newest = verified(complete(folder / "checkpoints")[-1])
+            if description(newest)["counters"]["samples"] < cfg.total_samples:
+                return None
+        return summary
+    except UNREADABLE:
+        return None
+
+
 def finished_runs(*parents: Path) -> Iterator[Path]:
     """Folders of finished runs below `parents`, newest first."""
     summaries = {file.resolve() for parent in parents for file in parent.glob("*/summary.json")}
@@ -393,5 +352,5 @@ def default_folder(choices: Mapping[str, str]) -> Path:
     number = 1
     while folder.exists():
         folder = Path("runs") / f"{name}-{number}"
-        number = number + 1
+        number += 1
     return folder

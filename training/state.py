@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from accel.composite_optimizer import Members
+from accel.composite_optimizer import Members, parameters_of
 from accel.sharding import cut
 from accel.stack import AccelerationStack
 from common.errors import UserError
 from data.loader import LatentLoader
 from models.adapters import layers_of, trained
 from models.denoiser import Denoiser
-from training.checkpoint.parts import Kept
+from training.checkpoint.parts import Kept, flat, nested
 from training.ema import EMA
 from training.meter import Meter
-from training.spikes import SpikeGuard
+from training.step import SpikeGuard
 
 
 @dataclass
@@ -59,20 +60,23 @@ class TrainState:
     def done(self) -> bool:
         return self.samples >= self.total_samples
 
-    def due(self, every: int) -> bool:
-        """True each `every` steps and when the run is done; never for 0, and never at the step
+    def due(self, *intervals: int) -> bool:
+        """True each so many steps and when the run is done; never for 0, and never at the step
         where a resume began."""
-        return every > 0 and self.moved and (self.done or self.step % every == 0)
+        return self.moved and any(
+            every > 0 and (self.done or self.step % every == 0) for every in intervals
+        )
 
     @property
     def kept(self) -> dict[str, Kept]:
         return {piece.name: piece.kept for piece in PIECES}
 
-    def state_dict(self) -> dict[str, Any]:
-        """References, not copies: save or copy it before the next step."""
+    def state_dict(self) -> dict[str, Mapping[str, Any]]:
+        """Leaves by piece and name: references, not copies. Save or copy them before the next
+        step."""
         return {piece.name: piece.save(self) for piece in PIECES}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Loads everything; ValueError if the tensors do not fit the model. Hyper-parameters stay
         the config's."""
         for piece in PIECES:
@@ -102,82 +106,77 @@ class TrainState:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def load_model(state: TrainState, weights: dict[str, Any]) -> None:
-    try:
-        load_weights(state.model, weights)
-    except RuntimeError as error:
-        raise UserError(f"the checkpoint does not fit this model: {error}") from error
+def copied(node: Any) -> Any:
+    """The same tree with its tensors copied to host memory."""
+    if isinstance(node, Tensor):
+        return node.detach().to("cpu", copy=True)
+    if isinstance(node, Mapping):
+        return {key: copied(value) for key, value in node.items()}
+    return node
 
 
-def saved_weights(model: torch.nn.Module) -> dict[str, Any]:
+def saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that a checkpoint keeps: all, or those of an adapter."""
     own = model.state_dict()
     return {name: own[name] for name in trained(model)} if layers_of(model) else own
 
 
-def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Whole tensors into a model, sharded or not; RuntimeError if they do not fit."""
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Loads whole tensors into a model, sharded or not; ValueError if they do not fit."""
     own = model.state_dict()
     frozen = {name: own[name] for name in own.keys() - saved_weights(model).keys()}
-    model.load_state_dict(
-        frozen | {name: cut(tensor, own.get(name)) for name, tensor in weights.items()}
-    )
+    try:
+        model.load_state_dict(
+            frozen | {name: cut(tensor, own.get(name)) for name, tensor in weights.items()}
+        )
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint does not fit this model: {error}") from error
 
 
-def load_moments(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> None:
+def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) -> None:
     """Loads an optimizer's state, in place where it exists already: a captured step goes on using
     those tensors.
 
     Hyper-parameters stay as they are. Adam that has not stepped yet is Adam whose moments and step
     count are zero.
     """
+    saved: dict[int, dict[str, Any]] = {int(i): of for i, of in nested(leaves).items()}
     if isinstance(optimizer, Members):
         optimizer.load_state_dict({"state": saved})
         return
+
     current = optimizer.state_dict()
+    own = dict(flat(current["state"]))
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         saved = {i: dict.fromkeys(entries, 0.0) for i, entries in current["state"].items()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = {
-        i: {name: cut(t, parameters[i]) for name, t in entries.items()}
-        for i, entries in saved.items()
-    }
+    parameters = parameters_of(optimizer)
+    for i, entries in saved.items():
+        saved[i] = {name: cut(value, parameters[i]) for name, value in entries.items()}
+
     same = saved.keys() == current["state"].keys()
-    if not (
-        same
-        and all(
-            isinstance(t, torch.Tensor)
-            for entries in current["state"].values()
-            for t in entries.values()
-        )
-    ):
-        optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
+    if not (same and all(isinstance(value, Tensor) for value in own.values())):
+        optimizer.load_state_dict(current | {"state": saved})
         return
-    for i, entries in current["state"].items():
-        for name, tensor in entries.items():
-            value = saved[i][name]
-            tensor.copy_(value) if isinstance(value, torch.Tensor) else tensor.fill_(value)
+    values = dict(flat(saved))
+    for name, tensor in own.items():
+        value = values[name]
+        tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
 
 
-def copied(node: Any) -> Any:
-    """The same tree with its tensors copied to host memory."""
-    if isinstance(node, torch.Tensor):
-        return node.detach().to("cpu", copy=True)
-    if isinstance(node, dict):
-        return {key: copied(value) for key, value in node.items()}
-    return node
-
-
-def rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Tensor]:
+    """The states of PyTorch's generators: the host's and each GPU's."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"torch": torch.get_rng_state()} | {f"cuda.{i}": state for i, state in enumerate(gpus)}
 
 
-def load_rng_state(saved: dict[str, Any]) -> None:
+def load_rng_state(saved: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(saved["torch"])
     gpus = [saved[f"cuda.{i}"] for i in range(len(saved) - 1)]
     if len(gpus) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(gpus)
+
+
+COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
 
 
 def load_counters(state: TrainState, saved: Mapping[str, Any]) -> None:
@@ -187,64 +186,63 @@ def load_counters(state: TrainState, saved: Mapping[str, Any]) -> None:
         counts = known[name].values() if name == "skipped_data" else [known[name]]
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
             raise UserError(f"the counter {name} is {known[name]}, which is no count.")
-    vars(state).update({name: known[name] for name in COUNTERS})
+        setattr(state, name, known[name])
 
 
 class Piece(NamedTuple):
     """A piece of the state: its name in a checkpoint, how that keeps it, and the functions that
-    save and load it."""
+    save and load its leaves."""
 
     name: str
     kept: Kept
-    save: Callable[[TrainState], Mapping[Any, Any]]
+    save: Callable[[TrainState], Mapping[str, Any]]
     load: Callable[[TrainState, Any], None]
 
+    @classmethod
+    def of(cls, name: str, kept: Kept, part: str) -> Piece:
+        """A part of the state that saves and loads itself, if there is one."""
 
-COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
+        def save(state: TrainState) -> Mapping[str, Any]:
+            own = getattr(state, part)
+            return {} if own is None else own.state_dict()
+
+        def load(state: TrainState, saved: Any) -> None:
+            own = getattr(state, part)
+            if own is not None:
+                own.load_state_dict(saved)
+
+        return cls(name, kept, save, load)
+
+
 PIECES = (
-    Piece("model", Kept.whole, lambda s: saved_weights(s.model), load_model),
     Piece(
-        "ema",
+        "model",
         Kept.whole,
-        lambda s: s.ema.state_dict(),
-        lambda s, saved: s.ema.load_state_dict(saved),
+        lambda s: saved_weights(s.model),
+        lambda s, saved: load_weights(s.model, saved),
     ),
+    Piece.of("ema", Kept.whole, "ema"),
     Piece(
         "optimizer",
         Kept.shared,
-        lambda s: s.optimizer.state_dict()["state"],
+        lambda s: dict(flat(s.optimizer.state_dict()["state"])),
         lambda s, saved: load_moments(s.optimizer, saved),
     ),
     Piece(
         "techniques",
         Kept.shared,
-        lambda s: s.stack.state_dict(),
-        lambda s, saved: s.stack.load_state_dict(saved),
+        lambda s: dict(flat(s.stack.state_dict())),
+        lambda s, saved: s.stack.load_state_dict(nested(saved)),
     ),
-    Piece(
-        "guards",
-        Kept.shared,
-        lambda s: s.spikes.state_dict() if s.spikes else {},
-        lambda s, saved: s.spikes.load_state_dict(saved) if s.spikes else None,
-    ),
-    Piece(
-        "loader",
-        Kept.values,
-        lambda s: s.loader.state_dict(),
-        lambda s, saved: s.loader.load_state_dict(saved),
-    ),
+    Piece.of("guards", Kept.shared, "spikes"),
+    Piece.of("loader", Kept.values, "loader"),
     Piece(
         "counters",
         Kept.values,
         lambda s: {name: getattr(s, name) for name in COUNTERS},
         load_counters,
     ),
-    Piece(
-        "window",
-        Kept.sums,
-        lambda s: s.meter.state_dict(),
-        lambda s, saved: s.meter.load_state_dict(saved),
-    ),
+    Piece.of("window", Kept.sums, "meter"),
     Piece("rng", Kept.each, lambda s: rng_state(), lambda s, saved: load_rng_state(saved)),
 )
 """A new piece of state is one more entry. The names and kinds are the format of checkpoints."""

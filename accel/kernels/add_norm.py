@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import register
-from accel.kernels.upcast import upcast
+from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
 from common.errors import UserError
 
 WIDEST = 8192

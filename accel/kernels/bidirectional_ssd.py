@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.checks import refuse_empty
 from accel.kernels.gated_norm import gated_norm
+from accel.kernels.shared import refuse_empty, upcast
 from accel.kernels.ssd_decays import ssd_decays
-from accel.kernels.upcast import upcast
 from common.errors import UserError
 
 PIECE = 64

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import arriving, of_chunks
-from accel.kernels.checks import refuse_second_order
 from accel.kernels.operator import heads_together, register
-from accel.kernels.upcast import upcast
+from accel.kernels.shared import refuse_second_order, upcast
 
 
 def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:

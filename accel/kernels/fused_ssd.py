@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
-from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.chunked_ssd import between_chunks
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import heads_together, register
+from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
 from accel.kernels.ssd_decays import fused_ssd_decays
-from accel.kernels.upcast import upcast
 from common.errors import UserError
 
 LN2 = math.log(2.0)

@@ -16,9 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import register
-from accel.kernels.upcast import upcast
+from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
 from common.errors import UserError
 
 

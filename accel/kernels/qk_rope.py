@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import heads_together, register
-from accel.kernels.upcast import upcast
+from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
 from common.errors import UserError
 
 Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, "B K L P"]]

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.operator import heads_together, register
-from accel.kernels.upcast import upcast
+from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
 
 LOG2E = 1.0 / math.log(2.0)
 LEAST = -32.0

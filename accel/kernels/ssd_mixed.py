@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
-from accel.kernels.checks import refuse_empty, refuse_second_order
 from accel.kernels.fused_ssd import check_sizes, slices_of, ssd_backward_flops, ssd_flops
 from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
 from accel.kernels.operator import register
-from accel.kernels.upcast import upcast
+from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
 from common.errors import UserError
 
 

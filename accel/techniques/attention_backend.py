@@ -14,9 +14,12 @@ and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
 torch.nn.attention.activate_flash_attention_impl
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,14 +88,17 @@ class AttentionBackend(Technique):
     examples = tuple({"attention": name} for name in (*OPS, "flex", *IMPLEMENTATIONS))
     off = AUTO
     loss_rtol = 2e-2
+    in_sampling = True
+    changes_kernels = "time"
+    plan_note = "all kernels but math keep the same tensors"
+    switches: Sequence[torch.nn.Module] = ()
+    layers: Sequence[int] = ()
+    """How many of them each block has."""
+    failure: str | None = None
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.switches: list[torch.nn.Module] = []
-        self.layers: list[int] = []
-        """How many of them each block has."""
-        self.failure: str | None = None
-        self.implementation = IMPLEMENTATIONS.get(str(value))
+    @property
+    def implementation(self) -> Implementation | None:
+        return IMPLEMENTATIONS.get(str(self.value))
 
     def unavailable(self) -> str | None:
         if self.implementation:
@@ -102,34 +108,39 @@ class AttentionBackend(Technique):
                 f"PyTorch has no {self.value} attention with a backward pass for "
                 f"{self.device.type}."
             )
-        if (
-            self.device.type == "cuda"
-            and self.value == "flash"
-            and torch.cuda.get_device_capability() < (8, 0)
-        ):
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self.value == "flash" and torch.cuda.get_device_capability() < (8, 0):
             return (
                 "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
             )
         return None
 
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        if self.value != AUTO or self.device.type != "cuda":
+            return ()
+        return ({}, *({self.key: name} for name in ("cudnn", "flash", "efficient")))
+
+    def without_device(self) -> None:
+        self.value = "math" if self.value == "math" else AUTO
+
     def on_process(self) -> None:
-        if self.enabled and self.implementation:
-            try:
-                activate_flash_attention_impl(self.implementation.name)
-            except (ImportError, OSError, RuntimeError) as error:
-                what = f"{self.implementation.module} does not load ({first_line(error)})"
-                raise UserError(
-                    f"runtime.attention={self.value}: {what}; reinstall it or use "
-                    "runtime.attention=flash."
-                ) from error
-        else:
+        if not self.implementation:
             restore()
+            return
+        try:
+            activate_flash_attention_impl(self.implementation.name)
+        except (ImportError, OSError, RuntimeError) as error:
+            what = f"{self.implementation.module} does not load ({first_line(error)})"
+            raise UserError(
+                f"runtime.attention={self.value}: {what}; reinstall it or use "
+                "runtime.attention=flash."
+            ) from error
 
     def on_model(self, model: Model) -> Model:
         found = [switches(block, "attention_backend") for block in blocks_of(model)]
         self.switches = [m for modules in found for m in modules]
         self.layers = [len(modules) for modules in found]
-        self.switch("flash" if self.enabled and self.implementation else str(self.value))
+        self.switch("flash" if self.implementation else str(self.value))
         return model
 
     def switch(self, backend: str) -> None:
@@ -137,11 +148,8 @@ class AttentionBackend(Technique):
             module.attention_backend = backend  # pyright: ignore[reportArgumentType]
 
     def recover(self, error: BaseException) -> str | None:
-        if (
-            not self.enabled
-            or self.failure
-            or not any(refusal in str(error) for refusal in REFUSALS)
-        ):
+        refused = any(refusal in str(error) for refusal in REFUSALS)
+        if not self.enabled or self.failure or not refused:
             return None
         self.switch(AUTO)
         restore()
@@ -159,9 +167,8 @@ class AttentionBackend(Technique):
         note = ", ".join(f"{name} in {n} of {len(self.switches)} layers" for name, n in ran.items())
         if named := current_flash_attention_impl():
             note += f"; PyTorch says that {named} is active"
-        note = (
-            note or "no attention ran"
-        ) + " (in an uncompiled step)" * evidence.blocks_uncompiled
+        note = note or "no attention ran"
+        note += " (in an uncompiled step)" * evidence.blocks_uncompiled
         complete = ran.total() == len(self.switches)
         active = "mixed" if len(ran) > 1 else next(iter(ran)) if complete else False
         if UNSEEN in ran:

@@ -11,46 +11,55 @@ measured yet. `torch.compile` is lazy, so a failure comes in warm-up: there it i
 (`recover`), and only there.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import shutil
 import traceback
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accel.evidence import Evidence
 from accel.profiler import REGION
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
 from common.text import first_line
 
 INDUCTOR = "## Call CompiledFxGraph"
 """The profiler begins the name of each call of a graph that Inductor compiled with this."""
 
+PARTITIONER = "aot_eager_decomp_partition"
+"""The backend that cuts a compiled block into its two passes as Inductor does, and generates no
+code."""
+
 
 class Compile(Technique):
     key = "compile"
     summary = "compiles in place; `compile_scope`: `blocks`, `model`; `compile_mode`"
-    options = ("compile_scope", "compile_mode")
+    options: ClassVar = {"compile_scope": "blocks", "compile_mode": "default"}
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
+    savings = (Saving({"compile": True}, "a minute of warm-up", 10),)
+    plan_note = "the workspace of a compiled block is an upper bound"
     loss_rtol = 1e-2  # Inductor reorders 16-bit arithmetic; see the parity test for fp32
+    in_sampling = True
+    in_precompute = True
+    slow_to_start = True
+    saves_launches = True
+    changes_kernels = "time"
     backend = "inductor"
     """`torch.compile` backend; tests use the much quicker "aot_eager"."""
+    compiled: Sequence[nn.Module] = ()
+    failure: str | None = None
 
-    def __init__(
-        self,
-        value: bool | str,
-        device: torch.device,
-        compile_scope: bool | str = "blocks",
-        compile_mode: bool | str = "default",
-    ) -> None:
-        super().__init__(value, device, compile_scope=compile_scope, compile_mode=compile_mode)
-        self.scope = compile_scope
-        self.mode = compile_mode
-        self.compiled: list[nn.Module] = []
-        self.failure: str | None = None
+    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
+        super().__init__(value, device, **options)
+        self.scope = self.option["compile_scope"]
+        self.mode = self.option["compile_mode"]
 
     def unavailable(self) -> str | None:
         if not self.by_inductor:
@@ -65,6 +74,12 @@ class Compile(Technique):
                 "Compiling for a CPU needs a C++ compiler, such as g++; there is none on the PATH."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        return ({}, *self.examples)
+
+    def without_device(self) -> None:
+        self.backend = PARTITIONER
 
     def hides_blocks(self) -> bool:
         return self.scope == "model" and bool(self.compiled)
@@ -86,15 +101,12 @@ class Compile(Technique):
         for module in self.compiled:
             # what Module.compile() set; there is no public way back
             module._compiled_call_impl = None
-        self.compiled = []
+        self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{first_line(error)} (in {Path(where.filename).name}, {where.name})"
-        advice = (
-            ""
-            if self.mode == "default"
-            else f"; without runtime.compile_mode={self.mode} it may not"
-        )
-        self.failure = f"the compiler failed, so nothing runs compiled: {what}{advice}"
+        self.failure = f"the compiler failed, so nothing runs compiled: {what}"
+        if self.mode != "default":
+            self.failure += f"; without runtime.compile_mode={self.mode} it may not"
         return self.failure
 
     # What would still say "on" if this did nothing? The method compile() of a block would, so the
@@ -122,10 +134,8 @@ class Compile(Technique):
     def is_compiled(self, ops: Counter[str]) -> bool:
         """Whether these ops hold a call of a compiled function and, with Inductor, one of a graph
         that it compiled."""
-        return all(
-            any(op.startswith(what) for op in ops)
-            for what in (REGION, INDUCTOR)[: 1 + self.by_inductor]
-        )
+        calls = (REGION, INDUCTOR) if self.by_inductor else (REGION,)
+        return all(any(op.startswith(call) for op in ops) for call in calls)
 
     @property
     def by_inductor(self) -> bool:
@@ -145,6 +155,5 @@ def is_compiler_failure(error: BaseException) -> bool:
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._inductor.exc import InductorError
 
-    return isinstance(error, TorchDynamoException | InductorError) and not isinstance(
-        error, TorchRuntimeError
-    )
+    ours = isinstance(error, TorchRuntimeError)
+    return isinstance(error, TorchDynamoException | InductorError) and not ours

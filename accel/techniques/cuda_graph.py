@@ -11,17 +11,19 @@ between kernels. It needs the fused optimizer. Speed: not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from accel.composite_optimizer import is_fused
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import UNSEEN
 from accel.sharding import world_size
 from accel.technique import AnyStep, Observation, Technique, TrainingStep
-from accel.techniques.fused_adamw import is_fused
 from common.errors import UserError
 from common.text import first_line
 
@@ -36,11 +38,10 @@ class CudaGraph(Technique):
     summary = "the whole step as one launch"
     examples = ({"cuda_graph": True, "fused_adamw": True},)
     loss_rtol = 1e-5
-
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.update: CapturedUpdate | None = None
-        self.failure: str | None = None
+    absent_from_sampling = "sampling captures no graph: no GPU has proved one yet"
+    saves_launches = True
+    update: CapturedUpdate | None = None
+    failure: str | None = None
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
@@ -51,6 +52,12 @@ class CudaGraph(Technique):
                 "several."
             )
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        return {}, {self.key: True}
+
+    def without_device(self) -> None:
+        self.value = self.off
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         return {"capturable": True} if self.enabled else {}
@@ -103,9 +110,6 @@ class CapturedUpdate:
     state of a capture.
     """
 
-    failed = False
-    """`capture` sets it when it fails, for all that this process does later."""
-
     def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
         self.inner = update
         self.stream = torch.cuda.Stream(device)
@@ -154,7 +158,6 @@ class CapturedUpdate:
                     failure = error  # leaving the context raises another, which says less
                     raise
         except Exception as error:
-            CapturedUpdate.failed = True
             # PyTorch's context raises before it leaves the stream of the capture
             torch.cuda.set_stream(current)
             cause = first_line(failure or error)

@@ -5,7 +5,9 @@ models with dense convolutions and to the autoencoder of `precompute_latents.py`
 measured yet.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Set
 
 import torch
 
@@ -14,10 +16,6 @@ from accel.ledger import UNSEEN, UNUSED
 from accel.profiler import observe_kernels
 from accel.technique import Observation, Technique
 
-SAME_BYTES = (
-    "off here: it chooses algorithms by their time, and work that goes on after a stop must end "
-    "with the same bytes"
-)
 CONVOLUTION = "aten::cudnn_convolution"
 
 
@@ -25,12 +23,13 @@ class CudnnBenchmark(Technique):
     key = "cudnn_benchmark"
     summary = "tries cuDNN's algorithms once per shape"
     loss_rtol = 1e-5
+    in_sampling = True
+    in_precompute = True
+    changes_kernels = "time"
+    plan_note = "it tries convolutions once, in warm-up"
     nondeterministic = True
-
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.chosen: set[str] = set()
-        """Names of kernels that a step runs with the autotuner only."""
+    chosen: Set[str] = frozenset()
+    """Names of kernels that a step runs with the autotuner only."""
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda" or not torch.backends.cudnn.is_available():
@@ -39,6 +38,9 @@ class CudnnBenchmark(Technique):
                 f"{self.device.type}."
             )
         return None
+
+    def without_device(self) -> None:
+        self.value = self.off
 
     def on_process(self) -> None:
         torch.backends.cudnn.benchmark = self.enabled

@@ -4,7 +4,7 @@ other time.
 Their tensors have other sizes than training's, so the two leave fragments for each other. What it
 costs: training asks the driver for its memory again after each evaluation, some milliseconds. Doing
 it every step is a mistake:
-`python -m scripts.bench antipatterns` shows what that costs.
+guides call that a slowdown (docs/techniques.md).
 """
 
 from collections.abc import Iterator
@@ -26,6 +26,7 @@ def emptied_cache() -> Iterator[None]:
 class EmptyCacheAtEval(Technique):
     key = "empty_cache_at_eval"
     summary = "gives unused memory back around evaluation only"
+    plan_note = "it acts between training and evaluation, not in a step"
     loss_rtol = 0.0
 
     def unavailable(self) -> str | None:

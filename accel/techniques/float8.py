@@ -82,11 +82,8 @@ class Float8Layers:
         exchanged."""
         self.count = sum(isinstance(m, nn.Linear) for block in blocks for m in block.modules())
         if any(chosen):
-            self.exchange(
-                blocks_of(model),
-                {id(m) for layers in chosen for m in layers},
-                getattr(model, "tokens", 1),
-            )
+            ids = {id(m) for layers in chosen for m in layers}
+            self.exchange(blocks_of(model), ids, getattr(model, "tokens", 1))
 
     def exchange(self, blocks: nn.ModuleList, chosen: set[int], tokens: int) -> None:
         with quiet():
@@ -118,15 +115,13 @@ class Float8Layers:
             good += min([layers, *(call.ops[EIGHT_BIT] for call in calls)]) if calls else 0
             wanted += sum(layers * self.passes(call) for call in calls)
             repeated += sum(call.trains and call.recomputes for call in calls) * bool(layers)
-        uncompiled = " (in an uncompiled step)" * evidence.blocks_uncompiled
         compiled = any(op.startswith(REGION) for op in evidence.ops)
         complete = ran == wanted or (compiled and ran == wanted - repeated)
         note = f"{ran} of {evidence.products.total()} products in fp8 ({self.recipe})"
-        note += (
-            f"{f', {wanted} meant to be' * (not complete)}; {good} of {sum(self.large)} large "
-            "layers ran "
-        )
-        return complete and good == sum(self.large), f"{note}forward in fp8{uncompiled}"
+        note += "" if complete else f", {wanted} meant to be"
+        note += f"; {good} of {sum(self.large)} large layers ran forward in fp8"
+        note += " (in an uncompiled step)" * evidence.blocks_uncompiled
+        return complete and good == sum(self.large), note
 
     def passes(self, call: BlockEvidence) -> int:
         """8-bit products of each layer that a call of its block brings with it."""
@@ -134,7 +129,5 @@ class Float8Layers:
 
     def too_small(self) -> str:
         """Why there is none."""
-        return (
-            f"0 of {self.count} layers are large enough for fp8: {LEAST:,} inputs, more than "
-            f"{LEAST:,} outputs, both multiples of {MULTIPLE}"
-        )
+        sizes = f"{LEAST:,} inputs, more than {LEAST:,} outputs, both multiples of {MULTIPLE}"
+        return f"0 of {self.count} layers are large enough for fp8: {sizes}"

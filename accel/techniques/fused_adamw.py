@@ -10,8 +10,6 @@ measured yet.
 
 from typing import Any
 
-import torch
-
 from accel.evidence import Evidence
 from accel.technique import Observation, Technique
 
@@ -44,7 +42,3 @@ class FusedAdamW(Technique):
                 not (foreach or loop), f"{note}, and {other}" if foreach or loop else note
             )
         return Observation(False, f"{other}, no _fused_adamw_")
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.defaults.get("fused"))

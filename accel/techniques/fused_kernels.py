@@ -10,25 +10,31 @@ What it costs: a trial of a minute or so for each new model, batch, GPU or versi
 time, which the trial measures, and memory, for a kernel keeps less for the backward pass.
 """
 
+from __future__ import annotations
+
 import importlib.util
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence
-from accel.ledger import UNSEEN, UNUSED
+from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.proof import Proof
-from accel.technique import Model, Observation, Technique, blocks_of, switches
+from accel.technique import Model, Observation, Saving, Technique, blocks_of, switches
 
 
 class FusedKernel(Technique):
     op: str
     """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
     loss_rtol = 1e-2
+    in_sampling = True
+    plan_note = "it is planned as on; the trial on the GPU decides"
+    tried_with = "kernels"
+    switches: Sequence[torch.nn.Module] = ()
+    proof: Proof | None = None
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.switches: list[torch.nn.Module] = []
-        self.proof: Proof | None = None
+    def __init_subclass__(cls) -> None:
+        cls.savings = (Saving({cls.key: AUTO}, "nothing: kernels", 0),)
 
     def asks_for_proof(self, model: torch.nn.Module) -> bool:
         """Whether the key is wanted and the model has something that it exchanges."""
@@ -47,6 +53,12 @@ class FusedKernel(Technique):
         if torch.cuda.get_device_capability(self.device) < (8, 0):
             return "The Triton kernels need compute capability 8.0 or newer."
         return None
+
+    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+        return ({self.key: True}, {self.key: False}) if self.value == AUTO else ()
+
+    def without_device(self) -> None:
+        self.settle(Proof(True, "assumed"))
 
     def on_model(self, model: Model) -> Model:
         self.switches = self.switches_of(model)

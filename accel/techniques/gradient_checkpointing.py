@@ -12,10 +12,12 @@ Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthi
 https://arxiv.org/abs/2205.05198
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ from torch.utils.checkpoint import (
 
 from accel.evidence import BlockEvidence, Evidence, probed
 from accel.saved_tensors import SAVED
-from accel.technique import Model, Observation, Technique, blocks_of
+from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
@@ -43,19 +45,32 @@ DOES = {
 class CheckpointBlocks(Technique):
     key = "gradient_checkpointing"
     summary = "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`"
-    options = ("checkpoint_policy",)
+    options: ClassVar = {"checkpoint_policy": "blocks"}
     examples = tuple(
         {"gradient_checkpointing": True, "checkpoint_policy": policy}
         for policy in ("blocks", "every_2", "selective")
     )
     loss_rtol = 0.0
+    saves_memory = "runtime.gradient_checkpointing=true"
+    changes_kernels = "time"
+    savings = (
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "selective"},
+            "recomputes what is cheap",
+            30,
+        ),
+        Saving(
+            {"gradient_checkpointing": True, "checkpoint_policy": "blocks"},
+            "one more forward pass",
+            40,
+        ),
+    )
+    blocks: nn.ModuleList | None = None
 
-    def __init__(
-        self, value: bool | str, device: torch.device, checkpoint_policy: bool | str = "blocks"
-    ) -> None:
-        super().__init__(value, device, checkpoint_policy=checkpoint_policy)
-        self.policy = checkpoint_policy
-        self.blocks: nn.ModuleList | None = None
+    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
+        super().__init__(value, device, **options)
+        self.policy = self.option["checkpoint_policy"]
+        self.period = 2 if value and self.policy == "every_2" else 1
         self.uncompiled: list[list[BlockEvidence]] = []
         """The calls of each compiled block in an uncompiled step: a compiled one has no cache to
         look into."""
@@ -80,27 +95,15 @@ class CheckpointBlocks(Technique):
                 SAVED.caches[-1].append(first.storage)
             return first, again
 
-        def forward_recomputed(*inputs):
-            keep = keeps_generator()
-            return checkpoint(
-                forward, *inputs, use_reentrant=False, preserve_rng_state=keep, context_fn=contexts
-            )
-
-        return forward_recomputed
+        return recomputed(forward, context_fn=contexts)
 
     def decide(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return (
-            CheckpointPolicy.MUST_SAVE if is_kept(op.name()) else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        kept = is_kept(op.name())
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
-        if (
-            self.enabled
-            and self.policy == "selective"
-            and evidence.compiled_calls
-            and not evidence.blocks_uncompiled
-        ):
-            assert self.blocks is not None
+        hidden = evidence.compiled_calls and not evidence.blocks_uncompiled
+        if self.blocks and self.policy == "selective" and hidden:
             with torch.compiler.set_stance("force_eager"), probed(self.blocks, self.uncompiled):
                 run()
 
@@ -123,16 +126,11 @@ class CheckpointBlocks(Technique):
                 for ok, *pair in zip(found, evidence.blocks, looked_into, strict=True)
             ]
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
-        note = (
-            f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to "
-            f"{kept[-1]:.2f} MiB for backward "
-        )
-        note += f"and took in {calls[-1].input_bytes / 2**20:.2f}"
+        note = f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to "
+        note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
-            names = sorted(
-                {name for calls in looked_into for call in calls for name in call.cached}
-            )
-            note += f"; caches hold results of {', '.join(names) or 'nothing'}"
+            names = {name for calls in looked_into for call in calls for name in call.cached}
+            note += f"; caches hold results of {', '.join(sorted(names)) or 'nothing'}"
             note += " (in an uncompiled step)" * bool(self.uncompiled)
         return Observation(all(found), note)
 
@@ -153,19 +151,19 @@ def kept_alike(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> b
     A compiler leaves out the last result, which is the block's own (7 % of the bytes in our
     models).
     """
-    pairs = [
-        (call.saved_bytes, other.saved_bytes) for call, other in zip(calls, uncompiled, strict=True)
-    ]
-    return all(0.75 * other <= kept <= 1.25 * other for kept, other in pairs)
+    pairs = zip(calls, uncompiled, strict=True)
+    ratios = [call.saved_bytes / max(1, other.saved_bytes) for call, other in pairs]
+    return all(0.75 <= ratio <= 1.25 for ratio in ratios)
 
 
-def recomputed(forward: Callable) -> Callable:
+def recomputed(forward: Callable, **how: Any) -> Callable:
+    """A block's forward pass that keeps its inputs and runs again in the backward pass."""
+
     # Our own closure, not functools.partial: a partial in place of `forward` breaks
     # compile(fullgraph=True).
     def forward_recomputed(*inputs):
-        return checkpoint(
-            forward, *inputs, use_reentrant=False, preserve_rng_state=keeps_generator()
-        )
+        keep = keeps_generator()
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, **how)
 
     return forward_recomputed
 

@@ -14,6 +14,7 @@ https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_te
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from accel import saved_tensors
 from accel.evidence import Evidence
 from accel.saved_tensors import SAVED
-from accel.technique import AnyStep, Model, Observation, Technique
+from accel.technique import AnyStep, Model, Observation, Technique, Value
 
 
 class OffloadActivations(Technique):
@@ -31,12 +32,13 @@ class OffloadActivations(Technique):
     summary = "what is kept for the backward pass waits in host memory"
     loss_rtol = 0.0
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
+    parameters: Sequence[Tensor] = ()
+    own: Set[int] = frozenset()
+
+    def __init__(self, value: Value, device: torch.device) -> None:
         super().__init__(value, device)
-        self.parameters: list[Tensor] = []
-        self.own: set[int] = set()
         self.copies: dict[Any, Tensor] = {}
-        """Of one forward pass: (storage, layout, version) -> its copy. Several operations keep the
+        """(storage, layout, version) -> its copy, in one forward pass. Several operations keep the
         same tensor."""
 
     def unavailable(self) -> str | None:
@@ -77,7 +79,7 @@ class OffloadActivations(Technique):
             self.copies[key] = self.to_host(tensor)
         return tensor.device, self.copies[key]
 
-    def to_host(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor, /) -> Tensor:
         """A copy in host memory with the same strides, which a compiled backward pass relies on."""
         room = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
@@ -94,10 +96,8 @@ class OffloadActivations(Technique):
         found = evidence.where(lambda call: call.trains and not call.left)
         kept = sum(call.saved_bytes for call in calls)
         left = sum(call.left for call in calls)
-        note = (
-            f"{evidence.share(found)} keep nothing of {saved_tensors.LEAST_MOVED} bytes or more "
-            "on the device: of "
-        )
+        least = saved_tensors.LEAST_MOVED
+        note = f"{evidence.share(found)} keep nothing of {least} bytes or more on the device: of "
         note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"
         return Observation(bool(found) and all(found), note)
 

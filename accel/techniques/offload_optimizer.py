@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accel.composite_optimizer import Groups, Make, Members, innermost, nbytes_of, parts_of
 from accel.evidence import Evidence
-from accel.technique import Observation, Technique
+from accel.technique import Observation, Saving, Technique, Value
 
 SMALL = 4096
 """Elements below which a tensor stays on the device: step counts, scales, moments of vectors."""
@@ -83,8 +83,13 @@ class OffloadOptimizer(Technique):
     key = "offload_optimizer"
     summary = "the optimizer's state in host memory"
     loss_rtol = 0.0
+    savings = (
+        Saving(
+            {"offload_optimizer": True}, "the state crosses to the host and back in every step", 80
+        ),
+    )
 
-    def __init__(self, value: bool | str, device: torch.device) -> None:
+    def __init__(self, value: Value, device: torch.device) -> None:
         super().__init__(value, device)
         self.states: list[HostState] = []
 
@@ -106,9 +111,11 @@ class OffloadOptimizer(Technique):
 
         return make_on_host
 
-    def on_host(self) -> int:
-        """Bytes that lie in host memory."""
-        return sum(nbytes_of(held) for state in self.states for held in state.host.values())
+    def part_bytes(self, part: int) -> float | None:
+        return 0.0 if self.enabled else None
+
+    def in_host_memory(self) -> list[Tensor]:
+        return [held for state in self.states for held in state.host.values()]
 
     # What would still say "on" if this did nothing? The update's own count of moved bytes would, so
     # the row asks each tensor of the state where it lies.

@@ -2,42 +2,47 @@
 the loss in fp32.
 
 `bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is
-scaled (accel/loss_scaler.py). What is stored stays fp32; `runtime.weights` can change
-that. `fp8` is `bf16`, and products of large layers in 8 bits (accel/techniques/float8.py), by
-`fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a row, and "rowwise_with_gw_hp"
-computes the weights' gradients in bf16.
+scaled (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). What is stored stays fp32;
+`runtime.weights` can change that. `fp8` is `bf16`, and products of large layers in 8 bits
+(accel/techniques/float8.py), by `fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a
+row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 
 What it costs: rounding in products. On a CPU without native instructions it is several times slower
 than fp32, so there it counts as unavailable. Speed on a GPU: not measured yet.
 """
 
+from __future__ import annotations
+
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from accel.evidence import BlockEvidence, Evidence
-from accel.loss_scaler import LossScaler
-from accel.profiler import EIGHT_BIT, WEIGHT_PRODUCTS
+from accel.profiler import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS
 from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR
-from accel.weight_products import WideWeightProducts
 
+GROWTH = 2.0
+BACKOFF = 0.5
+INTERVAL = 2000
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Autocast's."""
-NAMES = {"BFloat16": "bf16", "Half": "fp16", "float": "fp32", "double": "fp64"}
-NAMES |= {
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.float32": "fp32",
-    "torch.float64": "fp64",
+NAMES = {
+    "bf16": ("BFloat16", "torch.bfloat16"),
+    "fp16": ("Half", "torch.float16"),
+    "fp32": ("float", "torch.float32"),
+    "fp64": ("double", "torch.float64"),
+    "fp8": ("Float8_e4m3fn", "Float8_e5m2"),
 }
-NAMES |= {"Float8_e4m3fn": "fp8", "Float8_e5m2": "fp8"}
 TEMPLATES = "triton_tem_fused"
 """How kernels for a GPU begin that Inductor makes for products in the place of a library's."""
 
@@ -48,26 +53,29 @@ class Precision(Technique):
         "`bf16`, `fp16`: products in 16 bits, all else fp32; `fp8`: of large layers in 8 bits, "
         "by `fp8_recipe`"
     )
-    options = ("fp8_recipe",)
+    options: ClassVar = {"fp8_recipe": "tensorwise"}
     examples = (
         *({"precision": name} for name in ("bf16", "fp16")),
         *({"precision": "fp8", "fp8_recipe": recipe} for recipe in float8.BACKWARD),
     )
     off = "fp32"
     loss_rtol = 2e-2
+    in_sampling = True
+    in_precompute = True
+    saves_memory = "runtime.precision=bf16"
+    slows = False
+    changes_kernels = "parity"
+    scaler: LossScaler | None = None
+    layers: float8.Float8Layers | None = None
+    model: nn.Module | None = None
+    looking = False
+    """`compare` sets it, so that `look_at` runs beside the next forward pass."""
+    wide_weights: Set[str] = frozenset()
+    """Matrices that were multiplied in fp32 in that pass."""
 
-    def __init__(
-        self, value: bool | str, device: torch.device, fp8_recipe: bool | str = "tensorwise"
-    ) -> None:
-        super().__init__(value, device, fp8_recipe=fp8_recipe)
-        self.recipe = str(fp8_recipe)
-        self.scaler: LossScaler | None = None
-        self.layers: float8.Float8Layers | None = None
-        self.model: nn.Module | None = None
-        self.looking = False
-        """`compare` sets it, so that `look_at` runs beside the next forward pass."""
-        self.wide_weights: set[str] = set()
-        """Matrices that were multiplied in fp32 in that pass."""
+    @property
+    def recipe(self) -> str:
+        return str(self.option["fp8_recipe"])
 
     def unavailable(self) -> str | None:
         if self.value == "fp8":
@@ -92,6 +100,9 @@ class Precision(Technique):
                 "slower than fp32."
             )
         return None
+
+    def arithmetic(self) -> dict[str, Any]:
+        return self.settings if self.value == "fp8" else {self.key: self.value}
 
     def autocast(self) -> torch.amp.autocast:
         """The context in which the forward pass runs."""
@@ -169,9 +180,8 @@ class Precision(Technique):
         dtypes = evidence.dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
         branches = Counter(name_of(str(call.branch_dtype)) for call in calls)
-        unseen = any(op.startswith(INDUCTOR) for op in evidence.ops) and not all(
-            shows_products(call) for call in calls
-        )
+        by_inductor = any(op.startswith(INDUCTOR) for op in evidence.ops)
+        unseen = by_inductor and not all(shows_products(call) for call in calls)
         unseen |= any(op.startswith(TEMPLATES) for op in evidence.ops)
         if not weights and not (unseen and branches):
             return Observation(False, "no matrix product ran")
@@ -183,15 +193,13 @@ class Precision(Technique):
             note += f", {meant} meant to be fp32 (of activations)"
         if self.wide_weights:
             names = sorted(self.wide_weights)
-            note += (
-                "; in fp32 are products of weights: "
-                f"{', '.join(names[:3])}{', …' * (len(names) > 3)}"
-            )
+            shown = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+            note += f"; in fp32 are products of weights: {shown}"
         if unseen:
             found = evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
+            share = evidence.share(found)
             note += (
-                f"; others in Inductor's own kernels, which do not tell; {evidence.share(found)} "
-                f"returned {name}"
+                f"; others in Inductor's own kernels, which do not tell; {share} returned {name}"
             )
         if self.scaler:
             note += "; the loss is scaled on the device"
@@ -208,4 +216,72 @@ def shows_products(call: BlockEvidence) -> bool:
 def name_of(dtype: str) -> str:
     """`precision`'s name for a dtype of the profiler's or of PyTorch's; the dtype where it has
     none."""
-    return NAMES.get(dtype, dtype)
+    return next((name for name, dtypes in NAMES.items() if dtype in dtypes), dtype)
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16, decided on the device: the host never waits to learn whether a
+    step overflowed.
+
+    `scale` multiplies the loss and divides the gradients. It halves after a step that overflowed
+    and doubles after 2,000 steps in a row that did not; constants as in torch.amp.GradScaler, which
+    is not used itself because it overwrites the `found_inf` that also skips steps whose gradients
+    are not finite for other reasons.
+    """
+
+    def __init__(self, device: torch.device, initial: float = 65536.0) -> None:
+        self.scale = torch.full((), initial, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """`found_inf` is 1.0 after a step whose scaled gradients were not finite."""
+        torch._amp_update_scale_(self.scale, self.good_steps, found_inf, GROWTH, BACKOFF, INTERVAL)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.scale.copy_(state["scale"])
+        self.good_steps.copy_(state["good_steps"])
+
+
+class WideWeightProducts(TorchDispatchMode):
+    """Inside, notes in `found` the names of matrices of `model` that are multiplied in fp32,
+    whatever operation computes the product: einsum makes a bmm of a weight, and attention one of
+    two activations.
+
+    What an operation makes of weights alone, such as a cast or another shape, is those weights. The
+    parameters of a sharded model are gathered into other storages, and are not recognised.
+    """
+
+    supports_higher_order_operators = True  # FlexAttention is one
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        # A weak reference, so that no other tensor gets the address of a storage that is gone.
+        self.names = {reference_to(p): name for name, p in model.named_parameters() if p.ndim >= 2}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = plain_tensors((args, kwargs))
+        named = [self.names.get(reference_to(tensor)) for tensor in given]
+        if str(func).startswith(AS_PRODUCTS):
+            wide = all(tensor.dtype is torch.float32 for tensor in plain_tensors(made))
+            self.found |= {name for name in named if name and wide}
+        elif named and None not in named:
+            self.names |= {reference_to(tensor): str(named[0]) for tensor in plain_tensors(made)}
+        return made
+
+
+AS_PRODUCTS = tuple(f"{name.replace('::', '.')}." for name in PRODUCTS)
+"""How PyTorch calls products where they are dispatched: aten.mm.default."""
+
+
+def reference_to(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def plain_tensors(tree: Any) -> list[Tensor]:
+    """The tensors in a tree that are no subclass: others may have no storage."""
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]

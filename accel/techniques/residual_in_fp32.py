@@ -16,6 +16,8 @@ class ResidualInFp32(Technique):
     summary = "the residual stream stays fp32 between 16-bit blocks"
     # only the 16-bit stream without it moves the loss; with fp32 compute both are equal
     loss_rtol = 1e-2
+    in_sampling = True
+    changes_kernels = "parity"
 
     def on_model(self, model: Model) -> Model:
         for block in blocks_of(model):

@@ -5,6 +5,8 @@ It changes nothing for products that already run in 16 bits. Speed: not measured
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -17,6 +19,9 @@ class Tf32(Technique):
     key = "tf32"
     summary = "fp32 products and convolutions on tensor cores"
     loss_rtol = 1e-3
+    in_sampling = True
+    in_precompute = True
+    changes_kernels = "parity"
 
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
@@ -31,6 +36,9 @@ class Tf32(Technique):
                 f"{capability[0]}.{capability[1]}."
             )
         return None
+
+    def arithmetic(self) -> dict[str, Any]:
+        return self.settings
 
     def on_process(self) -> None:
         # These two, never the newer `fp32_precision` setters: up to torch 2.14 mixing both makes

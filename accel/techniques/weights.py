@@ -18,17 +18,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from accel.composite_optimizer import COMPENSATION, PART, Groups, Make, Members, parts_of
+from accel.composite_optimizer import (
+    COMPENSATION,
+    PART,
+    Groups,
+    Make,
+    Members,
+    parameters_of,
+    parts_of,
+)
 from accel.evidence import Evidence
 from accel.kernels.counter_noise import Purpose, draw
-from accel.technique import AnyStep, Model, Observation, Technique
+from accel.technique import AnyStep, Model, Observation, Saving, Technique
+
+DRAW = 19.0
+"""Bytes an element that drawing the bits of stochastic rounding takes; as counted."""
+FEW = 2**18
+"""Elements drawn at a time where bytes are counted on few blocks: what random bits take does not
+grow with the model, so `part_bytes` reckons it."""
 
 
 class NarrowLinear(nn.Linear):
@@ -48,7 +63,7 @@ class RoundedUpdate(Members):
     one step.
     """
 
-    def __init__(self, groups: Groups, make: Make, rounding: str) -> None:
+    def __init__(self, groups: Groups, make: Make, rounding: str, at_once: int = PART) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
         # Not the parameters' own data exchanged for the while: that would lose the hooks by which
         # ddp sees gradients.
@@ -58,8 +73,10 @@ class RoundedUpdate(Members):
             for part in parts_of(groups)
         ]
         super().__init__(groups, [make(part) for part in parts], stand_ins)
-        self.narrow = {stand_in: p for p, stand_in in stand_ins.items()}
+        self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
         self.rounding = rounding
+        self.at_once = at_once
+        """Elements whose random bits are drawn at a time."""
         self.seed = 0
         device = self.numbered[0].device
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -86,22 +103,21 @@ class RoundedUpdate(Members):
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them
         is rounded."""
-        stand_ins = [
-            p for group in member.param_groups for p in group["params"] if p in self.narrow
-        ]
+        stand_ins = [p for p in parameters_of(member) if p in self.narrow]
         stand_ins = [stand_in for stand_in in stand_ins if self.narrow[stand_in].grad is not None]
         narrow = [self.narrow[stand_in] for stand_in in stand_ins]
         for stand_in, parameter in zip(stand_ins, narrow, strict=True):
             stand_in.data = self.widened(parameter)
             stand_in.grad = parameter.grad.float()
-        if self.counts is not None and self.rounding == "kahan":
-            for stand_in, parameter in zip(stand_ins, narrow, strict=True):
+            if self.counts is not None and self.rounding == "kahan":
                 self.count("rests", self.state[parameter][COMPENSATION] != 0.0)
-                self.count("used", stand_in.data != parameter.detach().float())
+                self.count("used", stand_in.data != parameter)
         yield
+
         updated = [stand_in.data for stand_in in stand_ins]
         for stand_in in stand_ins:
-            stand_in.grad, stand_in.data = None, stand_in.data.new_empty([0] * stand_in.ndim)
+            stand_in.grad = None
+            stand_in.data = stand_in.data.new_empty([0] * stand_in.ndim)
         if self.rounding == "kahan":
             self.compensated(narrow, updated)
         else:
@@ -142,25 +158,24 @@ class RoundedUpdate(Members):
 
     def randomly(self, stored: list[Tensor], updated: list[Tensor]) -> None:
         """Rounds as many tensors at a time as one draw serves."""
-        pairs = [
-            pair
-            for narrow, wide in zip(stored, updated, strict=True)
-            for pair in zip(narrow.view(-1).split(PART), wide.view(-1).split(PART), strict=True)
-        ]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for tensors in zip(stored, updated, strict=True):
+            pairs += zip(*(t.view(-1).split(self.at_once) for t in tensors), strict=True)
         while pairs:
-            size = taken = 0
-            while taken < len(pairs) and (not taken or size + pairs[taken][0].numel() <= PART):
-                size += pairs[taken][0].numel()
-                taken += 1
+            taken = [pairs.pop(0)]
+            size = len(taken[0][0])
+            while pairs and size + len(pairs[0][0]) <= self.at_once:
+                taken.append(pairs.pop(0))
+                size += len(taken[-1][0])
+
+            # A draw of 32 bits serves two elements.
             self.draws += 1
             key = self.seed ^ (self.draws << 32)
             words = draw("bits", key, Purpose.ROUNDING, self.position, -(-size // 2)).view(-1)
             halves = torch.stack((words & 0xFFFF, words >> 16), dim=1).view(-1)[:size].int()
-            for (narrow, wide), bits in zip(
-                pairs[:taken], halves.split([n.numel() for n, _ in pairs[:taken]]), strict=True
-            ):
+            parts = halves.split([len(narrow) for narrow, _ in taken])
+            for (narrow, wide), bits in zip(taken, parts, strict=True):
                 narrow.copy_(stochastically_rounded(wide, bits))
-            pairs = pairs[taken:]
 
 
 def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
@@ -176,24 +191,33 @@ def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
 class Weights(Technique):
     key = "weights"
     summary = "`bf16`: weights of linear layers in 2 bytes; `rounding`: `stochastic`, `kahan`"
-    options = ("rounding",)
+    options: ClassVar = {"rounding": "stochastic"}
     examples = (
         {"weights": "bf16", "rounding": "stochastic"},
         {"weights": "bf16", "rounding": "kahan"},
     )
     off = "fp32"
     loss_rtol = 2e-2
+    savings = (Saving({"weights": "bf16"}, "weights rounded at random", 70),)
+    linears: Sequence[nn.Linear] = ()
+    parameters: Sequence[Tensor] = ()
+    at_once = PART
+    update: RoundedUpdate | None = None
+    seen: Mapping[str, int] = MappingProxyType({})
+    """What the update counted in the observed step."""
 
-    def __init__(
-        self, value: bool | str, device: torch.device, rounding: bool | str = "stochastic"
-    ) -> None:
-        super().__init__(value, device, rounding=rounding)
-        self.rounding = str(rounding)
-        self.linears: list[nn.Linear] = []
-        self.parameters: list[Tensor] = []
-        self.update: RoundedUpdate | None = None
-        self.seen: Counter[str] = Counter()
-        """What the update counted in the observed step."""
+    @property
+    def rounding(self) -> str:
+        return str(self.option["rounding"])
+
+    def without_device(self) -> None:
+        self.at_once = FEW
+
+    def part_bytes(self, part: int) -> float | None:
+        if not self.enabled:
+            return None
+        drawn = self.rounding == "stochastic"
+        return 4.0 * part + DRAW * min(part, PART) if drawn else 0.0
 
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -210,7 +234,7 @@ class Weights(Technique):
             return make
 
         def make_rounded(groups: Groups) -> torch.optim.Optimizer:
-            self.update = RoundedUpdate(groups, make, self.rounding)
+            self.update = RoundedUpdate(groups, make, self.rounding, self.at_once)
             return self.update
 
         return make_rounded
@@ -224,9 +248,8 @@ class Weights(Technique):
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         if self.update is not None and self.update.counts is not None:
-            self.seen = Counter(
-                {what: round(float(count)) for what, count in self.update.counts.items()}
-            )
+            counts = {what: round(float(n)) for what, n in self.update.counts.items()}
+            self.seen = Counter(counts)
             self.update.counts = None
 
     # What would still say "on" if this did nothing? The dtype of the weights would, and so would
@@ -239,30 +262,24 @@ class Weights(Technique):
         narrow = [m.weight for m in self.linears if m.weight.dtype is torch.bfloat16]
         total = sum(p.numel() for p in self.parameters)
         held = sum(p.nbytes for p in self.parameters)
+        stored = sum(w.numel() for w in narrow)
         note = (
-            f"{len(narrow)} of {len(self.linears)} linear layers store bf16, "
-            f"{sum(w.numel() for w in narrow)} of "
+            f"{len(narrow)} of {len(self.linears)} linear layers store bf16, {stored} of {total} "
         )
-        note += f"{total} parameters; {held / max(1, total):.2f} bytes a parameter"
+        note += f"parameters; {held / max(1, total):.2f} bytes a parameter"
         if self.update is None:
             return Observation("mixed" if narrow else "fp32", note)
         seen = self.seen
         meant = sum(w.numel() for w in narrow if w.requires_grad)
         if self.rounding == "stochastic":
-            right = abs(seen["unlike nearest"] - seen["expected"]) <= 10 + 6 * math.sqrt(
-                seen["expected"]
-            )
-            found = (
-                f"at random: {seen['unlike nearest']} not to the nearest value, "
-                f"{seen['expected']} expected"
-            )
+            other = seen["unlike nearest"]
+            expected = seen["expected"]
+            right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
+            found = f"at random: {other} not to the nearest value, {expected} expected"
         else:
+            kept = f"{seen['kept']} of {seen['inexact']} rests kept"
+            found = f"with compensation: {kept}, {seen['used']} of {seen['rests']} from before used"
             right = seen["kept"] >= 0.99 * seen["inexact"] and seen["used"] >= 0.99 * seen["rests"]
-            found = (
-                f"with compensation: {seen['kept']} of {seen['inexact']} rests kept, "
-                f"{seen['used']} of "
-            )
-            found += f"{seen['rests']} from before used"
         note += f"; the update rounded {seen['rounded']} of them {found}"
         complete = len(narrow) == len(self.linears) and seen["rounded"] == meant and right
         return Observation("bf16" if complete else "mixed" if narrow else "fp32", note)

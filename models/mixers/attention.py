@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
-from models.initialisation import init_linear
-from models.mixers.checks import heads_of
+from models.layers import heads_of, init_linear
 
 
 def axial_rotations(

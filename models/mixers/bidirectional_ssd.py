@@ -20,7 +20,7 @@ from accel.kernels.fused_ssd import fused_bidirectional_ssd, slices_of
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.ssd_mixed import fused_mixed_ssd, parts_of
 from common.errors import UserError
-from models.mixers.checks import heads_of
+from models.layers import heads_of
 
 
 class BidirectionalSSD(nn.Module):

@@ -1,20 +1,15 @@
-"""Each fused operator beside its definition, run as it is and compiled, and beside what other
-packages offer.
+"""Each fused operator beside its definition, as it is and compiled, and what other packages offer.
 
-    python -m scripts.bench kernels
-    python -m scripts.bench kernels setting=b256 steps=50
-
-Time of the forward pass and of both passes, in turn with the definition as it is; bytes that must
-be moved over the time, as a share of the measured copy rate; FLOPs over the time, as a share of the
-measured matrix product rate. Several input sets are used in turn, so that no run finds its inputs
-in the cache. On a GPU, mamba-ssm, Liger and fla take part where they are installed (peers.py). A
-CPU runs the definitions, as they are and compiled.
+The forward pass and both passes are timed in turn with the definition. Bytes over the time are a
+share of the measured copy rate, FLOPs of the measured product rate. Input sets are used in turn,
+so that no run finds its inputs in the cache. A CPU runs the definitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -27,146 +22,139 @@ from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
-from common.text import first_line
 from models.mixers.attention import axial_rotations
-from scripts.bench import peers
-from scripts.bench.report import Bar, entries_table, with_difference
-from scripts.bench.rows import LEFT_OUT, Benchmark, Row
-from scripts.bench.settings import BenchConfig
-from scripts.bench.workload import Kept
+from scripts.bench import BenchConfig, Case, Figures
 from scripts.timing import Spread, interleaved, rates
+from training.environment import pick_device
 
 SHAPES = {
     "tiny": (2, 64, 64, 32, 16),
     "s32": (32, 256, 384, 64, 64),
     "s256": (256, 256, 384, 64, 64),
+    "b256": (256, 256, 768, 64, 64),
 }
-SHAPES["b256"] = (256, 256, 768, 64, 64)
-"""Setting -> samples, tokens, width, head dim, state size."""
-ON_A_CPU = "a CPU runs the definition"
+"""Setting -> B samples, L tokens, width D, head dim P, state size N."""
+SCAN = "B L K P, B L 2 K, dt_bias, A_log, B L 2 N, B L 2 N, fp32 K"
+INPUTS = {
+    "add_norm": "B L D, B D, fp32 B L D, B D, B D",
+    "bidirectional_ssd": SCAN,
+    "bidirectional_ssd, gated": f"{SCAN}, B L K P, fp32 K P",
+    "local_mix": "B L mixed, fp32 mixed 1 3 3, fp32 mixed",
+    "ssd_mixed": "B L projected, fp32 mixed 1 3 3, fp32 mixed, dt_bias, A_log, fp32 K, fp32 K P",
+    "swiglu": "B L hidden",
+    "qk_rope": "B L 3 H P, fp32 P, fp32 P",
+}
+"""Operator -> sizes of its inputs, which are bf16 where nothing else is said."""
 INPUT_SETS = 4
-BOTH = ", both passes"
+measured_rates = cache(rates)
+"""Measures the rates of a device once a process."""
+Function = Callable[..., Any]
+
+
+def sizes_of(setting: str) -> dict[str, int]:
+    """Returns the sizes that INPUTS names: K heads of the scan, H heads of attention."""
+    B, L, D, P, N = SHAPES[setting]
+    K = 2 * D // P
+    mixed = 2 * D + 4 * N
+    sizes = {"B": B, "L": L, "D": D, "P": P, "N": N, "K": K, "H": D // P}
+    return sizes | {"mixed": mixed, "projected": 2 * D + mixed + 2 * K, "hidden": 4 * D}
+
+
+def drawn(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
+    """Draws the inputs of an operator; each needs a gradient."""
+    found = []
+    for text in INPUTS[operator].split(", "):
+        kind, _, rest = text.partition(" ")
+        names = ["2", "K"] if not rest else (rest if kind == "fp32" else text).split()
+        x = torch.randn([sizes.get(name) or int(name) for name in names], device=device)
+        if kind == "dt_bias":
+            x = x - 4.0
+        elif kind == "A_log":
+            x = (16.0 * torch.rand_like(x)).log()
+        elif kind != "fp32":
+            x = x.bfloat16()
+        found.append(x.requires_grad_())
+    return found
 
 
 class Op(NamedTuple):
-    """One operator: how to make inputs, both ways to compute it, and what the algorithm needs."""
+    """Both ways to compute an operator, and the FLOPs of its forward pass."""
 
-    name: str
-    inputs: Callable[[], list[Tensor]]
-    definition: Callable[..., Any]
-    fused: Callable[..., Any]
-    bytes_forward: int
-    bytes_backward: int
-    flops: int
-    """Of the forward pass; the backward pass has twice as many."""
+    definition: Function
+    fused: Function
+    flops: int = 0
 
 
 def swiglu(joined: Tensor) -> Tensor:
     return silu_product(*joined.chunk(2, dim=-1))
 
 
-def operators(setting: str, device: torch.device) -> list[Op]:
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+def operators(setting: str, device: torch.device) -> dict[str, Op]:
+    """Returns the operators by name, on a square grid of tokens."""
+    B, L, _, P, N = SHAPES[setting]
+    sizes = sizes_of(setting)
+    grid = (int(L**0.5), int(L**0.5))
+    rotations = axial_rotations(grid, P).to(device)
 
-    side = int(SHAPES[setting][1] ** 0.5)
-    rotations = axial_rotations((side, side), SHAPES[setting][3]).to(device)
-    add, *others = of_a_block(*SHAPES[setting][:3], rotations, normal)
-    return [add, *of_the_scan(*SHAPES[setting], normal), *others]
-
-
-def of_a_block(
-    B: int, L: int, D: int, rotations: Tensor, normal: Callable[..., Tensor]
-) -> list[Op]:
-    """What stands around products and mixers, and in attention."""
-    P = rotations.shape[2]
-    n = B * L * D
-
-    def stream() -> list[Tensor]:
-        vectors = [normal(B, D) for _ in range(3)]
-        return [normal(B, L, D), vectors[0], normal(B, L, D, dtype=torch.float32), *vectors[1:]]
-
-    def queries() -> list[Tensor]:
-        return [normal(B, L, 3, D // P, P), *(normal(P, dtype=torch.float32) for _ in range(2))]
-
-    def placing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def placed(function: Function) -> Function:
         return lambda qkv, *weights: function(qkv, *weights, rotations)
 
-    return [
-        Op("add_norm", stream, add_norm, fused_add_norm, 12 * n, 18 * n, 0),
-        Op("swiglu", lambda: [normal(B, L, 4 * D)], swiglu, fused_swiglu, 12 * n, 20 * n, 0),
-        Op("qk_rope", queries, placing(qk_rope), placing(fused_qk_rope), 8 * n, 16 * n, 0),
-    ]
-
-
-def of_the_scan(B: int, L: int, D: int, P: int, N: int, normal: Callable[..., Tensor]) -> list[Op]:
-    """The scan, what is before it, and all of it from the projection on."""
-    inner = 2 * D
-    rows = int(L**0.5)
-    tokens = B * L
-    K = inner // P
-    mixed = inner + 4 * N
-    grid = (rows, rows)
-
-    def decays() -> tuple[Tensor, Tensor]:
-        dt_bias = (normal(2, K, dtype=torch.float32).detach() - 4.0).requires_grad_()
-        return dt_bias, (16.0 * torch.rand_like(dt_bias)).log().requires_grad_()
-
-    def scan() -> list[Tensor]:
-        groups = normal(B, L, 2, N), normal(B, L, 2, N)
-        return [
-            normal(B, L, K, P),
-            normal(B, L, 2, K),
-            *decays(),
-            *groups,
-            normal(K, dtype=torch.float32),
-        ]
-
-    def gated_scan() -> list[Tensor]:
-        return [*scan(), normal(B, L, K, P), normal(K, P, dtype=torch.float32)]
-
-    def image(channels: int) -> list[Tensor]:
-        taps = normal(mixed, 1, 3, 3, dtype=torch.float32)
-        return [normal(B, L, channels), taps, normal(mixed, dtype=torch.float32)]
-
-    def projection() -> list[Tensor]:
-        heads = [normal(*shape, dtype=torch.float32) for shape in ((K,), (K, P))]
-        return [*image(inner + mixed + 2 * K), *decays(), *heads]
-
-    def on_grid(function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_grid(function: Function) -> Function:
         return lambda x, weight, bias, *rest: function(x, weight, bias, grid, *rest)
 
-    of_scan = tokens * (2 * inner + 4 * N + 2 * K) * 2  # x, B, C and dt in, y out
-    gated = of_scan + tokens * inner * 2
-    all_of_it = tokens * (2 * inner + mixed + 2 * K) * 2  # the projection in, y out
-    scans = bidirectional_ssd, fused_bidirectional_ssd
-    flops = B * bidirectional_ssd_flops(L, K, P, N)
-    mixing = B * local_mix_flops(L, mixed)
-    mixes = on_grid(local_mix), on_grid(fused_local_mix)
-    alls = on_grid(mixed_ssd), on_grid(fused_mixed_ssd)
-    return [
-        Op("bidirectional_ssd", scan, *scans, of_scan, 2 * of_scan, flops),
-        Op("bidirectional_ssd, gated", gated_scan, *scans, gated, 2 * gated, flops),
-        Op(
-            "local_mix",
-            lambda: image(mixed),
-            *mixes,
-            4 * tokens * mixed,
-            6 * tokens * mixed,
-            mixing,
-        ),
-        Op("ssd_mixed", projection, *alls, all_of_it, 2 * all_of_it, flops + mixing),
-    ]
+    scanning = B * bidirectional_ssd_flops(L, sizes["K"], P, N)
+    mixing = B * local_mix_flops(L, sizes["mixed"])
+    scan = Op(bidirectional_ssd, fused_bidirectional_ssd, scanning)
+    return {
+        "add_norm": Op(add_norm, fused_add_norm),
+        "bidirectional_ssd": scan,
+        "bidirectional_ssd, gated": scan,
+        "local_mix": Op(on_grid(local_mix), on_grid(fused_local_mix), mixing),
+        "ssd_mixed": Op(on_grid(mixed_ssd), on_grid(fused_mixed_ssd), scanning + mixing),
+        "swiglu": Op(swiglu, fused_swiglu),
+        "qk_rope": Op(placed(qk_rope), placed(fused_qk_rope)),
+    }
+
+
+def liger_swiglu() -> Function:
+    product = import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+    return lambda joined: product.apply(*joined.chunk(2, dim=-1))
+
+
+def mamba_scan() -> Function:
+    scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+
+    def function(*inputs: Tensor) -> Tensor:
+        x, dt, dt_bias, A_log, B_in, C_out, D = inputs
+        told = {"chunk_size": 256, "D": D, "dt_bias": dt_bias[0], "dt_softplus": True}
+        A = -A_log[0].exp()
+        return scan(x, dt[:, :, 0], A, B_in[:, :, 0, None], C_out[:, :, 0, None], **told)
+
+    return function
+
+
+PEERS: dict[str, dict[str, Callable[[], Function]]] = {
+    "bidirectional_ssd": {"mamba-ssm, one direction only": mamba_scan},
+    "swiglu": {"Liger": liger_swiglu},
+}
+"""Operator -> package -> what makes a function of our inputs; ImportError if it is not there."""
+OURS: dict[str, Callable[[Op], Function]] = {
+    "eager": lambda op: op.definition,
+    "compiled": lambda op: torch.compile(op.definition),
+    "fused": lambda op: op.fused,
+}
+
+
+def tuple_of(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def runner(
-    function: Callable[..., Any], sets: list[list[Tensor]], steps: int, backward: bool
+    function: Function, sets: list[list[Tensor]], steps: int, backward: bool
 ) -> Callable[[], None]:
-    """`steps` calls, each on the next input set; with `backward` through both passes. Runs them
-    once, to warm up."""
+    """Returns `steps` calls, each on the next input set, after having run them once."""
     with torch.no_grad():
-        first = function(*sets[0])
-    weights = [torch.randn_like(t) for t in (first if isinstance(first, tuple) else (first,))]
+        weights = [torch.randn_like(t) for t in tuple_of(function(*sets[0]))]
 
     def run() -> None:
         for i in range(steps):
@@ -180,110 +168,46 @@ def runner(
     return run
 
 
-class Kernels:
-    """What the rows of a command share: inputs of one operator at a time, measured rates, other
-    packages."""
-
-    def __init__(self, cfg: BenchConfig, device: torch.device) -> None:
-        self.cfg = cfg
-        self.device = device
-        self.inputs: Kept[list[list[Tensor]]] = Kept()
-        self.rates: Kept[dict[str, float]] = Kept()
-
-    def measure(self, op: Op, function: Callable[..., Any], backward: bool) -> dict[str, Any]:
-        """One way to compute an operator, timed in turn with its definition, both on the same input
-        sets."""
-        sets = self.inputs.get(op.name, lambda: [op.inputs() for _ in range(INPUT_SETS)])
-        runs = {"own": runner(function, sets, self.cfg.steps, backward)}
-        lacking = None
-        if function is not op.definition:
-            try:
-                runs["eager"] = runner(op.definition, sets, self.cfg.steps, backward)
-            except torch.OutOfMemoryError as error:
-                lacking = (
-                    f"without a ratio, since the definition is out of memory: {first_line(error)}"
-                )
-        taken = interleaved(runs, self.cfg.repeats, self.device)
-        spread = Spread.of([1e6 * s / self.cfg.steps for s in taken["own"]])
-        ratio = None if lacking else Spread.of_ratio(taken.get("eager", taken["own"]), taken["own"])
-        moved = op.bytes_forward + (op.bytes_backward if backward else 0)
-        gb_s = moved / spread.median / 1e3
-        tflops = op.flops * (3 if backward else 1) / spread.median / 1e6
-        rate = self.rates.get("rates", lambda: rates(self.device))
-        product = rate.get("bf16_product_tflops", rate["fp32_product_tflops"])
-        return {
-            **spread.as_json("us"),
-            **(ratio.as_json("speed") if ratio else {"speed": None}),
-            "gb_s": gb_s,
-            "share_of_copy_rate": gb_s / rate["copy_gb_s"],
-            "tflops": tflops,
-            "share_of_product_rate": tflops / product,
-            "remark": lacking,
-        }
+def bytes_of(op: Op, inputs: list[Tensor]) -> int:
+    """Counts what both passes must move: inputs twice and their gradients, outputs and theirs."""
+    with torch.no_grad():
+        outputs = tuple_of(op.definition(*inputs))
+    return 3 * sum(t.nbytes for t in inputs) + 2 * sum(t.nbytes for t in outputs)
 
 
-def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> Iterator[Row]:
-    assert cfg.setting is not None
-    others, absent = peers.found() if device.type == "cuda" else ({}, {})
-    shared = Kernels(cfg, device)
-    labels = {
-        "shape": dict(
-            zip(
-                ("samples", "tokens", "width", "head_dim", "state_dim"),
-                SHAPES[cfg.setting],
-                strict=True,
-            )
-        )
+def kernel(case: Case, cfg: BenchConfig) -> Figures:
+    """Times one way to compute an operator, in turn with its definition on the same inputs."""
+    device = pick_device("auto")
+    operator = case.labels["operator"]
+    way = case.labels["way"]
+    if device.type == "cpu" and way not in ("eager", "compiled"):
+        return {"reason": "a CPU runs the definition"}
+    setting = str(cfg.setting)
+    op = operators(setting, device)[operator]
+    try:
+        function = OURS[way](op) if way in OURS else PEERS[operator][way]()
+    except ImportError as error:
+        return {"reason": f"{way} is not installed: {error}"}
+
+    sizes = sizes_of(setting)
+    sets = [drawn(operator, sizes, device) for _ in range(INPUT_SETS)]
+    found: Figures = {"sizes": sizes}
+    for name, backward in (("forward_", False), ("", True)):
+        runs = {"own": runner(function, sets, cfg.steps, backward)}
+        if way != "eager":
+            runs["eager"] = runner(op.definition, sets, cfg.steps, backward)
+        taken = interleaved(runs, cfg.repeats, device)
+        own = Spread.of([1e6 * s / cfg.steps for s in taken["own"]])
+        ratio = Spread.of_ratio(taken.get("eager", taken["own"]), taken["own"])
+        found |= own.as_json(f"{name}us") | ratio.as_json(f"{name}speed")
+
+    rate = measured_rates(device)
+    gb_s = bytes_of(op, sets[0]) / found["us"] / 1e3
+    tflops = 3 * op.flops / found["us"] / 1e6
+    return found | {
+        "gb_s": gb_s,
+        "share_of_copy_rate": gb_s / rate["copy_gb_s"],
+        "tflops": tflops,
+        "share_of_product_rate": tflops
+        / rate.get("bf16_product_tflops", rate["fp32_product_tflops"]),
     }
-    for op in operators(cfg.setting, device):
-        ways = {"eager": op.definition, "compiled": torch.compile(op.definition), "fused": op.fused}
-        for passes, backward in (("", False), (BOTH, True)):
-            for way, function in (ways | others.get(op.name, {})).items():
-                name = f"{op.name} {way}{passes}"
-                reason = LEFT_OUT if way == "compiled" and not cfg.inductor else None
-                reason = ON_A_CPU if way == "fused" and device.type == "cpu" else reason
-                measure = partial(shared.measure, op, function, backward)
-                seconds = 20 if way == "compiled" else 4
-                yield Row(
-                    name,
-                    partial(dict[str, Any], reason=reason) if reason else measure,
-                    seconds,
-                    labels,
-                )
-    for package, reason in absent.items():
-        yield Row(package, partial(dict[str, Any], reason=reason), 0, labels)
-
-
-COLUMNS = {
-    "µs": "{us:.1f}",
-    "quartiles": "{us_q1:.1f}–{us_q3:.1f}",
-    "×eager": "{speed:.2f}",
-    "its quartiles": "{speed_q1:.2f}–{speed_q3:.2f}",
-    "GB/s": "{gb_s:.0f}",
-    "of copy rate": "{share_of_copy_rate:.0%}",
-    "TFLOP/s": "{tflops:.2f}",
-    "of product rate": "{share_of_product_rate:.0%}",
-}
-
-
-def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
-    shapes = dict.fromkeys(
-        ", ".join(f"{value} {name}" for name, value in e["shape"].items()) for e in entries
-    )
-    return [*shapes, entries_table(COLUMNS, with_difference(entries, "speed"))]
-
-
-def bars(entries: Sequence[dict[str, Any]]) -> tuple[str, list[Bar]]:
-    both = [
-        e
-        for e in entries
-        if e["name"].endswith(BOTH) and e.get("speed") and f" eager{BOTH}" not in e["name"]
-    ]
-    drawn = [
-        Bar(e["name"].removesuffix(BOTH), e["speed"], f"x{e['speed']:.2f}  {e['us']:.0f} us")
-        for e in both
-    ]
-    return "forward and backward, times as fast as eager", drawn
-
-
-BENCHMARKS = {"kernels": Benchmark(BenchConfig, plan, texts, __doc__ or "", bars)}

@@ -1,375 +1,195 @@
-"""Makes pages, charts and the tables of README and docs from measured rows.
+"""Makes pages and the tables of README and docs from results: fills results.md.jinja.
 
-    python -m scripts.bench publish bench/gpu
-    python -m scripts.bench publish bench another/folder
-    python -m scripts.bench publish
-
-Rows go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those that lie there: a newer
-row replaces the one of its name, and an older row keeps the commit that measured it. Page and chart
-are made from that file, the tables in README.md, docs/techniques.md and docs/benchmarks/README.md
-from all such files; without a folder, too. What has no row says "not measured".
+Results go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those of that month: a
+newer one replaces the one of its name, and an older one keeps the commit that measured it. The
+tables are made from all such files. What has no result says "not measured".
 """
 
 from __future__ import annotations
 
 import json
 import re
+import string
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import Environment, FileSystemLoader
+
 from accel.stack import TECHNIQUES
 from common.errors import UserError
-from common.files import ROOT, write_atomically
-from scripts.bench import claims
-from scripts.bench.__main__ import BENCHMARKS, benchmark_of
-from scripts.bench.gpu import ITEMS
-from scripts.bench.ladder import rungs
-from scripts.bench.report import bar_chart, put_between
-from scripts.bench.rows import Line, Results, code_hash, named, shown
+from common.files import write_atomically
+from scripts.bench import TABLES, Figures, Words
+from scripts.bench.runner import code_hash
+from scripts.tables import put_between, table
 from scripts.timing import NO_DIFFERENCE, difference
 from training.environment import git_state
 
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
+PLACES = {"front": "README.md", "techniques": "README.md", "overview": "docs/benchmarks/README.md"}
+"""Part of the template -> the page that has its table."""
+FOLDER = FileSystemLoader(Path(__file__).parent)
+TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
+UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
-class Page(NamedTuple):
-    """The rows of one benchmark on one card, in the order of its plan."""
-
-    name: str
-    card: str
-    lines: list[Line]
-
-    @property
-    def newest(self) -> dict[str, Any]:
-        """With what the newest row was measured."""
-        return max(self.lines, key=lambda line: line["time"])["run"]
-
-    @property
-    def stem(self) -> str:
-        return f"{self.name}_{self.card}_{self.newest['date'][:7]}"
-
-    @property
-    def entries(self) -> list[dict[str, Any]]:
-        return [line["entry"] for line in self.lines]
+def filled(part: str, **facts: Any) -> str:
+    """Fills a part of the template."""
+    return TEMPLATES.get_template("results.md.jinja").render(part=part, **facts)
 
 
-def card_of(run: dict[str, Any]) -> str:
-    """cpu, or the GPU's model as one word: h100 for an NVIDIA H100 80GB HBM3."""
-    if run["device"] != "cuda":
-        return run["device"]
-    words = [
-        word for word in re.split(r"[^a-z0-9]+", run["hardware"].lower()) if re.search(r"\d", word)
-    ]
-    return words[0] if words else "gpu"
+class Cells(string.Formatter):
+    """Format strings in which None is a dash, and {bytes:GiB} a number of GiB."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "–"
+        if format_spec in UNITS:
+            return f"{value / UNITS[format_spec]:.2f}"
+        return format(value, format_spec)
 
 
-def pages_in(folder: Path) -> dict[tuple[str, str], Page]:
-    """(benchmark, card) -> the page that lies there."""
-    found = {}
-    for file in sorted(folder.glob("*_????-??.json")):
-        lines = json.loads(file.read_text())["rows"]
-        page = Page(lines[0]["benchmark"], card_of(lines[0]["run"]), lines)
-        found[page.name, page.card] = page
+def shown(command: str, entries: Sequence[Figures]) -> list[Figures]:
+    """Adds a remark to each entry, and to a rung of the ladder its ratio to the rung before."""
+    found = []
+    before: Figures = {}
+    for given in entries:
+        entry = {"ratio": "speed", "speed": None} | given
+        if command == "ladder" and entry["speed"]:
+            entry["ratio"] = "times_before"
+            for own, other in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
+                times = entry[f"speed{own}"] / before[f"speed{other}"] if before else None
+                entry[f"times_before{own}"] = times
+            before = entry
+
+        entry["lost"] = {*entry.get("not_on", ())} - {*entry.get("baseline_not_on", ())}
+        remark = entry.get("reason") or entry.get("error") or ""
+        if entry["lost"]:
+            remark = f"not on: {', '.join(sorted(entry['lost']))}"
+        elif entry.get(entry["ratio"]) not in (None, 1.0):
+            same = difference(entry, entry["ratio"]) == NO_DIFFERENCE
+            remark = NO_DIFFERENCE if same else ""
+        found.append(entry | {"remark": remark})
     return found
 
 
-def with_commit(line: Line) -> Line:
-    """The line with the commit of this checkout, where it was measured with this code in a place
-    without git."""
-    run = line["run"]
-    if run["commit"] != "unknown":
-        return line
-    here = git_state()
-    file = ROOT / "scripts" / "bench" / f"{BENCHMARKS[run['command'].split()[3]]}.py"
-    if here is None or run["code"] != code_hash(file):
-        return line
-    return line | {"run": run | {"commit": named(here)}}
+def texts(command: str, entries: Sequence[Figures]) -> Words:
+    """Returns the table of a command's entries, and what each has to say beside it."""
+    columns = TABLES["columns"].get(command, {})
+    rows: list[Sequence[object]] = [("", *columns, "")]
+    for entry in shown(command, entries):
+        known = defaultdict(lambda: None, entry)
+        cells = [Cells().vformat(form, (), known).replace("–––", "–") for form in columns.values()]
+        rows.append((entry["name"], *cells, entry["remark"]))
+    return [table(rows), *(entry["text"] for entry in entries if "text" in entry)]
 
 
-def merge(pages: dict[tuple[str, str], Page], results: Results) -> list[Page]:
-    """The pages that the rows of a folder change; one on which nothing could be had on that machine
-    is none.
+class Result(NamedTuple):
+    """A case's figures, and with what they were measured."""
 
-    A page is of one machine, the one that measured last. A row goes when the same command plans it
-    no more.
-    """
-    plans = results.plans()
-    groups = defaultdict(list)
-    for line in map(with_commit, results.lines()):
-        groups[line["benchmark"], card_of(line["run"])].append(line)
-    changed = []
-    for (name, card), lines in groups.items():
-        old = pages[name, card].lines if (name, card) in pages else []
-        hardware = max((*old, *lines), key=lambda line: line["time"])["run"]["hardware"]
-        plan = plans.get(name, {"run": {"hardware": None}})
-        found = []
-        for line in shown((*old, *lines)):
-            of_plan = all(line["run"][key] == plan["run"].get(key) for key in ("hardware", "keys"))
-            if line["run"]["hardware"] == hardware and (
-                not of_plan or line["entry"]["name"] in plan["seconds"]
-            ):
-                found.append(line)
-        found.sort(key=lambda line: line["order"])
-        if found != old and any("reason" not in line["entry"] for line in found):
-            changed.append(Page(name, card, found))
-    return changed
+    entry: Figures
+    environment: Figures
 
 
-def write(page: Page, folder: Path) -> None:
-    """Writes the rows, the page and the chart, and says where if the page changes; those of an
-    earlier month go."""
-    for file in folder.glob(f"{page.name}_{page.card}_????-??.*"):
-        if file.stem != page.stem:
-            file.unlink()
-    base = folder / page.stem
-    text = text_of(page)
-    file = base.with_suffix(".md")
-    if not file.is_file() or file.read_text() != text:
-        print(file)
-    rows = ",\n".join(map(json.dumps, page.lines))  # a line a row, as a difference shows it best
-    write_atomically(base.with_suffix(".json"), f'{{"rows": [\n{rows}\n]}}\n')
-    write_atomically(file, text)
-    bars = benchmark_of(run_command(page)).bars
-    title, drawn = bars(page.entries) if bars else ("", [])
-    if drawn:
-        bar_chart(base.with_suffix(".png"), f"{title}; {page.newest['hardware']}", drawn)
+def rank(result: Result) -> tuple[bool, str]:
+    """Of two results of a case the higher is shown: a failure replaces no figures."""
+    return "error" not in result.entry, result.environment["date"]
 
 
-def run_command(page: Page) -> str:
-    """The command, such as ladder, that measured the page."""
-    return page.newest["command"].split()[3]
+class Page:
+    """The results of one benchmark on one card in one month."""
+
+    def __init__(self, name: str, results: list[Result]) -> None:
+        self.name = name
+        self.results = results
+        self.entries = [result.entry for result in results]
+        self.newest = max(results, key=lambda result: result.environment["date"]).environment
+        self.cuda = self.newest["device"] == "cuda"
+        self.card = card_of(self.newest)
+        self.month = self.newest["date"][:7]
+        self.stem = f"{name}_{self.card}_{self.month}"
+        self.command = self.newest["command"].split()[3]
+        self.shown = shown(self.command, self.entries)
 
 
-def text_of(page: Page) -> str:
-    """The page: hardware, versions, dates, command, tables; and which rows are of earlier code."""
-    run = page.newest
-    versions = ", ".join(
-        f"{name} {run['versions'][name]}" for name in ("python", "torch", "triton")
-    )
-    texts = benchmark_of(run_command(page)).texts(page.entries)
-    dates = sorted({line["run"]["date"] for line in page.lines})
-    when = " to ".join(dates[:: max(1, len(dates) - 1)])
-    lines = [
-        f"# {page.name.replace('_', ' ')}, {page.card}",
-        "",
-        f"{run['hardware']}; {versions}; {when}; code {run['commit']}; {rounds_of(page)}.",
-        "",
-        f"    {run['command']}",
-        "",
-        *("".join(f"    {line}".rstrip() + "\n" for line in text.splitlines()) for text in texts),
-    ]
-    older: dict[str, list[str]] = defaultdict(list)
-    for line in page.lines:
-        if line["run"]["code"] != run["code"] or line["run"]["versions"] != run["versions"]:
-            code = (
-                f"{line['run']['commit']}, {line['run']['date']}, torch "
-                f"{line['run']['versions']['torch']}"
-            )
-            older[code].append(line["entry"]["name"])
-    lines += [
-        f"Measured earlier, by code {commit}: {', '.join(names)}.\n"
-        for commit, names in older.items()
-    ]
-    return "\n".join([*lines, f"Every figure: [{page.stem}.json]({page.stem}.json).", ""])
+def card_of(environment: Figures) -> str:
+    """Returns cpu, or the GPU's model as a word: h100 for an NVIDIA H100 80GB HBM3."""
+    if environment["device"] != "cuda":
+        return environment["device"]
+    return (re.findall(r"[a-z]*\d\w*", environment["hardware"].lower()) or ["gpu"])[0]
 
 
-def source(page: Page, folder: str = "docs/benchmarks/") -> str:
-    """Hardware, version and date, with a link to the page, n and the command."""
-    run = page.newest
-    link = (
-        f"[{run['hardware']}, torch {run['versions']['torch']}, "
-        f"{run['date']}]({folder}{page.stem}.md)"
-    )
-    return f"{link}, {rounds_of(page)}, `{run['command']}`"
+def page_in(file: Path) -> Page:
+    """Reads a page's JSON; earlier versions kept rows, each with its run."""
+    found = json.loads(file.read_text())
+    if "rows" in found:
+        rows = found["rows"]
+        return Page(rows[0]["benchmark"], [Result(row["entry"], row["run"]) for row in rows])
+    entries = next(value for value in found.values() if isinstance(value, list))
+    return Page(found["benchmark"], [Result(entry, entry.pop("measured")) for entry in entries])
 
 
-def rounds_of(page: Page) -> str:
-    rounds = sorted({e["n"] for e in page.entries if "n" in e})
-    return f"n = {', '.join(map(str, rounds or [1]))}"
-
-
-def of_kind(pages: Sequence[Page], name: str, cuda: bool) -> list[Page]:
-    """Pages of a benchmark, newest first."""
-    found = [
-        page for page in pages if page.name == name and (page.newest["device"] == "cuda") == cuda
-    ]
-    return sorted(found, key=lambda page: page.newest["date"], reverse=True)
-
-
-def overview(pages: Sequence[Page]) -> str:
-    """docs/benchmarks/README.md's table: what the queue measures, and where it was."""
-
-    def links(names: Sequence[str], cuda: bool, otherwise: str) -> str:
-        found = [page for name in names for page in of_kind(pages, name, cuda)]
-        return (
-            ", ".join(f"[{page.card} {page.newest['date'][:7]}]({page.stem}.md)" for page in found)
-            or otherwise
-        )
-
-    lines = ["| what | command | on a GPU | on two CPU cores |", "|---|---|---|---|"]
-    for item in ITEMS:
-        small = links((f"{item.name}_tiny", ON_A_CPU.get(item.name, "")), False, "")
-        lines.append(
-            f"| {item.what} | `{' '.join(item.words)}` | "
-            f"{links((item.name,), True, 'not measured')} | {small} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-ON_A_CPU = {"ladder_s256": "ladder_33m", "mixers_256": "mixers_33m"}
-"""Benchmark -> what it is called at a batch for a CPU; docs/benchmarks/README.md has the
-commands."""
-FRONT = (
-    ("compiled blocks, over the same without", "ladder_s256", "+ compiled blocks"),
-    ("products in bf16, over fp32", "ladder_s256", "+ bf16"),
-    ("the scan in a transformer (`ssd_mlp`), over attention (`dit`)", "mixers_256", "ssd_mlp"),
-    ("all that is on here, over a newcomer's loop", "ladder_s256", None),
-)
-"""What README's front shows: a sentence, the benchmark and its row; None is the top rung."""
-
-
-def front(pages: Sequence[Page]) -> str:
-    """README's first table: a training step at 33 M parameters and 256 tokens, where it was
-    measured."""
-    found = {}
-    for cuda in (False, True):
-        newest = {
-            name: of_kind(pages, name if cuda else ON_A_CPU[name], cuda)[:1] for _, name, _ in FRONT
-        }
-        if any(newest.values()):
-            found[cuda] = {name: page for name, pages_of in newest.items() for page in pages_of}
+def collected(folder: Path, docs: Path) -> Iterator[Page]:
+    """Yields the pages that the results in a folder make or change; each is of one machine."""
+    found = [json.loads(file.read_text()) for file in folder.glob("*/*.json")]
     if not found:
-        return "Not measured yet: `make gpu`.\n"
-    heads = []
-    for cuda, by_name in found.items():
-        sizes = sorted(
-            {
-                e["batch_size"]
-                for page in by_name.values()
-                for e in page.entries
-                if "batch_size" in e
-            }
-        )
-        heads.append(f"{'GPU' if cuda else 'two CPU cores'}, batch {', '.join(map(str, sizes))}")
-    lines = [
-        f"| a training step, 33 M parameters, 256 tokens | {' | '.join(heads)} |",
-        "|---" * (len(found) + 1) + "|",
-    ]
-    for what, name, row in FRONT:
-        cells = [
-            times(by_name[name], row) if name in by_name else "not measured"
-            for by_name in found.values()
-        ]
-        lines.append(f"| {what} | {' | '.join(cells)} |")
-    sources = dict.fromkeys(source(page) for by_name in found.values() for page in by_name.values())
-    missing = (
-        ""
-        if True in found
-        else " No GPU has measured it yet: `make gpu` fills the rest in slots of nine minutes."
+        raise UserError(f"{folder} has no results; name the `out` folder of a benchmark.")
+    groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    for one in sorted(found, key=lambda one: one["order"]):
+        run = one["environment"]
+        if run["code"] == code_hash():  # it may have been measured in a place without git
+            run["git"] = run["git"] or git_state()
+        groups[one["benchmark"], card_of(run), run["date"][:7]].append(Result(one["entry"], run))
+
+    for key, results in groups.items():
+        file = docs / f"{'_'.join(key)}.json"
+        every = [*results, *(page_in(file).results if file.is_file() else ())]
+        hardware = Page(key[0], every).newest["hardware"]
+        every = [result for result in every if result.environment["hardware"] == hardware]
+        best = {result.entry["name"]: result for result in sorted(every, key=rank)}
+        names = dict.fromkeys(result.entry["name"] for result in every)
+        page = Page(key[0], [best[name] for name in names])
+        if any("reason" not in entry for entry in page.entries):
+            yield page
+
+
+def write(page: Page, docs: Path) -> None:
+    """Writes a page and its figures."""
+    entries = [entry | {"measured": run} for entry, run in page.results]
+    kind = TABLES["lists"].get(page.command, "cases")
+    found = {"benchmark": page.name, "environment": page.newest, kind: entries}
+    base = docs / page.stem
+    write_atomically(base.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
+    write_atomically(
+        base.with_suffix(".md"), filled("page", page=page, texts=texts(page.command, page.entries))
     )
-    return (
-        "\n".join(
-            [*lines, "", f"Median and quartiles of rounds in turn: {'; '.join(sources)}.{missing}"]
-        )
-        + "\n"
-    )
+    print(base.with_suffix(".md"))
 
 
-def times(page: Page, row: str | None) -> str:
-    """A speed with its quartiles, of a rung over the rung before; of what was on there."""
-    measured = [e for e in rungs(page.entries) if "speed" in e]
-    # nothing that the other side has
-    on = [e for e in measured if {*e["not_on"]} <= {*e.get("baseline_not_on", ())}]
-    entry = on[-1] if row is None and on else next((e for e in on if e["name"] == row), None)
-    if entry is None:
-        cannot = next(
-            (e["reason"] for e in page.entries if e["name"] == row and "reason" in e), None
-        )
-        return f"not measured: {cannot}" if cannot else "not measured"
-    name = "times_before" if row is not None and page.name.startswith("ladder") else "speed"
-    same = f"{NO_DIFFERENCE}: " if difference(entry, name) == NO_DIFFERENCE else ""
-    return f"{same}×{entry[name]:.2f} ({entry[f'{name}_q1']:.2f}–{entry[f'{name}_q3']:.2f})"
+def tables(pages: Sequence[Page]) -> dict[str, str]:
+    """Makes the tables of README and docs from all pages."""
+    newest = sorted(pages, key=lambda page: page.newest["date"], reverse=True)
 
+    def of(name: str | None, cuda: bool) -> list[Page]:
+        return [page for page in newest if page.name == name and page.cuda == cuda]
 
-def techniques(pages: Sequence[Page]) -> str:
-    """README's table of techniques; with figures as soon as a GPU has measured one."""
-    heads = ("techniques_bf16", "techniques_fp32")
-    measured = [page for name in heads for page in of_kind(pages, name, True)[:1]]
-    lines = [
-        "| key | what it does |"
-        + "".join(f" over eager in {page.name[-4:]} |" for page in measured)
-    ]
-    lines.append("|---|---|" + "---|" * len(measured))
-    for kind in TECHNIQUES:
-        lines.append(
-            f"| `{kind.key}` | {kind.summary} |"
-            + "".join(f" {alone(page, kind.key)} |" for page in measured)
-        )
-    if measured:
-        lines += ["", f"Alone, on a GPU: {', '.join(source(page) for page in measured)}."]
-    return "\n".join(lines) + "\n"
-
-
-def alone(page: Page, key: str) -> str:
-    """Speed and memory of a technique over its baseline; the best of its ways."""
-    found = [
-        e for e in page.entries if e.get("part") == "alone" and e["key"] == key and "speed" in e
-    ]
-    found = [e for e in found if key not in e["not_on"]]
-    if not found:
-        return "not measured"
-    best = max(found, key=lambda e: e["speed"])
-    speed = NO_DIFFERENCE if difference(best, "speed") == NO_DIFFERENCE else f"×{best['speed']:.2f}"
-    memory = best["memory_reserved_peak"]
-    base = best["baseline_memory_reserved_peak"]
-    way = "" if len(found) == 1 else f" ({best['name'].split()[0].partition('=')[2]})"
-    return speed + (f", {memory / base:.0%} of the memory" if memory and base else "") + way
-
-
-def tables(root: Path, pages: Sequence[Page]) -> dict[Path, str]:
-    """The pages whose tables are made from results, made anew; ValueError where the marks around
-    one are gone."""
-    told = (of_kind(pages, "claims", True) or of_kind(pages, "claims_tiny", False))[:1]
-    claimed = claims.section(
-        [e for page in told for e in page.entries],
-        "".join(source(page, "benchmarks/") for page in told),
-    )
-    made = {
-        root / "README.md": {"front": front(pages), "techniques": techniques(pages)},
-        root / "docs" / "benchmarks" / "README.md": {"overview": overview(pages)},
-        root / "docs" / "techniques.md": {"claims": claimed},
-    }
-    texts = {}
-    for file, parts in made.items():
-        texts[file] = file.read_text()
-        for name, content in parts.items():
-            start, end = (mark.format(name) for mark in MARKS)
-            texts[file] = put_between(texts[file], start, end, content, str(file.relative_to(root)))
-    return texts
+    facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "kinds": TECHNIQUES}
+    return {name: filled(name, difference=difference, **facts) for name in PLACES}
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:
-    """Merges the folders' rows into the docs below `root`, and makes pages, charts and tables
-    anew."""
+    """Puts the folders' results into the docs below `root`, and makes the tables anew."""
     docs = root / "docs" / "benchmarks"
     for folder in folders:
-        results = Results(folder)
-        if not results.size():
-            raise UserError(
-                f"{folder} has no rows.jsonl with rows; name the `out` folder of a benchmark."
-            )
-        for page in merge(pages_in(docs), results):
+        for page in collected(folder, docs):
             write(page, docs)
-    pages = list(pages_in(docs).values())
-    for page in pages:
-        write(page, docs)
-    for file, text in tables(root, pages).items():
-        if text != file.read_text():
-            write_atomically(file, text)
+    pages = [page_in(file) for file in sorted(docs.glob("*_????-??.json"))]
+    for name, content in tables(pages).items():
+        file = root / PLACES[name]
+        text = file.read_text()
+        start, end = (mark.format(name) for mark in MARKS)
+        changed = put_between(text, start, end, content, PLACES[name])
+        if changed != text:
+            write_atomically(file, changed)
             print(file)
-
-
-def main(words: list[str]) -> None:
-    publish([Path(word).expanduser() for word in words], ROOT)

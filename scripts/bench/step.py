@@ -1,247 +1,276 @@
-"""One configuration by phases, with a verdict: what bounds it, and which keys to try next.
-
-    python -m scripts.bench step setting=s32 runtime=fast
-    python -m scripts.bench step setting=b256 model=mamba_b runtime=production steps=20
-
-On a GPU the phases are timed by CUDA events that are read after the window, so nothing waits inside
-it; a naive host timer stands beside them, to show the error that asynchronous launches cause.
-Inside a CUDA graph there are no phases.
-"""
+"""A training step under a stopwatch: built as train.py builds it, timed, taken apart, profiled."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
-from scripts.bench.report import entries_table
-from scripts.bench.rows import Benchmark, Row
-from scripts.bench.settings import BenchConfig
-from scripts.bench.workload import Workload, time_steps
+from accel.ledger import Ledger
+from accel.stack import TECHNIQUES, AccelerationStack
+from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
 from scripts.capabilities import capabilities
-from scripts.timing import Spread, profiler_activities, synchronise
+from scripts.tables import table
+from scripts.timing import MemoryPeak, Spread, interleaved, profiler_activities, synchronise
+from training.assemble import assemble
 from training.config.schema import KERNELS
+from training.environment import pick_device
 from training.goodput import bound_of, keys_for, reason_of
+from training.weights.adapter_base import settled
 
-PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging")
+NEVER = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
+PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
+POINTWISE = ("triton_poi", "triton_red", "triton_per")
+"""Inductor's other kernels, though their names may list the products that they stand next to."""
+FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
+LESS_TRAFFIC = (*(f"{key}=true" for key in (*KERNELS, "compile", "fused_adamw")), "precision=bf16")
+
+
+class Loop:
+    """A training loop that takes one step at a time: what is timed and compared."""
+
+    device: torch.device
+    batch_size: int
+    stack: AccelerationStack
+    warm_up_seconds: float
+    memory_peak: int | None
+    ledger: Ledger
+
+    def prepare(self) -> None:
+        """Sets this loop's process-wide flags and does what must not be timed, before it runs."""
+        self.stack.on_process()
+
+    def one_step(self, comparable: bool = False) -> torch.Tensor:
+        """Takes a step and returns its loss; a `comparable` step draws the framework's noise."""
+        raise NotImplementedError
+
+    def run(self, steps: int) -> None:
+        """Takes `steps` steps; may return before the device has finished."""
+        for _ in range(steps):
+            self.one_step()
+
+    def final_loss(self, steps: int) -> float:
+        """Takes `steps` comparable steps and returns the mean loss of their second half."""
+        self.stack.on_process()
+        losses = [self.one_step(comparable=True) for _ in range(steps)]
+        return torch.stack(losses[steps // 2 :]).mean().item()
+
+    def missing(self) -> Words:
+        """Names the techniques that were asked for and are not on."""
+        return [row.key for row in self.ledger if row.missing]
+
+    def figures(self, step_ms: Sequence[float]) -> Figures:
+        """Returns what a result says of this loop, whose steps took `step_ms`."""
+        spread = Spread.of(step_ms)
+        return {
+            **spread.as_json("step_ms"),
+            "batch_size": self.batch_size,
+            "samples_per_s": 1e3 * self.batch_size / spread.median,
+            "memory_reserved_peak": self.memory_peak,
+            "warm_up_s": self.warm_up_seconds,
+            "ledger": self.ledger.as_dict(),
+            "not_on": self.missing(),
+        }
+
+
+class Workload(Loop):
+    """The framework's own training step, built from overrides, warmed up and observed."""
+
+    def __init__(self, overrides: Words) -> None:
+        self.composed = settled([*overrides, *NEVER])
+        self.cfg = self.composed.cfg
+        self.device = pick_device(self.cfg.runtime.device.value)
+        self.batch_size = self.cfg.batch_size
+        memory = MemoryPeak(self.device)
+
+        torch.manual_seed(self.cfg.seed)
+        self.training = assemble(self.cfg, self.device)
+        self.stack = self.training.stack
+
+        began = time.perf_counter()
+        self.ledger = self.training.warm_up()
+        self.warm_up_seconds = time.perf_counter() - began
+        self.memory_peak = memory.read()
+
+    def one_step(self, comparable: bool = True) -> torch.Tensor:
+        return self.training.take_step().loss
+
+    def figures(self, step_ms: Sequence[float]) -> Figures:
+        found = super().figures(step_ms)
+        meter = self.training.state.meter
+        flops_a_second = found["samples_per_s"] * meter.train_flops
+        model = self.training.model
+        return found | {
+            "mfu": flops_a_second / meter.peak_flops if meter.peak_flops else None,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "tokens": model.tokens,
+            "flops_a_sample": meter.train_flops,
+        }
+
+
+def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str, list[float]]:
+    """Returns milliseconds a step of each loop, round by round, after one more warm step."""
+    for loop in loops.values():
+        loop.prepare()
+        loop.run(1)
+    device = next(iter(loops.values())).device
+    runs = {name: partial(loop.run, steps) for name, loop in loops.items()}
+    taken = interleaved(runs, repeats, device, prepare=lambda name: loops[name].prepare())
+    return {name: [1e3 * s / steps for s in values] for name, values in taken.items()}
 
 
 class PhaseClock:
-    """Notes the end of each phase twice: as an event in the device's stream and on the host's
-    clock."""
+    """Notes the end of each phase, on a GPU as an event that is read after the window: nothing
+    waits inside it, and launches that return before the device has finished deceive nobody."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.marks: list[tuple[str, torch.cuda.Event | None, float]] = []
+        self.marks: list[tuple[str, Any]] = []
 
     def mark(self, phase: str) -> None:
-        event = None
+        end: Any = time.perf_counter()
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        self.marks.append((phase, event, time.perf_counter()))
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+        self.marks.append((phase, end))
 
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Milliseconds by phase as the device took them, and as the host saw them. Waits for the
-        device."""
+    def read(self) -> dict[str, float]:
+        """Returns milliseconds by phase. Waits for the device."""
         synchronise(self.device)
-        device = defaultdict(float)
-        host = defaultdict(float)
-        for (_, start, began), (phase, event, ended) in zip(
-            self.marks, self.marks[1:], strict=False
-        ):
-            host[phase] += 1e3 * (ended - began)
-            device[phase] += start.elapsed_time(event) if start and event else 1e3 * (ended - began)
-        return dict(device), dict(host)
+        found = defaultdict(float)
+        for (_, start), (phase, end) in itertools.pairwise(self.marks):
+            if isinstance(start, float):
+                found[phase] += 1e3 * (end - start)
+            else:
+                found[phase] += start.elapsed_time(end)
+        return found
 
 
-def phases_of(workload: Workload, steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds a step by phase: device's and host's."""
+def phases_of(workload: Workload, steps: int) -> dict[str, float]:
+    """Returns milliseconds a step by phase; a step in one CUDA graph is one phase."""
+    training = workload.training
     clock = PhaseClock(workload.device)
-    workload.step.mark = clock.mark
-    meter = workload.state.meter
+    training.step.mark = clock.mark
     workload.prepare()
-    meter.restart()
+    training.state.meter.restart()
     clock.mark("start")
     for _ in range(steps):
-        batches = workload.training.next_batches()
+        batches = training.next_batches()
         clock.mark("data")
-        workload.step.schedule(workload.state.samples)
-        output = workload.step(batches)
+        training.step.schedule(training.state.samples)
+        output = training.step(batches)
         clock.mark("rest")
-        meter.update(output)
+        training.state.meter.update(output)
         clock.mark("logging")
-        workload.state.advance(workload.batch_size)
-    device, host = clock.read()
-    workload.step.mark = lambda phase: None
-    graphed = any(row.key == "cuda_graph" and row.active for row in workload.ledger)
-    if graphed:  # the phases inside were not marked: all of it is one launch
-        device["whole step"], host["whole step"] = device.pop("rest"), host.pop("rest")
-    device, host = ({phase: ms / steps for phase, ms in part.items()} for part in (device, host))
-    return device, host
+        training.state.advance(workload.batch_size)
+    training.step.mark = lambda phase: None
+
+    found = clock.read()
+    if "forward" not in found:
+        found["whole step"] = found.pop("rest")
+    return {phase: found[phase] / steps for phase in PHASES if phase in found}
 
 
-class Work(NamedTuple):
-    """Milliseconds of one step that the device was busy."""
-
-    busy: float
-    products: float
-    """In matrix products, attention and convolutions."""
-
-
-PRODUCTS = (
-    *(
-        "gemm",
-        "nvjet",
-        "cutlass",
-        "splitk",
-        "xmma",
-        "wgmma",
-        "triton_tem",
-        "triton_mm",
-        "triton_bmm",
-    ),
-    *(
-        "::mm",
-        "::_scaled_mm",
-        "::addmm",
-        "::bmm",
-        "::baddbmm",
-        "::convolution",
-        "::mkldnn",
-        "::conv",
-    ),
-    *("attention", "flash", "fmha", "conv2d", "cudnn"),
-)
-"""Parts of the names of kernels and ops that multiply; pointwise and reduction kernels of Inductor
-are no products, though their names may list what they stand next to."""
-POINTWISE = ("triton_poi", "triton_red", "triton_per")
-
-
-def work_of(workload: Workload) -> Work:
-    """From a profile of one step: kernels on a GPU, operators on a CPU."""
-    cuda = workload.device.type == "cuda"
+def profiled(workload: Workload) -> torch.profiler.profile:
+    """Profiles one step."""
     workload.prepare()
-    with torch.profiler.profile(activities=profiler_activities(), acc_events=True) as profiler:
+    activities = profiler_activities()
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         workload.run(1)
         synchronise(workload.device)
-    times: Counter[str] = Counter()
-    for event in profiler.key_averages():
-        if not cuda:
-            times[event.key.lower()] += event.self_cpu_time_total
-        elif (
-            event.device_type == DeviceType.CUDA and not event.is_user_annotation
-        ):  # an op's row repeats its kernels'
-            times[event.key.lower()] += event.self_device_time_total
-    return work(times)
+    return profiler
 
 
-def work(times: Mapping[str, float]) -> Work:
-    """Sorts microseconds by name into products and the rest."""
-
-    def multiplies(name: str) -> bool:
-        return not name.startswith(POINTWISE) and any(part in name for part in PRODUCTS)
-
-    return Work(
-        sum(times.values()) / 1e3, sum(us for name, us in times.items() if multiplies(name)) / 1e3
-    )
-
-
-class Verdict(NamedTuple):
-    """What bounds a step, why, and what to try."""
-
-    bound: str
-    reason: str
-    keys: list[str]
+def busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
+    """Sums a profile: all kernels, or operators on a CPU, and those of them that multiply."""
+    total = 0.0
+    products = 0.0
+    for event in events:
+        ms = event.self_cpu_time_total / 1e3
+        if cuda:
+            if event.device_type != DeviceType.CUDA or event.is_user_annotation:
+                continue  # an op's own row would count its kernels again
+            ms = event.self_device_time_total / 1e3
+        name = event.key.lower()
+        total += ms
+        if not name.startswith(POINTWISE) and any(part in name for part in TABLES["products"]):
+            products += ms
+    return total, products
 
 
 def verdict(
     step_ms: float,
     data_ms: float,
-    done: Work,
+    busy: float | None,
+    share: float,
     left: Collection[str],
-    cuda: bool,
-    data: Mapping[str, Any] | None = None,
-) -> Verdict:
-    """Data, then launches, then the kind of work that takes most of the device's time.
+    data: Mapping[str, Any],
+) -> tuple[str, str, Words]:
+    """Says what bounds a step, why, and what to try: first data, then launches, then the work.
 
-    `left` are the words, such as runtime.compile=true, that this machine can do and this run has
-    not on; only these are proposed.
+    `busy` is None on a CPU, and `share` is that of products in the busy time. `left` are the
+    words, such as runtime.compile=true, that this machine can do and this run has not on; only
+    these are proposed.
     """
+    bound = bound_of(step_ms, data_ms, busy)
+    if bound:
+        reason = reason_of(bound, step_ms, data_ms, busy)
+        fewer = [kind.override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
+        return bound, reason, keys_for(bound, [word for word in fewer if word in left], data)
 
-    def propose(*words: str) -> list[str]:
-        return [f"runtime.{word}" for word in words if f"runtime.{word}" in left]
-
-    busy = done.busy if cuda else None
-    if bound := bound_of(step_ms, data_ms, busy):
-        return Verdict(
-            bound, reason_of(bound, step_ms, data_ms, busy), keys_for(bound, left, data or {})
-        )
-    share = done.products / done.busy if done.busy else 0.0
-    reason = f"{share:.0%} of the busy time goes into products"
-    if share >= 0.5:
-        keys = propose("precision=bf16", "tf32=true")
-        return Verdict("compute-bound", reason, keys or ["a smaller model, or a faster device"])
-    keys = propose(
-        *(f"{key}=true" for key in (*KERNELS, "compile", "fused_adamw")), "precision=bf16"
-    )
-    return Verdict(
-        "bandwidth-bound", f"{reason}, the rest into moving data", keys or ["a larger patch_size"]
-    )
+    multiplies = share >= 0.5
+    bound = "compute-bound" if multiplies else "bandwidth-bound"
+    reason = f"{share:.0%} of the busy time goes into products, the rest into moving data"
+    wanted = FASTER_PRODUCTS if multiplies else LESS_TRAFFIC
+    keys = [f"runtime.{word}" for word in wanted if f"runtime.{word}" in left]
+    return bound, reason, keys or ["a smaller model, a larger patch_size, or a faster device"]
 
 
-def measure(cfg: BenchConfig, overrides: list[str]) -> dict[str, Any]:
-    """The whole step, its phases, and the verdict."""
-    workload = Workload(overrides)
-    print(workload.ledger.table(), flush=True)
+def phases(case: Case, cfg: BenchConfig) -> Figures:
+    """Measures the whole step and its phases, and says what bounds it and what to try next."""
+    workload = Workload(case.overrides)
     step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
-    device, host = phases_of(workload, cfg.steps)
-    done = work_of(workload)
+    found = phases_of(workload, cfg.steps)
+    cuda = workload.device.type == "cuda"
+    busy, products = busy_ms(profiled(workload).key_averages(), cuda)
+
     active = {row.key: row.active for row in workload.ledger}
-    left = {
-        c.word
-        for c in capabilities(workload.device)
-        if c.reason is None and active[c.key] != c.value
-    }
-    median = Spread.of(step_ms).median
-    found = verdict(
-        median, device["data"], done, left, workload.device.type == "cuda", workload.cfg.data
+    offered = [c for c in capabilities(workload.device) if c.reason is None]
+    left = {c.word for c in offered if active[c.key] != c.value}
+    bound, reason, keys = verdict(
+        Spread.of(step_ms).median,
+        found["data"],
+        busy if cuda else None,
+        products / busy,
+        left,
+        workload.cfg.data,
     )
-    shown = [phase for phase in (*PHASES, "whole step", "rest") if phase in device]
+
+    text = table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in found.items())])
     return {
         **workload.figures(step_ms),
-        "phases": [{"name": p, "device_ms": device[p], "host_ms": host[p]} for p in shown],
-        "busy_ms": done.busy,
-        "products_ms": done.products,
-        "verdict": found._asdict(),
-        "ledger": workload.ledger.as_dict(),
+        "phases_ms": found,
+        "busy_ms": busy,
+        "products_ms": products,
+        "verdict": {"bound": bound, "reason": reason, "keys": keys},
+        "text": f"{text}\n\n{bound}: {reason}.\nTry next: {', '.join(keys)}",
     }
 
 
-def plan(cfg: BenchConfig, overrides: list[str], device: torch.device) -> list[Row]:
-    return [Row("step", partial(measure, cfg, overrides), 60)]
-
-
-def texts(entries: Sequence[dict[str, Any]]) -> list[str]:
-    columns = {"ms": "{device_ms:.3f}", "naive host timer, ms": "{host_ms:.3f}"}
-    found = []
-    for e in entries:
-        if "verdict" not in e:
-            found.append(entries_table({}, [e]))
-            continue
-        whole = (
-            f"step, phases unmarked: {e['step_ms']:.3f} ms "
-            f"({e['step_ms_q1']:.3f}–{e['step_ms_q3']:.3f})"
-        )
-        judged = e["verdict"]
-        judgement = f"{judged['bound']}: {judged['reason']}.\nTry next: {', '.join(judged['keys'])}"
-        found += [f"{entries_table(columns, e['phases'])}\n{whole}\n", judgement]
-    return found
-
-
-BENCHMARKS = {"step": Benchmark(BenchConfig, plan, texts, __doc__ or "")}
+def profile(case: Case, cfg: BenchConfig) -> Figures:
+    """Lists the ops that take most of a step, and writes its trace for https://ui.perfetto.dev."""
+    workload = Workload(case.overrides)
+    profiler = profiled(workload)
+    cuda = workload.device.type == "cuda"
+    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=50)
+    file = Path(cfg.out).expanduser() / f"{cfg.name}.trace.json"
+    profiler.export_chrome_trace(str(file))
+    return {"trace": file.name, "text": text}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING
 from common.errors import UserError
 from training.config.compose import from_words, one_sentence
 from training.config.paths import refuse_no_weights
-from training.config.schema import KERNELS
+from training.config.schema import RuntimeConfig
 
 if TYPE_CHECKING:
     from sampling.load import TrainedModel
 
-PLAIN = {"compile": False, "precision": "fp32", "attention": "auto", "tf32": False}
-PLAIN |= dict.fromkeys(KERNELS, False)
-"""Runtime keys of a model that is written down."""
+PLAIN = asdict(RuntimeConfig())
+"""Runtime keys of a model that is written down: the defaults."""
 
 
 class Format(str, Enum):
@@ -238,8 +237,8 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
 
 def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
     """The model card: that of the run where there is one, with code for this folder."""
-    from scripts.report.card import card
     from scripts.report.history import History
+    from scripts.report.pages import card
 
     how = how_to_sample(cfg, trained, include)
     head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'

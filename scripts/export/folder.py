@@ -26,9 +26,10 @@ PIPELINE = "FastlatentPipeline"
 HERE = "scripts.export."
 GENERATED = (
     "{what}, cut out of the sources of fastlatent by `python -m scripts.export`; Apache-2.0.\n\n"
-    "Letters: B samples, C channels, H W latent height and width, L tokens, D width, K heads, P head dim, N state\n"
-    "size, E inner width.\n"
+    "Letters: B samples, C channels, H W latent height and width, L tokens, D width, K heads,\n"
+    "P head dim, N state size, E inner width.\n"
 )
+AUTO = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
 SAMPLING = ("solver", "steps", "guidance", "guidance_interval", "shift")
 
 
@@ -84,13 +85,38 @@ def write_folder(
     folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool
 ) -> None:
     """Writes all files of the folder. `include`: the autoencoder's too."""
+    exportable(node)
+    write_transformer(folder / "transformer", trained, node)
+    # AutoModel looks into the index first.
+    index = {"_class_name": ["pipeline", PIPELINE], **version(), **AUTO}
+    index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]}
+    vae = getattr(trained.autoencoder, "vae", None)
+    if vae is not None and include:
+        vae.save_pretrained(folder / "vae")
+        index["vae"] = ["diffusers", trained.autoencoder.kind]
+        if branches := branches_of(vae):
+            write_branches(folder / "vae", vae.config, branches)
+            index["vae"] = [AUTOENCODING, AUTOENCODER]
+    source = source_of_class("pipeline", PIPELINE, "Draws images with a denoiser of latents")
+    (folder / "pipeline.py").write_text(source)
+    write_json(folder / "model_index.json", index)
+    (folder / "README.md").write_text(card)
+
+
+def version() -> dict[str, str]:
     import diffusers
 
-    exportable(node)
+    return {"_diffusers_version": diffusers.__version__}
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
+    """Writes the denoiser: code, configuration and weights."""
     spec = trained.spec
-    version = diffusers.__version__
     source, layers = modelling(node)
-    vae = getattr(trained.autoencoder, "vae", None)
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     told = {key: value for key, value in node.items() if key not in ("_target_", *layers)}
     latents = {
@@ -98,44 +124,24 @@ def write_folder(
         "std": spec.std,
         "class_names": spec.names,
         "sampling": plain(trained.sampling),
+        "autoencoder": autoencoder_of(trained),
+        "global_branches": bool(branches_of(getattr(trained.autoencoder, "vae", None))),
     }
-    branches = branches_of(vae)
-    latents |= {"autoencoder": autoencoder_of(trained), "global_branches": bool(branches)}
-    config = {"_class_name": TRANSFORMER, "_diffusers_version": version} | sizes | told | layers
-    auto = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
-    config |= auto | {"latents": latents}
-    part = folder / "transformer"
+    config = {"_class_name": TRANSFORMER, **version(), **sizes, **told, **layers, **AUTO}
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
-    (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_json(part / "config.json", config | {"latents": latents})
     write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
-    index: dict[str, Any] = {"_class_name": ["pipeline", PIPELINE], "_diffusers_version": version}
-    # AutoModel looks here first
-    index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]} | auto
-    if vae is not None and include:
-        vae.save_pretrained(folder / "vae")
-        index["vae"] = ["diffusers", trained.autoencoder.kind]
-    if vae is not None and branches and include:
-        added = "block_out_channels"  # by diffusers itself
-        sizes = {
-            key: value
-            for key, value in vae.config.items()
-            if key != added and not key.startswith("_")
-        }
-        config = {
-            "_class_name": AUTOENCODER,
-            "_diffusers_version": version,
-            "sizes": sizes,
-            "branches": branches,
-        }
-        (folder / "vae" / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        source = source_of_class("autoencoder", AUTOENCODER, "An autoencoder")
-        (folder / "vae" / f"{AUTOENCODING}.py").write_text(source)
-        index["vae"] = [AUTOENCODING, AUTOENCODER]
-    source = source_of_class("pipeline", PIPELINE, "Draws images with a denoiser of latents")
-    (folder / "pipeline.py").write_text(source)
-    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
-    (folder / "README.md").write_text(card)
+
+
+def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:
+    """Writes code and configuration of an autoencoder with global branches."""
+    added = "block_out_channels"  # by diffusers itself
+    sizes = {key: value for key, value in config.items() if key != added and key[0] != "_"}
+    told = {"_class_name": AUTOENCODER, **version(), "sizes": sizes, "branches": branches}
+    write_json(part / "config.json", told)
+    source = source_of_class("autoencoder", AUTOENCODER, "An autoencoder")
+    (part / f"{AUTOENCODING}.py").write_text(source)
 
 
 def plain(sampling: SamplingConfig) -> dict[str, Any]:

@@ -15,10 +15,7 @@ from torch import Tensor
 from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from models.images import to_uint8
-from models.sampler import guided_velocity, sample
-
-FARTHEST = 1 << 40
-"""Positions of samples lie below it: the step of a solver that adds noise is counted above."""
+from models.sampler import FARTHEST, guided_velocity, sample
 
 
 class FastlatentPipeline(DiffusionPipeline):
@@ -55,51 +52,55 @@ class FastlatentPipeline(DiffusionPipeline):
         × H × W × 3) or "latent" (as the autoencoder decodes them). ValueError for a class or a
         value that there is not.
         """
-        model = self.transformer
         facts = self.transformer.config.latents
-        device = self._execution_device
         given = {
             "steps": num_inference_steps,
             "guidance": guidance_scale,
             "guidance_interval": guidance_interval,
+            "solver": solver,
+            "shift": shift,
         }
-        given |= {"solver": solver, "shift": shift}
         how = facts["sampling"] | {key: value for key, value in given.items() if value is not None}
         if output_type not in ("pil", "np", "latent"):
             raise UserError(f"output_type={output_type} is unknown; choose pil, np or latent.")
         if output_type != "latent":
             check_decoder(self.vae, facts)
         asked = [class_labels] if isinstance(class_labels, int | str) else class_labels
-        labels = torch.tensor(numbers_of(asked, facts["class_names"]), device=device)
-        position = torch.arange(len(labels), device=device)
+        drawn = self.drawn(numbers_of(asked, facts["class_names"]), how, seed, latents)
+        if output_type == "latent":
+            return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
+        if self.vae is None:
+            decoded = shown(drawn)
+        else:
+            decoded = self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
+        images = to_uint8(decoded)
+        if output_type == "pil":
+            images = [Image.fromarray(image) for image in images]
+        return ImagePipelineOutput(images=images)
+
+    def drawn(
+        self, labels: list[int], how: dict[str, Any], seed: int, latents: Tensor | None
+    ) -> Tensor:
+        """Latents as the autoencoder decodes them, from the noise of `seed` or from `latents`."""
+        model = self.transformer
+        device = self._execution_device
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
+        label = torch.tensor(labels, device=device)
+        position = torch.arange(len(labels), device=device)
 
         def fresh(step: int) -> Tensor:
             return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
 
-        noise = (
-            counter_normal(seed, Purpose.SAMPLE, position, shape)
-            if latents is None
-            else latents.to(device)
-        )
+        if latents is None:
+            noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
+        else:
+            noise = latents.to(device)
         low, high = how["guidance_interval"]
-        velocity = guided_velocity(model, labels, model.num_classes, how["guidance"], (low, high))
-        drawn = sample(velocity, noise, how["steps"], how["solver"], how["shift"], fresh)
-        mean, std = (
-            torch.tensor(facts[name], device=device).view(-1, 1, 1) for name in ("mean", "std")
-        )
-        drawn = drawn.float() * std + mean
-        if output_type == "latent":
-            return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
-        decoded = (
-            shown(drawn)
-            if self.vae is None
-            else self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
-        )
-        images = to_uint8(decoded)
-        return ImagePipelineOutput(
-            images=images if output_type == "np" else [Image.fromarray(one) for one in images]
-        )
+        velocity = guided_velocity(model, label, model.num_classes, how["guidance"], (low, high))
+        found = sample(velocity, noise, how["steps"], how["solver"], how["shift"], fresh)
+        facts = model.config.latents
+        std = torch.tensor(facts["std"], device=device).view(-1, 1, 1)
+        return found.float() * std + torch.tensor(facts["mean"], device=device).view(-1, 1, 1)
 
 
 def check_decoder(vae: Any, facts: dict[str, Any]) -> None:

@@ -16,9 +16,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-OURS = ("accel", "data", "models", "scripts", "training")
+OURS = ("common", "accel", "data", "models", "scripts", "training")
 SHAPED = ("Float", "Int", "UInt8")
 """Annotations with a shape, of a package that the reader need not have."""
 UNUSED = ("flops", "flops_per_sample", "no_weight_decay")
@@ -98,45 +98,63 @@ def folded(text: str) -> str:
     return re.sub(r"\((\w+)\)\(", r"\1(", re.sub(r"  # pyright: ignore\S*", "", text)).strip("\n")
 
 
+class Text:
+    """A text whose places are known by the nodes of its syntax tree, which count bytes of lines."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.lines = text.splitlines(keepends=True)
+
+    def at(self, row: int, column: int) -> int:
+        """The index of a place."""
+        line = self.lines[row - 1].encode()[:column].decode()
+        return sum(map(len, self.lines[: row - 1])) + len(line)
+
+    def span(self, node: Any) -> tuple[int, int]:
+        """Where a node begins and ends."""
+        begin = self.at(node.lineno, node.col_offset)
+        return begin, self.at(node.end_lineno, node.end_col_offset)
+
+    def whole(self, first: Any, last: Any) -> tuple[int, int]:
+        """The lines from one statement to another, with decorators and the blank lines before."""
+        decorators = getattr(first, "decorator_list", [])
+        start = min([first.lineno, *(decorator.lineno for decorator in decorators)])
+        while start > 1 and not self.lines[start - 2].strip():
+            start -= 1
+        return self.at(start, 0), sum(map(len, self.lines[: last.end_lineno]))
+
+
 def edits(text: str) -> Iterator[tuple[int, int, str]]:
     """Spans to exchange: shaped annotations, conditions that are known, switches of fused kernels,
     unused methods."""
-    lines = text.splitlines(keepends=True)
-
-    def at(row: int, column: int) -> int:
-        line = lines[row - 1].encode()[:column].decode()
-        return sum(map(len, lines[: row - 1])) + len(line)
-
-    def span(node: ast.AST) -> tuple[int, int]:
-        return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def whole(first: ast.AST, last: ast.AST) -> tuple[int, int]:
-        """Lines, with decorators and the blank ones before."""
-        start = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", []))])  # pyright: ignore[reportAttributeAccessIssue]
-        while start > 1 and not lines[start - 2].strip():
-            start -= 1
-        return at(start, 0), sum(map(len, lines[: last.end_lineno]))  # pyright: ignore[reportAttributeAccessIssue]
-
+    places = Text(text)
     for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Subscript)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in SHAPED
-        ):
-            kind, shape = node.slice.elts  # pyright: ignore[reportAttributeAccessIssue]
-            told = f'Annotated[{ast.unparse(kind)}, "{node.value.id.lower()} {shape.value}"]'
-            yield *span(node), told
+        if shaped := shape_of(node):
+            yield *places.span(node), shaped
         elif isinstance(node, ast.IfExp) and known(node.test) is False:
-            start, end = span(node.orelse)
-            yield *span(node), text[start:end]
+            start, end = places.span(node.orelse)
+            yield *places.span(node), text[start:end]
         elif isinstance(node, ast.If) and (known(node.test) is False or not body_of(node)):
-            start, end = whole(node, node)
-            kept = text[slice(*whole(node.orelse[0], node.orelse[-1]))] if node.orelse else ""
-            yield start, end, textwrap.indent(textwrap.dedent(kept), " " * node.col_offset)
+            kept = ""
+            if node.orelse:
+                kept = text[slice(*places.whole(node.orelse[0], node.orelse[-1]))]
+            kept = textwrap.indent(textwrap.dedent(kept), " " * node.col_offset)
+            yield *places.whole(node, node), kept
         elif isinstance(node, ast.FunctionDef) and node.name in UNUSED and node.col_offset:
-            yield *whole(node, node), ""
+            yield *places.whole(node, node), ""
         elif is_switch(node):
-            yield *whole(node, node), "" if len(lines) > 1 else "pass"
+            yield *places.whole(node, node), "" if len(places.lines) > 1 else "pass"
+
+
+def shape_of(node: ast.AST) -> str | None:
+    """An annotation such as Float[Tensor, "B C"] without jaxtyping; None for any other node."""
+    if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
+        return None
+    if node.value.id not in SHAPED:
+        return None
+    kind, shape = cast("ast.Tuple", node.slice).elts
+    said = f"{node.value.id.lower()} {cast('ast.Constant', shape).value}"
+    return f'Annotated[{ast.unparse(kind)}, "{said}"]'
 
 
 def body_of(node: ast.If) -> list[ast.stmt]:

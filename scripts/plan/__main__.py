@@ -1,11 +1,11 @@
 """Plans a run before it costs anything: will it fit, how long does it take, what does it cost?
 
-    python -m scripts.plan model=ssd_mlp_xl data=synthetic batch_size=256 hardware=h100
-    price_per_hour=2.5
-    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic    on N GPUs: where each way stops
-    paying
-    python -m scripts.plan tune model=ssd_mlp_s data=synthetic      measures the fastest runtime
-    keys here
+    python -m scripts.plan model=ssd_mlp_xl data=synthetic batch_size=256 hardware=h100 \\
+        mfu=0.4 price_per_hour=2.5
+    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic mfu=0.4
+                                        on N GPUs: where each way stops paying
+    python -m scripts.plan tune model=ssd_mlp_s data=synthetic
+                                        measures the fastest runtime keys here
 
 Any word that is none of a command's keys is an override of the training configuration. `--json`
 prints one object.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 
 from common.errors import UserError
-from scripts.bench.settings import own_and_others
+from scripts.words import own_and_others
 from training.config.compose import one_sentence
 
 
@@ -36,8 +36,8 @@ def main(words: list[str]) -> None:
 
         print(tune(*own_and_others(TuneConfig, words[1:], text or "")))
     elif "=" in words[0]:
-        from scripts.plan.run import PlanConfig, report
-        from scripts.plan.run import __doc__ as text
+        from scripts.plan.report import PlanConfig, report
+        from scripts.plan.report import __doc__ as text
 
         print(report(*own_and_others(PlanConfig, words, text or "")))
     else:

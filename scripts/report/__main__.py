@@ -1,11 +1,11 @@
-"""Makes a report of a run: one HTML page that opens anywhere without a network, and a model card in
-Markdown.
+"""Makes a report of a run: an HTML page that needs no network, and a model card in Markdown.
 
     python -m scripts.report run_dir=runs/mine
     python -m scripts.report run_dir=runs/mine other=runs/theirs out=mine_and_theirs.html
 
 Writes <run_dir>/report.html and <run_dir>/model_card.md, or <out>.html and <out>.md. `other` puts a
-second run beside the first. Needs matplotlib: pip install 'fastlatent[report]'.
+second run beside the first, and says what differs between them: configuration, ledger, versions,
+speed, loss. Needs matplotlib: pip install 'fastlatent[report]'.
 """
 
 from __future__ import annotations
@@ -30,33 +30,30 @@ class ReportConfig:
 
 
 def report(cfg: ReportConfig) -> tuple[Path, Path]:
-    """Writes page and card, and returns their paths; ValueError for a folder that is no run
-    folder."""
+    """Writes page and card, and returns their paths; ValueError for a folder of no run."""
     if cfg.run_dir is None:
         raise UserError("run_dir is not set; say which run: run_dir=runs/<name>.")
-    for key, path in (("run_dir", cfg.run_dir), ("other", cfg.other)):
+    given = {"run_dir": cfg.run_dir, "other": cfg.other}
+    for key, path in given.items():
         refuse_missing(key, path, "name the run_dir of a run", "config.yaml")
     if find_spec("matplotlib") is None:
         raise UserError(
             "the report draws with matplotlib, which is missing: pip install 'fastlatent[report]'."
         )
     from common.files import write_atomically
-    from scripts.report.card import card
     from scripts.report.history import History
-    from scripts.report.page import page
+    from scripts.report.pages import card, page
 
-    runs = [
-        History(path, key) for key, path in (("run_dir", cfg.run_dir), ("other", cfg.other)) if path
-    ]
+    runs = [History(path, key) for key, path in given.items() if path]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.folder)
-    html = (
-        Path(f"{cfg.out.removesuffix('.html')}.html").expanduser()
-        if cfg.out
-        else runs[0].folder / "report.html"
-    )
-    markdown = html.with_suffix(".md") if cfg.out else html.with_name("model_card.md")
+    if cfg.out:
+        html = Path(f"{cfg.out.removesuffix('.html')}.html").expanduser()
+        markdown = html.with_suffix(".md")
+    else:
+        html = runs[0].folder / "report.html"
+        markdown = runs[0].folder / "model_card.md"
     texts = {html: page(runs), markdown: card(runs[0])}
     try:
         html.parent.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,12 @@ from training.checkpoint.find import complete, description, read_newest
 from training.checkpoint.parts import flat
 from training.config.yaml_text import read_config
 from training.goodput import told
-from training.metrics_file import read_metrics
+from training.metrics import read_metrics
 from training.weights.pretrained import read_tensors
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")
 HEADS = ("run", "file", "weights", "features", *FIGURES)
+UNFINISHED = "no: there is no summary.json, and figures are the last logged ones"
 
 
 class Weights(NamedTuple):
@@ -36,7 +37,18 @@ class Evaluation(NamedTuple):
     run: History
     file: str
     features: dict[str, dict[str, Any]]
+    """Figures by feature space."""
     protocol: dict[str, Any]
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        """A row under HEADS for each feature space."""
+        kind = self.protocol["weights.kind"]
+        head = [self.run.name, self.file, f"{kind} step {text(self.protocol['weights.step'])}"]
+        return [
+            [*head, space, *(found.get(key, "") for key in FIGURES)]
+            for space, found in self.features.items()
+        ]
 
 
 class History:
@@ -53,29 +65,30 @@ class History:
             )
         self.name = folder.resolve().name
         self.config = dict(flat(read_config(folder / "config.yaml")))
-        self.environment = dict(flat(read(folder / "environment.json")))
-        self.ledger = ledger_in(folder / "ledger.json")
-        # of the distances measured during training
-        self.protocol = dict(flat(read(folder / "fd_protocol.json")))
+        self.environment = dict(flat(self.read("environment.json")))
+        self.protocol = dict(flat(self.read("fd_protocol.json")))
+        """What the distances measured during training depend on."""
+        self.ledger = self.read_ledger()
         self.state, self.weights = read_newest(path, self.read_checkpoint)
-        self.summary = read(folder / "summary.json")
-        self.time = read(folder / "time.json").get("seconds")
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
-        self.grids = sorted(
-            (int(f.stem.removeprefix("step-")), f) for f in (folder / "samples").glob("step-*.png")
-        )
-        files = {file.name: read(file) for file in sorted((folder / "evaluation").glob("*.json"))}
-        self.evaluations = [
-            Evaluation(self, k, *parts) for k, v in files.items() if (parts := evaluated(v))
-        ]
+        steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
+        self.grids = sorted(steps.items())
+
+        # a summary counts unless the run went on after it
+        self.summary = self.read("summary.json")
+        last = self.lines[-1]["step"] if self.lines else 0
+        outrun = bool(self.summary) and last > (self.summary.get("steps") or 0)
+        latest = {key: y for line in self.lines for key, y in line.items()}
+        if outrun:
+            self.summary = {}
+        self.figures = {k: y for k, y in (self.summary or latest).items() if is_figure(y)}
+        """The figures of the summary; an unfinished run has the last that were logged."""
+
+        files = sorted(folder.glob("evaluation/*.json"))
+        found = [self.evaluation(file) for file in files]
+        self.evaluations = [evaluation for evaluation in found if evaluation]
         strange = len(files) - len(self.evaluations)
         wrong = sum(math.isnan(y) for _, y in self.series("loss"))
-        outrun = (
-            self.summary
-            and self.lines
-            and self.lines[-1]["step"] > (self.summary.get("steps") or 0)
-        )
-        self.summary = {} if outrun else self.summary
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
             "There is no logged step (metrics.jsonl), so nothing is drawn.": not self.lines,
@@ -86,8 +99,21 @@ class History:
         }
         self.problems = [sentence for sentence, true in problems.items() if true]
 
+    def read(self, name: str) -> dict[str, Any]:
+        """Reads a JSON object of the folder; empty where there is none."""
+        file = self.folder / name
+        return read_object(file) if file.is_file() else {}
+
+    def read_ledger(self) -> list[LedgerRow]:
+        rows = self.read("ledger.json")
+        try:
+            return [LedgerRow(name, **row) for name, row in rows.items()]
+        except TypeError as error:
+            file = self.folder / "ledger.json"
+            raise UserError(f"{file} holds no ledger; restore it or delete it.") from error
+
     def read_checkpoint(self) -> tuple[dict[str, Any], Weights | None]:
-        """The newest checkpoint's state, and its averages; empty and None where there is none."""
+        """Reads the newest checkpoint's state and averages; empty and None where there is none."""
         found = complete(self.folder / "checkpoints")
         if not found:
             return {}, None
@@ -95,8 +121,21 @@ class History:
         parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
         return dict(flat(description(found[-1]))), Weights(parameters, file_sha256(file))
 
+    def evaluation(self, file: Path) -> Evaluation | None:
+        """Reads a file of `scripts.evaluate`; None for another file."""
+        content = read_object(file)
+        features = content.get("features")
+        protocol = content.get("protocol")
+        if not isinstance(features, dict) or not isinstance(protocol, dict):
+            return None
+        settings = dict(flat(protocol))
+        known = {"weights.kind", "weights.step"} <= settings.keys()
+        if not known or not all(isinstance(row, dict) for row in features.values()):
+            return None
+        return Evaluation(self, file.name, features, settings)
+
     def series(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
-        """(x, y) of the lines that have both; y is NaN where it is no finite number."""
+        """Returns (x, y) of the lines that have both; y is NaN where it is no finite number."""
         pairs = [
             (line[over], line[key])
             for line in self.lines
@@ -104,132 +143,131 @@ class History:
         ]
         return [(x, math.nan if y is None or math.isinf(y) else y) for x, y in pairs]
 
+    @property
     def distances(self) -> list[str]:
         """Keys of the distances measured during training: fd_<features> and kd_<features>."""
-        return list(
-            dict.fromkeys(
-                key for line in self.lines for key in line if key.startswith(("fd_", "kd_"))
-            )
-        )
+        keys = (key for line in self.lines for key in line if key.startswith(("fd_", "kd_")))
+        return list(dict.fromkeys(keys))
+
+    def last_distances(self) -> list[tuple[str, int, float]]:
+        """Returns the last finite value of each such key, and the samples at which it was."""
+        points = {k: [p for p in self.series(k) if math.isfinite(p[1])] for k in self.distances}
+        return [(key, int(found[-1][0]), found[-1][1]) for key, found in points.items() if found]
+
+    @property
+    def counts_copies(self) -> bool:
+        """Whether an evaluation says how many images the model repeats."""
+        return any("copied" in row for e in self.evaluations for row in e.features.values())
 
     def numbers(self) -> dict[str, Any]:
-        """The summary's figures; of an unfinished run the last that were logged."""
-        latest = {key: y for line in self.lines for key, y in line.items()}
-        found = {key: y for key, y in (self.summary or latest).items() if is_figure(y)}
-        peak = found.get("memory_reserved_peak")
-        return found | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
+        """Returns the figures as they are shown."""
+        peak = self.figures.get("memory_reserved_peak")
+        return self.figures | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Returns what the environment says below a key, such as versions."""
+        return {
+            key.removeprefix(f"{name}."): value
+            for key, value in self.environment.items()
+            if key.startswith(f"{name}.")
+        }
+
+    def compared(self) -> dict[str, dict[str, Any]]:
+        """Returns what a difference between two runs may come from."""
+        return {
+            "configuration": self.config,
+            "ledger": {r.key: f"{text(r.requested)} → {text(r.active)}" for r in self.ledger},
+            "version": self.part("versions") | self.part("git"),
+        }
 
     def facts(self) -> dict[str, Any]:
-        """What ran where, with which versions."""
-        versions = {
-            k.removeprefix("versions."): v
-            for k, v in self.environment.items()
-            if k.startswith("versions.")
-        }
-        commit = self.environment.get("git.commit")
-        argv = self.environment.get("argv")
-        changed = (
-            " with uncommitted changes" if self.environment.get("git.uncommitted_changes") else ""
-        )
-        written = max(
-            f.stat().st_mtime for f in (self.folder / "config.yaml", *self.folder.glob("*.json*"))
-        )
+        """Returns what ran where, with which versions."""
+        environment = self.environment
+        commit = environment.get("git.commit")
+        changed = " with uncommitted changes" if environment.get("git.uncommitted_changes") else ""
+        argv = environment.get("argv")
+        files = (self.folder / "config.yaml", *self.folder.glob("*.json*"))
+        written = max(file.stat().st_mtime for file in files)
         found = {
-            **{key: self.environment.get(f"choices.{key}") for key in ("model", "data", "runtime")},
+            **{key: environment.get(f"choices.{key}") for key in ("model", "data", "runtime")},
             "data fingerprint": self.state.get("spec.fingerprint"),
             "batch (global)": self.config.get("batch_size"),
             "precision": next((row.active for row in self.ledger if row.key == "precision"), None),
-            "hardware": self.environment.get("hardware"),
+            "hardware": environment.get("hardware"),
             "processes": self.state.get("world_size"),
-            "versions": ", ".join(f"{name} {version}" for name, version in versions.items())
-            or None,
+            "versions": ", ".join(
+                f"{name} {value}" for name, value in self.part("versions").items()
+            ),
             "git commit": f"{commit}{changed}" if commit else None,
             "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
-            "time": told(self.time) or None,
+            "time": told(self.read("time.json").get("seconds")),
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
-            "finished": "yes"
-            if self.summary
-            else "no: there is no summary.json, and figures are the last logged ones",
+            "finished": "yes" if self.summary else UNFINISHED,
         }
-        return {key: value for key, value in found.items() if value is not None}
-
-
-def ledger_in(file: Path) -> list[LedgerRow]:
-    try:
-        return [LedgerRow(name, **row) for name, row in read(file).items()]
-    except TypeError as error:
-        raise UserError(f"{file} holds no ledger; restore it or delete it.") from error
-
-
-def evaluated(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Figures by feature space and the flat protocol, from a file of `scripts.evaluate`; None of
-    another file."""
-    features = content.get("features")
-    protocol = content.get("protocol")
-    if not isinstance(features, dict) or not isinstance(protocol, dict):
-        return None
-    told = dict(flat(protocol))
-    rows = features.values()
-    whole = {"weights.kind", "weights.step"} <= told.keys() and all(
-        isinstance(row, dict) for row in rows
-    )
-    return (features, told) if whole else None
-
-
-def read(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
+        return {key: value for key, value in found.items() if value not in (None, "")}
 
 
 def text(value: Any) -> str:
-    """A value as the report shows it."""
+    """Returns a value as the report shows it."""
     if value is None or isinstance(value, float):
         return "–" if value is None else f"{value:.4g}"
     return f"{value:,}" if type(value) is int else shown(value)
 
 
-def differing(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """(key, its value in each flat mapping…) for the keys in which they differ."""
-    rows = [
-        (key, *(tree.get(key) for tree in trees))
-        for key in dict.fromkeys(key for tree in trees for key in tree)
-    ]
-    return [row for row in rows if any(value != row[1] for value in row[2:])]
+def beside(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Returns (key, its value in each flat mapping…) for all keys."""
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    return [(key, *(tree.get(key) for tree in trees)) for key in keys]
 
 
-def by_protocol(members: Sequence[Any]) -> list[tuple[list[Any], dict[str, Any], str]]:
-    """Groups of evaluations or runs: members, the protocol that they share, and why they stand
-    apart from the first.
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Returns (key, both values) for the keys but run_dir in which two flat mappings differ."""
+    return [row for row in beside(first, second) if row[1] != row[2] and row[0] != "run_dir"]
+
+
+def figures_beside(first: History, second: History) -> list[tuple[Any, ...]]:
+    """Returns (key, both figures, second / first) where the figures of two runs differ."""
+    rows = []
+    for key, *both in differing(first.numbers(), second.numbers()):
+        one = first.figures.get(key)
+        other = second.figures.get(key)
+        rows.append((key, *both, f"×{other / one:.3f}" if one and other else "–"))
+    return rows
+
+
+class Group(NamedTuple):
+    """Evaluations or runs that share a protocol, and so can be compared."""
+
+    members: list[Any]
+    protocol: dict[str, Any]
+    apart: str
+    """Why they stand apart from the first group."""
+
+
+def by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
+    """Groups what was measured by one protocol.
 
     Weights, floors and the folder of the reference may differ. A member without a protocol stands
     alone.
     """
-    groups: list[tuple[list[Any], dict[str, Any], str]] = []
+    groups: list[Group] = []
     for member in members:
         kept = {
-            key: value for key, value in member.protocol.items() if key.split(".")[0] != "weights"
+            key: value
+            for key, value in member.protocol.items()
+            if key.split(".")[0] not in ("weights", "floors") and key != "reference.name"
         }
-        kept = {
-            k: v for k, v in kept.items() if k != "reference.name" and not k.startswith("floors.")
-        }
-        if same := [group for group in groups if kept and group[1] == kept]:
-            same[0][0].append(member)
+        same = [group for group in groups if kept and group.protocol == kept]
+        if same:
+            same[0].members.append(member)
             continue
-        differences = differing(groups[0][1], kept) if groups else []
-        told = ", ".join(
-            f"{key} ({text(first)} or {text(here)})" for key, first, here in differences
-        )
-        apart = (
-            f"Another protocol, not to be compared with the first: {told or 'neither is recorded'}."
-        )
-        groups.append(([member], kept, apart if groups else ""))
+        apart = ""
+        if groups:
+            rows = differing(groups[0].protocol, kept)
+            words = [f"{key} ({text(first)} or {text(here)})" for key, first, here in rows]
+            apart = (
+                "Another protocol, not to be compared with the first: "
+                f"{', '.join(words) or 'neither is recorded'}."
+            )
+        groups.append(Group([member], kept, apart))
     return groups
-
-
-def evaluation_rows(evaluations: Sequence[Evaluation]) -> list[list[Any]]:
-    """A row under HEADS for each feature space of each evaluation."""
-    rows = []
-    for run, file, features, protocol in evaluations:
-        weights = f"{protocol['weights.kind']} step {text(protocol['weights.step'])}"
-        for space, found in features.items():
-            rows.append([run.name, file, weights, space, *(found.get(key, "") for key in FIGURES)])
-    return rows

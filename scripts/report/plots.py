@@ -16,12 +16,11 @@ from matplotlib.ticker import EngFormatter, LogLocator
 from common.text import is_figure
 from scripts.report.history import History, text
 
-Curve = tuple[str, list[tuple[float, float]], str, str]
-SHADES = (
-    ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8"),
-    ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309"),
+RUNS = (
+    ("-", ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")),
+    ("--", ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309")),
 )
-"""Of the first run and of the second, light to dark."""
+"""The line of the first run and of the second, and its shades, light to dark."""
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
     "path.simplify_threshold": 0.5,  # pixels; a curve of 100,000 points takes 65 kB
@@ -35,8 +34,11 @@ STYLE: dict[Any, Any] = {
 
 
 class Plot(NamedTuple):
-    """One plot: a curve for each run and each key of metrics.jsonl that `keys` matches, and a line
-    at `floor`."""
+    """One plot: a curve for each run and each key of metrics.jsonl that `keys` matches.
+
+    `scale` multiplies the values. With `log`, a span of more than ten is logarithmic; other axes
+    start at 0.
+    """
 
     title: str
     unit: str
@@ -45,6 +47,21 @@ class Plot(NamedTuple):
     log: bool = False
     over: str = "samples"
     floor: float | None = None
+    """Where a line is drawn."""
+
+
+class Curve(NamedTuple):
+    """The points of one key of one run, of which one is finite, and how they look."""
+
+    label: str
+    points: list[tuple[float, float]]
+    line: str
+    color: str
+
+    @property
+    def values(self) -> list[float]:
+        """The finite values."""
+        return [y for _, y in self.points if math.isfinite(y)]
 
 
 TRAINING = (
@@ -60,9 +77,9 @@ TRAINING = (
 
 
 def distance_plots(runs: Sequence[History]) -> list[Plot]:
-    """Each distance over samples and over seconds, with the floor that the protocol tells."""
+    """Plots each distance over samples and over seconds, with the floor that the protocol tells."""
     plots = []
-    for key in dict.fromkeys(key for run in runs for key in run.distances()):
+    for key in dict.fromkeys(key for run in runs for key in run.distances):
         kind, space = key.split("_", 1)
         title = f"{'Fréchet' if kind == 'fd' else 'Kernel'} distance, features {space}"
         floor = runs[0].protocol.get(f"floors.{space}.floor_{kind}")
@@ -72,44 +89,38 @@ def distance_plots(runs: Sequence[History]) -> list[Plot]:
     return plots
 
 
+def drawn(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str, str]]:
+    """Draws several plots."""
+    return [draw(plot, runs) for plot in plots]
+
+
 def draw(plot: Plot, runs: Sequence[History]) -> tuple[str, str]:
-    """What the plot shows, in words; and the image as a data URI, empty where there is nothing to
-    see."""
+    """Returns what the plot shows, in words, and the image as a data URI.
+
+    The URI is empty where there is nothing to see.
+    """
     curves = curves_of(plot, runs)
-    finite = [[y for _, y in points if math.isfinite(y)] for _, points, *_ in curves]
     title = f"{plot.title} over {plot.over.replace('_', ' ')}"
-    if not any(map(any, finite)):
+    if not any(any(curve.values) for curve in curves):
         return f"{title}: {'0 throughout' if curves else 'not recorded'}.", ""
-    ends = [
-        f"{label} from {text(ys[0])} to {text(ys[-1])}"
-        for (label, *_), ys in zip(curves, finite, strict=True)
-    ]
-    return f"{title}: {'; '.join(ends)}", svg(plot, curves, [y for ys in finite for y in ys])
+    ends = [f"{c.label} from {text(c.values[0])} to {text(c.values[-1])}" for c in curves]
+    return f"{title}: {'; '.join(ends)}", svg(plot, curves)
 
 
 def curves_of(plot: Plot, runs: Sequence[History]) -> list[Curve]:
-    """The curves that have a finite point."""
-    keys = list(
-        dict.fromkeys(
-            k for run in runs for line in run.lines for k in line if re.fullmatch(plot.keys, k)
-        )
-    )
-    curves: list[Curve] = []
-    for run, shades, style in zip(runs, SHADES, ("-", "--"), strict=False):
-        for i, key in enumerate(keys):
+    """Returns the curves that have a finite point."""
+    logged = dict.fromkeys(key for run in runs for line in run.lines for key in line)
+    keys = [key for key in logged if re.fullmatch(plot.keys, key)]
+    curves = []
+    for run, (line, shades) in zip(runs, RUNS, strict=False):
+        for i, key in enumerate(keys, start=1):
             points = [(x, y * plot.scale) for x, y in run.series(key, plot.over)]
-            if any(math.isfinite(y) for _, y in points):
-                names = [run.name] * (len(runs) > 1) + [label_of(key)] * (
-                    len(keys) > 1 or len(runs) == 1
-                )
-                curves.append(
-                    (
-                        ": ".join(names),
-                        points,
-                        shades[max(round((i + 1) * 4 / len(keys)), 1) - 1],
-                        style,
-                    )
-                )
+            names = [run.name] * (len(runs) > 1)
+            names += [label_of(key)] * (len(keys) > 1 or len(runs) == 1)
+            shade = shades[max(round(i * len(shades) / len(keys)), 1) - 1]
+            curve = Curve(": ".join(names), points, line, shade)
+            if curve.values:
+                curves.append(curve)
     return curves
 
 
@@ -118,43 +129,33 @@ def label_of(key: str) -> str:
     return {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, part.replace("_", " "))
 
 
-def svg(plot: Plot, curves: Sequence[Curve], values: Sequence[float]) -> str:
-    """The plot as a data URI. With `log`, a span of more than ten is logarithmic; other axes start
-    at 0."""
-    lowest = min(values)
+def svg(plot: Plot, curves: Sequence[Curve]) -> str:
+    """Draws the plot as a data URI."""
+    values = [y for curve in curves for y in curve.values]
     highest = max(values)
     stream = io.BytesIO()
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.6))
         axes = figure.add_axes((0.13, 0.15, 0.84, 0.75))
-        for label, points, shade, style in curves:
-            marker = "o" if len(points) <= 30 else ""
-            axes.plot(
-                *zip(*points, strict=True),
-                style,
-                label=label,
-                color=shade,
-                marker=marker,
-                markersize=3,
-            )
+        for label, points, line, color in curves:
+            look = {"marker": "o" if len(points) <= 30 else "", "markersize": 3}
+            axes.plot(*zip(*points, strict=True), line, label=label, color=color, **look)
         if plot.floor is not None:
             axes.axhline(plot.floor, color="#5c636b", linestyle=":", label="the reference's floor")
-            lowest = min(lowest, plot.floor)  # a kernel distance can be negative
+            values.append(plot.floor)
+
+        lowest = min(values)  # a kernel distance can be negative
         if plot.log and lowest > 0.0 and highest > 10.0 * lowest:
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(
-                LogLocator(subs=(1.0, 2.0, 5.0) if highest < 1000.0 * lowest else (1.0,))
-            )
+            subs = (1.0, 2.0, 5.0) if highest < 1000.0 * lowest else (1.0,)
+            axes.yaxis.set_major_locator(LogLocator(subs=subs))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()
         elif not plot.log:
             axes.set_ylim(bottom=0.0)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set(
-            xlim=(0.0, None),
-            xlabel=plot.over.replace("train_seconds", "seconds of training"),
-            ylabel=plot.unit,
-        )
+        over = plot.over.replace("train_seconds", "seconds of training")
+        axes.set(xlim=(0.0, None), xlabel=over, ylabel=plot.unit)
         axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold")
         axes.legend(frameon=False, fontsize=8, ncols=1 + (len(curves) > 4))
         figure.savefig(stream, format="svg", metadata={"Date": None})

@@ -34,7 +34,8 @@ from tests.faults.fuzz_sets import good_set
 from tests.helpers import CPU, save_images
 from tests.test_import_latents import COUNT, FORMATS, add, everything
 from training.assemble import assemble
-from training.config.compose import CONF, compose, from_words, known_keys
+from training.config.compose import CONF, compose, from_words
+from training.config.explain import known_keys
 from training.config.precompute import PrecomputeConfig
 from training.config.yaml_text import from_yaml
 from training.distributed.exit import run_app

@@ -21,10 +21,9 @@ import torch
 from accel.ledger import Ledger
 from accel.proof import FILE as KERNELS
 from accel.proof import Question, prove
-from evaluation.in_run import PROTOCOL as PROTOCOL_FILE
-from evaluation.in_run import InRun
+from evaluation.evaluator import PROTOCOL as PROTOCOL_FILE
+from evaluation.evaluator import InRun
 from sampling.load import load_run
-from scripts.bench.compare import comparison
 from scripts.report.__main__ import ReportConfig, report
 from tests.conftest import TINY_RUN
 from tests.faults.fuzz import ODD, Say, as_json, mutate_bytes, mutate_tree
@@ -34,11 +33,11 @@ from tests.test_proof import GOOD
 from tests.test_report import FIGURES, PROTOCOL
 from train import train
 from training.assemble import Training, assemble, describe_run, restore
-from training.checkpoint.find import weights_file
+from training.checkpoint.find import verified, weights_file
 from training.checkpoint.load import load
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
-from training.report import summary_table
+from training.metrics import summary_table
 from training.run import Run
 from training.step import StepOutput
 from training.weights.pretrained import build_autoencoder, load_pretrained, told_by
@@ -85,10 +84,10 @@ def forward(training: Training) -> tuple[torch.nn.Module, Callable[[], Any]]:
 
 
 READERS = {
-    "config.yaml": ["report", "compare", "sampling", "the same command"],
-    "environment.json": ["report", "compare", "more samples"],
+    "config.yaml": ["report", "sampling", "the same command"],
+    "environment.json": ["report", "more samples"],
     "ledger.json": ["report"],
-    "summary.json": ["report", "compare", "the same command", "more samples"],
+    "summary.json": ["report", "the same command", "more samples"],
     "metrics.jsonl": ["report", "more samples"],
     "evaluation/final.json": ["report"],
     PROTOCOL_FILE: ["distances", "report"],
@@ -184,7 +183,7 @@ def checkpoint(rng: Random, folder: Path, say: Say) -> None:
         return
     saved = Checkpoints(folder / "checkpoints")
     if kind == "load":
-        load(folder / place, state, good.described)
+        load(verified(folder / place), state, good.described)
     elif restore(good.composed.cfg, state, saved, good.described) == "starting from scratch":
         raise AssertionError("a checkpoint is passed over without a word")
     good.training.step.schedule(state.samples)
@@ -211,7 +210,6 @@ def run_folder(rng: Random, folder: Path, say: Say) -> None:
     write(run, files)
     readers: dict[str, Callable[[], Any]] = {
         "report": lambda: report(ReportConfig(str(run), rng.choice((None, str(folder / "other"))))),
-        "compare": lambda: comparison(*rng.sample([str(run), str(folder / "other")], 2)),
         "sampling": lambda: load_run(run, device="cpu").sample([1], steps=1),
         "the same command": lambda: go_on(run, good, 16),
         "more samples": lambda: go_on(run, good, 24),
@@ -220,7 +218,7 @@ def run_folder(rng: Random, folder: Path, say: Say) -> None:
     }
     reader = rng.choice(READERS[name])
     say(f"{name}: {words}; {reader}")
-    write(folder / "other", good.files if reader in ("report", "compare") else {})
+    write(folder / "other", good.files if reader == "report" else {})
     with patch("accel.proof.tried", tried), patch.dict("os.environ", XDG_CACHE_HOME=str(folder)):
         readers[reader]()
 
@@ -235,7 +233,7 @@ def go_on(folder: Path, good: Good, total: int) -> None:
         summary_table(run.show_finished())
         return
     run.show_rehearsal()
-    run.keep_metrics_before(2)
+    run.go_on_from(dataclasses.replace(good.training.state, step=2))
     run.append_metrics({"step": 3, "loss": 1.0})
-    summary_table(run.summarise(good.training.state, Ledger(), run.checkpoints()))
+    summary_table(run.summarise(good.training.state, Ledger()))
     run.close()

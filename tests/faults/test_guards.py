@@ -21,11 +21,10 @@ from train import train
 from training import loggers
 from training.checkpoint.find import complete
 from training.checkpoint.parts import flat
-from training.checkpoint.save import Checkpoints
+from training.checkpoint.save import Checkpoints, Save
 from training.config.compose import compose, one_sentence
-from training.spikes import SpikeGuard
 from training.state import TrainState
-from training.step import TrainStep
+from training.step import SpikeGuard, TrainStep
 
 Run = Callable[..., dict]
 LONG = ["total_samples=160", "runtime=eager", "log_every=1", "save_every=5"]
@@ -76,19 +75,19 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     """The sentence counts what is lost since step 5, though that save ends only once somebody waits
     for it."""
     awaited = threading.Event()
-    commit = Checkpoints.commit
+    commit = Save.commit
     wait = Checkpoints.wait
 
-    def commit_when_awaited(self: Checkpoints, step: int, files: dict) -> None:
+    def commit_when_awaited(self: Save, files: dict) -> None:
         awaited.wait(HANG)
-        commit(self, step, files)
+        commit(self, files)
 
     def tell_and_wait(self: Checkpoints) -> None:
         if self.thread is not None:
             awaited.set()
         wait(self)
 
-    monkeypatch.setattr(Checkpoints, "commit", commit_when_awaited)
+    monkeypatch.setattr(Save, "commit", commit_when_awaited)
     monkeypatch.setattr(Checkpoints, "wait", tell_and_wait)
     nan_at(monkeypatch, 7, 99)
     sentence = (

@@ -18,7 +18,7 @@ from common.progress import Progress, counted
 from scripts.report.history import History
 from tests.faults.conftest import Start, outcome, said
 from training.checkpoint.find import complete
-from training.metrics_file import append_metrics, read_metrics
+from training.metrics import MetricsFile, read_metrics
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a line without its end": lambda text: text[:-9],
@@ -71,8 +71,9 @@ def test_a_log_that_is_a_folder_stops_no_run(run: Callable[..., dict], tmp_path:
 )
 def test_every_line_is_strict_json(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
-    append_metrics(file, {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
-    append_metrics(file, {"step": 2, "loss": 1.5})
+    metrics = MetricsFile(file)
+    metrics.append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
+    metrics.append({"step": 2, "loss": 1.5})
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
         {"step": 1, "loss": None, "grad_norm": None, "mfu": None, "not_finite": 2},
         {"step": 2, "loss": 1.5},

@@ -26,9 +26,11 @@ from train import train
 from training.checkpoint import save
 from training.checkpoint.find import WHOLE, belonging, complete, damage, read_back
 from training.checkpoint.load import newest_verified
-from training.checkpoint.save import Checkpoints
+from training.checkpoint.parts import Staged
+from training.checkpoint.save import Checkpoints, Save
 from training.checkpoint.tensor_file import DTYPES, write_tensors
 from training.config.compose import compose
+from training.distributed.ranks import Ranks
 
 FILES = [
     "model.safetensors",
@@ -220,7 +222,7 @@ def test_a_read_only_folder(small_disk: Path):
     ):
         started(folder)
     with pytest.raises(OSError, match="Read-only file system"):
-        Checkpoints(folder / "checkpoints").prepare(1, 0)
+        Save(folder / "checkpoints" / "step-1", Staged({}, {}, {}, {}), {}, 0, Ranks()).prepare()
     assert damage(folder / "kept" / "step-2") is None
 
 
@@ -232,7 +234,7 @@ def test_two_runs_in_one_folder(whole: Callable[..., Path], tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(whole(), folder)
     hold = (
-        "import sys; from pathlib import Path; from training.process.lock import held; h = "
+        "import sys; from pathlib import Path; from common.lock import held; h = "
         "held(Path(sys.argv[1]), '');"
     )
     command = [sys.executable, "-c", hold + "print('held', flush=True); input()", str(folder)]
@@ -427,16 +429,16 @@ def test_a_save_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     capsys,
 ):
-    write = Checkpoints.write_files
+    write = Save.write_files
     failures = [2]
 
-    def full(self: Checkpoints, folder: Path, *arguments):
-        if folder.name == "step-4.tmp" and failures[0]:
+    def full(self: Save, *arguments):
+        if self.folder.name == "step-4" and failures[0]:
             failures[0] -= 1
             raise OSError(errno.ENOSPC, "No space left on device", "ema.safetensors")
-        return write(self, folder, *arguments)
+        return write(self, *arguments)
 
-    monkeypatch.setattr(Checkpoints, "write_files", full)
+    monkeypatch.setattr(Save, "write_files", full)
     started(tmp_path / "run", f"async_checkpoints={background}")
     told = capsys.readouterr().out
     assert (
@@ -518,14 +520,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     meanwhile."""
     go_on = threading.Event()
     ended = []
-    write = Checkpoints.write_files
+    write = Save.write_files
 
-    def slowly(self: Checkpoints, *arguments):
+    def slowly(self: Save, *arguments):
         go_on.wait(HANG)
         ended.append(threading.current_thread().name)
         return write(self, *arguments)
 
-    monkeypatch.setattr(Checkpoints, "write_files", slowly)
+    monkeypatch.setattr(Save, "write_files", slowly)
     save = Checkpoints.save
 
     def seen(self: Checkpoints, state, *arguments):
@@ -557,13 +559,13 @@ def test_a_disk_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mon
     is there."""
     over = threading.Event()
 
-    def hang(self: Checkpoints, *_: object) -> None:
+    def hang(*_: object) -> None:
         over.wait(60)
 
     def asked(*_: object, **__: object) -> None:
         raise AssertionError("the disk was asked")
 
-    monkeypatch.setattr(Checkpoints, "write_files", hang)
+    monkeypatch.setattr(Save, "write_files", hang)
     monkeypatch.setattr("training.checkpoint.save.goes_on", asked)
     words = [
         "runtime.parallel.timeout_minutes=0.02",
@@ -586,7 +588,7 @@ def test_a_save_that_failed_is_heard_of_at_the_next_step(
     def full(*_: object):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr(Checkpoints, "write_files", full)
+    monkeypatch.setattr(Save, "write_files", full)
     with pytest.raises(
         ValueError, match=r"step-50 cannot be saved \(No space left on device: model.safetensors\)"
     ):

@@ -33,22 +33,17 @@ from tests.faults.fuzz import DEEP, as_json, tried
 from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
 from tests.test_house import PACKAGES
 from train import train
-from training.checkpoint.find import complete, weights_file
-from training.checkpoint.load import load
+from training.checkpoint.find import complete, verified, weights_file
+from training.checkpoint.tensor_file import KEY
 from training.config import secrets
 from training.config.build import build
-from training.config.compose import CONF, compose, known_keys, one_sentence
-from training.config.schema import NCCL
+from training.config.compose import CONF, compose, one_sentence
+from training.config.contradictions import check_nccl
+from training.config.explain import known_keys
 from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
 from training.config.words import not_read
 from training.run import default_folder
-from training.weights.pretrained import (
-    KEY,
-    build_autoencoder,
-    build_model,
-    load_pretrained,
-    weights_for,
-)
+from training.weights.pretrained import build_autoencoder, build_model, load_pretrained, weights_for
 
 
 class Evil:
@@ -294,7 +289,7 @@ def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
         (checkpoint / file.name).write_bytes(file.read_bytes())
     (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(Evil(made)))
     with pytest.raises(ValueError, match=r"rank-0-of-1\.safetensors does not match"):
-        load(checkpoint, None, {})  # pyright: ignore[reportArgumentType]
+        verified(checkpoint)
     assert not made.exists()
 
 
@@ -311,7 +306,7 @@ def test_a_manifest_stays_in_its_folder(tmp_path: Path):
     with pytest.raises(
         ValueError, match=r"no usable checkpoint: its manifest lacks or adds \.\./secret"
     ):
-        load(checkpoint, None, {})  # pyright: ignore[reportArgumentType]
+        verified(checkpoint)
 
 
 @pytest.mark.fault(
@@ -626,10 +621,9 @@ def test_nccl_loads_no_code_and_writes_no_file(name: str):
         ValueError, match=rf"runtime\.parallel\.nccl\.NCCL_{name} is none of .* NCCL_{name}=<value>"
     ):
         compose([f"+runtime.parallel.nccl.NCCL_{name}=/tmp/x"])
-    assert not any(
-        NCCL.fullmatch(f"NCCL_{name}")
-        for name in ("", "X", "DEBUG_FILE", "IB_PLUGIN", "NET_PLUGIN")
-    )
+    for unknown in ("NCCL_", "NCCL_X", "DEBUG", "NCCL_IB_PLUGIN"):
+        with pytest.raises(ValueError, match=f"{unknown} is none of"):
+            check_nccl([unknown])
     compose(
         [
             f"+runtime.parallel.nccl.{name}=1"

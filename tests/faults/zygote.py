@@ -38,7 +38,7 @@ IMPORTED_ONCE = [
         "torch.profiler",
         "functorch.compile",
     ),
-    *("sklearn.datasets", "networkx", "evaluation.in_run", "models.mixers.bidirectional_ssd"),
+    *("sklearn.datasets", "networkx", "evaluation.evaluator", "models.mixers.bidirectional_ssd"),
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -46,13 +45,12 @@ def damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | No
     """
     try:
         files = retried(lambda: read_object(folder / "manifest.json"))["files"]
-        if strange := files.keys() ^ belonging(files):
+        strange = files.keys() ^ belonging(files)
+        if strange:
             return f"its manifest lacks or adds {', '.join(sorted(strange)[:3])}"
         for name, expected in files.items():
-            if retried(partial(read_back, folder / name, advance)) != (
-                expected["bytes"],
-                expected["sha256"],
-            ):
+            found = retried(partial(read_back, folder / name, advance))
+            if found != (expected["bytes"], expected["sha256"]):
                 return f"{name} does not match its sha256"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
@@ -64,15 +62,10 @@ def damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | No
 
 
 def belonging(files: Collection[str]) -> set[str]:
-    """The files of a checkpoint, as many parts among them as the first name of a part in `files`
-    says."""
-    found = (re.fullmatch(r"rank-0-of-([1-9]\d{0,4})\.safetensors", name) for name in files)
-    world_size = next((int(match[1]) for match in found if match), 1)
-    return {
-        *WHOLE,
-        "state.json",
-        *(PART.format(rank=rank, world_size=world_size) for rank in range(world_size)),
-    }
+    """The files of a checkpoint that has as many parts as `files` names."""
+    world_size = max(1, sum(name.startswith("rank-") for name in files))
+    parts = {PART.format(rank=rank, world_size=world_size) for rank in range(world_size)}
+    return parts | {*WHOLE, "state.json"}
 
 
 def retried(read: Callable[[], Result]) -> Result:
@@ -101,21 +94,22 @@ def read_back(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
 
 
 def goes_on(folder: Path, samples: int) -> str:
-    """For messages after a failure: from where the same command goes on, and what of `samples` is
-    lost."""
-    if not (found := complete(folder)):
+    """Says, after a failure, from where the same command goes on, and what of `samples` is lost."""
+    found = complete(folder)
+    if not found:
         return f"nothing was saved yet, so {samples} samples are lost"
+    told = f"the same command goes on from {found[-1].name}"
     try:
         lost = samples - description(found[-1])["counters"]["samples"]
-        told = f"; {lost} samples after it are lost" if lost else ""
     except (OSError, ValueError, KeyError, TypeError):  # of a damaged one
-        told = ""
-    return f"the same command goes on from {found[-1].name}{told}"
+        return told
+    return f"{told}; {lost} samples after it are lost" if lost else told
 
 
 def verified(folder: Path) -> Path:
     """The checkpoint itself; ValueError if it is damaged."""
-    if problem := damage(folder):
+    problem = damage(folder)
+    if problem:
         raise UserError(
             f"{folder} is no usable checkpoint: {problem}. Choose another step of the same run."
         )
@@ -131,30 +125,23 @@ def checkpoints_of(path: str) -> list[Path]:
     """The checkpoints that a user means by a path, oldest first: the one that it is, or those of a
     run."""
     given = Path(path).expanduser()
-    return (
-        complete(given / "checkpoints")
-        or complete(given)
-        or ([given] if (given / "state.json").is_file() else [])
-    )
-
-
-def newest(path: str) -> Path:
-    """The checkpoint that `resume=path` means: itself, or the newest one of a run; ValueError if
-    there is none."""
-    if not (found := checkpoints_of(path)):
-        raise UserError(
-            f"resume={path} is or has no usable checkpoint; name a run folder, or a checkpoint in "
-            "it."
-        )
-    return found[-1].resolve()
+    if (given / "state.json").is_file():
+        return [given]
+    return complete(given / "checkpoints") or complete(given)
 
 
 def branch_of(resume: str, own: Path) -> Path | None:
-    """The checkpoint that `resume` names, None for `auto` and `never`; ValueError for an older one
-    of `own` folder."""
+    """The checkpoint that `resume` names: itself, or the newest one of a run. None for `auto` and
+    `never`; ValueError if there is none, or if it is an older one of `own` folder."""
     if resume in ("auto", "never"):
         return None
-    branch = newest(resume)
+    named = checkpoints_of(resume)
+    if not named:
+        raise UserError(
+            f"resume={resume} is or has no usable checkpoint; name a run folder, or a checkpoint "
+            "in it."
+        )
+    branch = named[-1].resolve()
     found = complete(own)
     if found and branch.parent == own.resolve() and branch != found[-1].resolve():
         raise UserError(
@@ -188,12 +175,11 @@ def weights_file(path: str, key: str) -> Path:
     """
     given = Path(path).expanduser()
     if given.suffix == ".safetensors" and given.is_file():
-        return (
-            verified(given.parent) / given.name
-            if (given.parent / "manifest.json").is_file()
-            else given
-        )
-    if not (found := checkpoints_of(path)):
+        if (given.parent / "manifest.json").is_file():
+            verified(given.parent)
+        return given
+    found = checkpoints_of(path)
+    if not found:
         raise UserError(
             f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one."
         )

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from common.errors import UserError
 from common.files import rename
 from common.text import first_line
-from training.checkpoint.find import complete, damage, description, verified
+from training.checkpoint.find import complete, damage, description
 from training.checkpoint.parts import assembled, flat
 from training.checkpoint.save import Savable
 from training.config.schema import RuntimeConfig
@@ -48,62 +48,44 @@ HASH = 64
 follow."""
 
 
-def load_latest(
-    folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE
-) -> tuple[Path, str] | None:
-    """Loads the newest checkpoint that verifies; returns it and the settings changed since, None
-    without any.
+def newest_verified(folder: Path) -> Path | None:
+    """The newest checkpoint that verifies, None where there is no checkpoint.
 
     One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is
     tried. ValueError if there were some and none verifies: starting over is for the user to decide.
+    Clears half-done saves and removals away: the caller holds the lock.
     """
-    found = ranks.agreed(lambda: newest_verified(folder))
-    return None if found is None else (found, load_verified(found, state, run, ranks))
-
-
-def newest_verified(folder: Path) -> Path | None:
-    """The newest checkpoint that verifies. Clears half-done saves and removals away: the caller
-    holds the lock."""
     for half in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
         shutil.rmtree(half, ignore_errors=True)
-    found = complete(folder)
-    for one in reversed(found):
-        if not (problem := damage(one)):
-            return one
-        quarantine = one.with_name(one.name + ".corrupt")
+
+    for found in reversed(complete(folder)):
+        problem = damage(found)
+        if not problem:
+            return found
+        quarantine = found.with_name(found.name + ".corrupt")
         try:
             shutil.rmtree(quarantine, ignore_errors=True)
-            rename(one, quarantine)
+            rename(found, quarantine)
         except OSError as error:
             raise UserError(
-                f"{one}: {problem}, and it cannot be set aside ({error.strerror})."
+                f"{found}: {problem}, and it cannot be set aside ({error.strerror})."
             ) from error
         warnings.warn(
-            f"{one}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3
+            f"{found}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3
         )
-    if found or any(folder.glob("step-*.corrupt")):
+
+    if any(folder.glob("step-*.corrupt")):
         raise UserError(f"{folder} holds no checkpoint that verifies; start over in a new run_dir.")
     return None
 
 
 def load(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads a checkpoint, returns the settings changed since; ValueError if it is damaged or
-    belongs to another run."""
-    return load_verified(verified(folder), state, run, ranks)
-
-
-def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks) -> str:
+    """Loads a checkpoint that was verified, and returns the settings changed since; ValueError if
+    it belongs to another run, or to no version of ours."""
     try:
         described = {"adapter": {}} | description(folder)  # earlier versions had none
-        now = json.loads(json.dumps({name: run[name] for name in MUST_MATCH}))
-        others = {
-            name: difference(described[name], now[name])
-            for name in MUST_MATCH
-            if described[name] != now[name]
-        }
-        if "data" in others and same_set(described, run):
-            del others["data"]
-        content = {} if others else assembled(folder, described, state.kept, ranks)
+        other = other_than(described, run)
+        content = {} if other else assembled(folder, described, state.kept, ranks)
         # What an earlier version did not know was as it is by default.
         settings = described["settings"]
         if "runtime" in settings:
@@ -116,25 +98,12 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
             f"{folder} is no checkpoint of this version of ours ({first_line(error)}); use "
             "another step."
         ) from error
-    if others:
-        name, told = next(iter(others.items()))
-        then, here = (str(data.get("fingerprint")) for data in (described["data"], now["data"]))
-        if (
-            name == "data"
-            and then != here
-            and then[:HASH] == here[:HASH]
-            and re.fullmatch("[0-9a-f]+", then[:HASH])
-        ):
-            told += (
-                ". The latents are the same: their order, normalisation or storage was "
-                f"{then[HASH + 1 :]} and is {here[HASH + 1 :]}, as data=, data.window, "
-                "data.normalisation and data.storage choose it"
-            )
-        instead = (
-            "" if described["adapter"] else f", or init_from={folder} to start from its weights"
-        )
+
+    if other:
+        instead = f", or init_from={folder} to start from its weights"
         raise UserError(
-            f"{folder} was made with another {name}: {told}. Use a new run_dir{instead}."
+            f"{folder} was made with another {other}. Use a new run_dir"
+            f"{'' if described['adapter'] else instead}."
         )
     try:
         state.load_state_dict(content)
@@ -144,6 +113,32 @@ def load_verified(folder: Path, state: Savable, run: dict[str, Any], ranks: Rank
         told = str(error) if isinstance(error, ValueError) else first_line(error)
         raise UserError(f"{folder} does not fit this run: {told}") from error
     return changed
+
+
+def other_than(described: dict[str, Any], run: dict[str, Any]) -> str | None:
+    """The first part in which a checkpoint is of another run, with the difference."""
+    now = json.loads(json.dumps({name: run[name] for name in MUST_MATCH}))
+    for name in MUST_MATCH:
+        then = described[name]
+        if then == now[name] or (name == "data" and same_set(described, run)):
+            continue
+        told = difference(then, now[name])
+        if name == "data":
+            told += other_order(str(then.get("fingerprint")), str(now[name].get("fingerprint")))
+        return f"{name}: {told}"
+    return None
+
+
+def other_order(then: str, now: str) -> str:
+    """For two fingerprints of the same latents in another order or storage, a sentence on that."""
+    same = then[:HASH] == now[:HASH] and re.fullmatch("[0-9a-f]+", then[:HASH])
+    if then == now or not same:
+        return ""
+    return (
+        ". The latents are the same: their order, normalisation or storage was "
+        f"{then[HASH + 1 :]} and is {now[HASH + 1 :]}, as data=, data.window, "
+        "data.normalisation and data.storage choose it"
+    )
 
 
 def same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:

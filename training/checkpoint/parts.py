@@ -1,9 +1,9 @@
-"""Splits a training state among the processes that write it, and puts it together again from their
-files.
+"""Splits a training state among the processes that write it, and joins it again from their files.
 
-Each piece of the state says how it is kept, see `Kept`; `training/state.py` lists the pieces.
-Tensors go into one file a process, sharded ones as this process's rows. Read together, the rows
-give whole tensors, which fit any number of processes.
+A state has pieces, and a piece has leaves by name. Each piece says how it is kept, see `Kept`;
+`training/state.py` lists the pieces. On the disk a leaf has the path `piece.name`, such as
+`optimizer.12.exp_avg`. Tensors go into one file a process, sharded ones as this process's rows.
+Read together, the rows give whole tensors, which fit any number of processes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class Kept(Enum):
         "tensors in a file of their own, gathered and written by the first process, so that "
         "anything can read them"
     )
-    shared = (
-        "a tree of tensors and numbers, two or three levels deep; sharded, or the same in all "
-        "processes"
-    )
+    shared = "tensors and numbers; sharded, or the same in all processes"
     values = "numbers that are the same in all processes"
     sums = (
         "tensors of each process, and numbers; at another number of processes each loads the "
@@ -47,6 +44,10 @@ class Kept(Enum):
         "tensors of each process; at another number of processes, rank r loads those of rank r "
         "mod the old number"
     )
+
+
+WITH_NUMBERS = (Kept.values, Kept.sums)
+"""Pieces whose numbers have an entry of their own in `state.json`."""
 
 
 class Staged(NamedTuple):
@@ -62,9 +63,7 @@ class Staged(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            t.nbytes for tensors in (*self.whole.values(), self.own) for t in tensors.values()
-        )
+        return sum(t.nbytes for part in (*self.whole.values(), self.own) for t in part.values())
 
 
 class HostCopies:
@@ -95,7 +94,7 @@ class HostCopies:
         return self.memory[name].copy_(tensor, non_blocking=True)
 
     def mark(self) -> None:
-        """To be called after the last `take`."""
+        """Notes where the device's queue stands; to be called after the last `take`."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.device = torch.cuda.current_device()
             self.copied = torch.cuda.Event()
@@ -110,17 +109,19 @@ class HostCopies:
 
 
 def stage(
-    state: Mapping[str, Any], kept: Mapping[str, Kept], first: bool, copies: HostCopies | None
+    state: Mapping[str, Mapping[str, Any]],
+    kept: Mapping[str, Kept],
+    first: bool,
+    copies: HostCopies | None,
 ) -> Staged:
-    """Takes this process's share of a state, pieces by name, to host memory; all processes call it
-    together.
+    """Takes this process's share of a state to host memory; all processes call it together.
 
     Without `copies` tensors of the host are taken as they are: write them before the next step.
     """
 
-    def host(name: str, tensor: Tensor) -> Tensor:
+    def host(path: str, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        return tensor.cpu() if copies is None else copies.take(name, tensor)
+        return tensor.cpu() if copies is None else copies.take(path, tensor)
 
     staged = Staged({}, {}, {}, {"leaves": {}})
     for piece, how in kept.items():
@@ -130,19 +131,21 @@ def stage(
             found = {name: host(f"{piece}.{name}", tensor) for name, tensor in gathered if first}
             staged.whole.update({piece: found} if first else {})
             continue
-        if how in (Kept.values, Kept.sums):
-            staged.values[piece] = {
-                k: v for k, v in state[piece].items() if not isinstance(v, Tensor)
-            }
-        for name, leaf in flat(state[piece], piece):
-            if isinstance(leaf, DTensor):
-                if (start := rows_of(leaf)) is not None:
-                    staged.own[name], staged.rows[name] = host(name, local(leaf)), start
-            elif isinstance(leaf, Tensor):
-                if first or how is not Kept.shared:
-                    staged.own[name] = host(name, leaf)
-            elif how is Kept.shared:
-                staged.values["leaves"][name] = leaf
+
+        numbers: dict[str, Any] = {}
+        for name, leaf in state[piece].items():
+            path = f"{piece}.{name}"
+            if not isinstance(leaf, Tensor):
+                numbers[name if how in WITH_NUMBERS else path] = leaf
+            elif isinstance(leaf, DTensor):
+                start = rows_of(leaf)
+                if start is not None:
+                    staged.rows[path] = start
+                    staged.own[path] = host(path, local(leaf))
+            elif first or how is not Kept.shared:
+                staged.own[path] = host(path, leaf)
+        place = piece if how in WITH_NUMBERS else "leaves"
+        staged.values[place] = staged.values.get(place, {}) | numbers
     if copies is not None:
         copies.mark()
     return staged
@@ -150,53 +153,50 @@ def stage(
 
 def assembled(
     folder: Path, values: Mapping[str, Any], kept: Mapping[str, Kept], ranks: Ranks = SINGLE
-) -> dict[str, Any]:
-    """Reads the files of all processes and returns the state, pieces by name; each tensor is whole.
+) -> dict[str, dict[str, Any]]:
+    """Reads the files of all processes and returns the state, leaves by piece and name; each tensor
+    is whole.
 
     `values` is the checkpoint's `state.json`.
     """
-    found: dict[str, list[tuple[int, Tensor]]] = {}
-    """Tensor -> (first row, rows) in each file that has it."""
-    for rank in range(values["world_size"]):
-        with safe_open(
-            folder / PART.format(rank=rank, world_size=values["world_size"]), "pt"
-        ) as opened:
-            rows = json.loads(opened.metadata()["rows"])
-            for name in opened.keys():  # noqa: SIM118  # no mapping
-                found.setdefault(name, []).append((rows.get(name, 0), opened.get_tensor(name)))
-    with_numbers = (Kept.values, Kept.sums)
-    state: dict[str, Any] = {
-        piece: dict(values[piece]) if how in with_numbers else {} for piece, how in kept.items()
-    }
+    state: dict[str, dict[str, Any]] = {}
     for piece, how in kept.items():
         if how is Kept.whole:
             state[piece] = load_file(folder / f"{piece}.safetensors")
-    for name, leaf in [*values["leaves"].items(), *found.items()]:
-        piece, key, *rest = name.split(".")
-        if kept[piece] in (Kept.each, Kept.sums):
-            key = ".".join([key, *rest])
-            rest = []
-        node = (
-            state[piece].setdefault(int(key) if key.isdecimal() else key, {})
-            if rest
-            else state[piece]
-        )
-        node[rest[0] if rest else key] = joined(leaf, kept[piece], ranks) if name in found else leaf
+        else:
+            state[piece] = dict(values[piece]) if how in WITH_NUMBERS else {}
+
+    for path, leaf in values["leaves"].items():
+        piece, _, name = path.partition(".")
+        state[piece][name] = leaf
+    for path, parts in read_parts(folder, values["world_size"]).items():
+        piece, _, name = path.partition(".")
+        state[piece][name] = joined(parts, kept[piece], ranks)
     return state
 
 
-def joined(found: list[tuple[int, Tensor]], how: Kept, ranks: Ranks) -> Tensor:
+def read_parts(folder: Path, world_size: int) -> dict[str, list[tuple[int, Tensor]]]:
+    """The tensors of all processes by path: (first row, rows) from each file that has it."""
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for rank in range(world_size):
+        file = folder / PART.format(rank=rank, world_size=world_size)
+        with safe_open(file, "pt") as opened:
+            rows = json.loads(opened.metadata()["rows"])
+            for path in opened.keys():  # noqa: SIM118  # no mapping
+                found.setdefault(path, []).append((rows.get(path, 0), opened.get_tensor(path)))
+    return found
+
+
+def joined(parts: list[tuple[int, Tensor]], how: Kept, ranks: Ranks) -> Tensor:
     """One tensor of this process from those of all files."""
-    tensors = [tensor for _, tensor in found]
+    tensors = [tensor for _, tensor in parts]
     if how is Kept.each or (how is Kept.sums and len(tensors) == ranks.world_size):
         return tensors[ranks.rank % len(tensors)]
     if how is Kept.sums:
         return torch.stack(tensors).mean(0)
-    return (
-        tensors[0]
-        if len(tensors) == 1
-        else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
-    )
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
 
 
 def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -207,3 +207,12 @@ def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flat(value, name)
         else:
             yield name, value
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The two levels of a piece whose names are `key.entry`."""
+    tree: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        key, _, entry = name.partition(".")
+        tree.setdefault(key, {})[entry] = leaf
+    return tree

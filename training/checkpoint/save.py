@@ -16,7 +16,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ from training.goodput import CLOCK
 
 FORMAT = 2
 MARGIN = 1.1
-"""Of the size of a checkpoint, what must be free before it is begun."""
+"""Free space that is required before a save, as a multiple of the checkpoint's size."""
 PAUSES = (2.0, 10.0, 50.0)
 """Seconds before a save that failed is tried again."""
 PATIENCE = timedelta(minutes=30)
@@ -54,6 +55,69 @@ class Savable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass
+class Save:
+    """One process's part in writing one checkpoint."""
+
+    folder: Path
+    staged: Staged
+    described: dict[str, Any]
+    """The content of `state.json`."""
+    size: int
+    """Bytes of all processes together."""
+    ranks: Ranks
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.tmp")
+
+    def prepare(self) -> None:
+        """Makes an empty folder to write in; OSError where the disk has too little room."""
+        make_folder(self.folder.parent)
+        free = shutil.disk_usage(self.folder.parent).free
+        needed = MARGIN * self.size
+        if free < needed:
+            raise OSError(f"it needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free")
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir()
+
+    def write_files(self, wrote: Callable[[int], None]) -> dict[str, Any]:
+        """Writes this process's files; returns their sizes and hashes by name."""
+        files: dict[str, Any] = {}
+        for kind, tensors in self.staged.whole.items():
+            file = self.temporary / f"{kind}.safetensors"
+            files[file.name] = write_tensors(file, tensors, header(self.described, kind), wrote)
+
+        name = PART.format(rank=self.ranks.rank, world_size=self.ranks.world_size)
+        rows = {"rows": json.dumps(self.staged.rows)}
+        files[name] = write_tensors(self.temporary / name, self.staged.own, rows, wrote)
+
+        if self.ranks.first:
+            file = self.temporary / "state.json"
+            write_atomically(file, as_json(self.described, indent=1) + "\n")
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        return files
+
+    def commit(self, files: dict[str, Any]) -> None:
+        """Makes the files of all processes a checkpoint."""
+        # Logged lines before this step should not be lost where the step is not.
+        metrics = self.folder.parents[1] / "metrics.jsonl"
+        with contextlib.suppress(OSError), metrics.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+        manifest = as_json({"format": FORMAT, "files": files}, indent=1)
+        write_atomically(self.temporary / "manifest.json", manifest + "\n")
+        if self.folder.exists():  # the attempt before this one got so far, and then failed
+            remove(self.folder)
+        rename(self.temporary, self.folder)
+        try:
+            sync_folder(self.folder.parent)
+        except OSError:
+            rename(self.folder, self.temporary)
+            raise
+
+
+@dataclass
 class Checkpoints:
     """The checkpoints of one run, `folder/step-N` for N = the number of steps done.
 
@@ -63,42 +127,39 @@ class Checkpoints:
     of all.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int = 1,
-        ranks: Ranks = SINGLE,
-        *,
-        keep_every: int = 0,
-        best_by: str = "eval_loss",
-        in_background: bool = False,
-        patience: timedelta = PATIENCE,
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.keep_every = keep_every
-        self.best_by = best_by
-        self.ranks = ranks
-        self.copies = HostCopies() if in_background else None
-        self.together = Together(ranks, patience)
+    folder: Path
+    keep: int = 1
+    ranks: Ranks = SINGLE
+    _: KW_ONLY
+    keep_every: int = 0
+    best_by: str = "eval_loss"
+    in_background: bool = False
+    patience: timedelta = PATIENCE
+
+    def __post_init__(self) -> None:
+        self.copies = HostCopies() if self.in_background else None
+        self.together = Together(self.ranks, self.patience)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self.samples = self.size = 0
-        """Of the newest state that was to be saved: samples seen, and bytes of this process's
-        share."""
-        self.stalled = self.stalled_in_all = self.seconds = 0.0
+        self.samples = 0
+        """Samples that training had seen when it last saved or waited."""
+        self.size = 0
+        """Bytes of this process's share of the save in flight."""
+        self.logged_stall = CLOCK.spent("saving")
+        """Seconds that training had waited for saves at the last call of `figures`."""
+        self.save_seconds = 0.0
+        """Seconds that the last save took."""
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for a save in flight; its failure must not hide what ended the run."""
-        if kind is None:
-            self.finish()
-            return
         try:
             self.finish()
         except Exception as failure:
+            if kind is None:
+                raise
             print(f"warning: {failure}", flush=True)
 
     @CLOCK.spending("saving")
@@ -113,27 +174,23 @@ class Checkpoints:
         ones stay.
         """
         self.finish(state.samples)
-        began = time.perf_counter()
         staged = stage(state.state_dict(), state.kept, self.ranks.first, self.copies)
-        told = {
+        described = {
             "format": FORMAT,
             "step": state.step,
             "scores": dict(scores or {}),
             "world_size": self.ranks.world_size,
         }
-        described = told | staged.values | run
+        described |= staged.values | run
         self.size = staged.nbytes
         size = int(torch.cat(self.ranks.gathered(torch.tensor([self.size]))).sum())
-        self.thread = threading.Thread(
-            target=self.write,
-            args=(state.step, size, staged, described),
-            name=f"checkpoint-{state.step}",
-        )
+        save = Save(self.folder / f"step-{state.step}", staged, described, size, self.ranks)
+        name = f"checkpoint-{state.step}"
+        self.thread = threading.Thread(target=self.write, args=(save,), name=name)
         self.thread.start()
-        self.stalled += time.perf_counter() - began
         if self.copies is None:
             self.finish()
-        return self.folder / f"step-{state.step}"
+        return save.folder
 
     @CLOCK.spending("saving")
     def finish(self, samples: int | None = None) -> None:
@@ -141,33 +198,10 @@ class Checkpoints:
 
         ValueError if it failed, with what is lost of `samples`, which training has seen by now.
         """
-        self.samples = self.samples if samples is None else samples
+        if samples is not None:
+            self.samples = samples
         self.wait()
-        self.raise_failure()
-
-    def wait(self) -> None:
-        """Waits for the save in flight, if any, and shows how far it is; a failure is kept for
-        `finish`."""
-        if self.thread is None:
-            return
-        began = time.perf_counter()
-        unit = f"MiB of {self.thread.name}"
-        done = self.together.done >> 20
-        progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
-        while self.thread.is_alive():
-            self.thread.join(0.5)
-            progress.advance((self.together.done >> 20) - progress.count)
-        progress.close()
-        self.stalled += time.perf_counter() - began
-        self.thread = None
-
-    def failed(self) -> bool:
-        """Whether a save in the background has failed; `save` and `finish` say how."""
-        return self.failure is not None
-
-    def raise_failure(self) -> None:
-        if (failure := self.failure) is None:
-            return
+        failure = self.failure
         self.failure = None
         if isinstance(failure, TimeoutError):  # nothing of a disk that may hang is looked at
             raise UserError(
@@ -177,24 +211,45 @@ class Checkpoints:
             raise UserError(
                 f"{failure}. Free space or mend the folder; {goes_on(self.folder, self.samples)}."
             ) from failure
-        raise failure
+        if failure is not None:
+            raise failure
+
+    def wait(self) -> None:
+        """Waits for the save in flight, if any, and shows how far it is; a failure is kept for
+        `finish`."""
+        if self.thread is None:
+            return
+        unit = f"MiB of {self.thread.name}"
+        done = self.together.done >> 20
+        progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
+        while self.thread.is_alive():
+            self.thread.join(0.5)
+            progress.advance((self.together.done >> 20) - progress.count)
+        progress.close()
+        self.thread = None
+
+    def failed(self) -> bool:
+        """Whether a save in the background has failed; `save` and `finish` say how."""
+        return self.failure is not None
 
     def figures(self) -> dict[str, float]:
         """What saving cost since the last call: seconds that training waited, and how long the last
         save took."""
-        found = {"save_stall_s": self.stalled, "save_s": self.seconds} if self.stalled else {}
-        self.stalled_in_all = self.stalled_in_all + self.stalled
-        self.stalled = 0.0
-        return found
+        waited = CLOCK.spent("saving")
+        stall = waited - self.logged_stall
+        self.logged_stall = waited
+        return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
 
-    def write(self, step: int, size: int, staged: Staged, described: dict[str, Any]) -> None:
-        """All that happens on the disk, in a thread; a failure is kept for `raise_failure`, in all
-        processes."""
+    def write(self, save: Save) -> None:
+        """Writes to the disk until it succeeds, in a thread; all processes keep a failure for
+        `finish`."""
         began = time.perf_counter()
         pauses = list(PAUSES)
         try:
-            while problem := self.attempt(step, size, staged, described):
-                told = f"{self.folder / f'step-{step}'} cannot be saved ({problem})"
+            if self.copies is not None:
+                self.copies.ready()
+            while problem := self.attempt(save):
+                told = f"{save.folder} cannot be saved ({problem})"
                 if isinstance(problem, TimeoutError):
                     raise TimeoutError(told) from problem
                 if not pauses:
@@ -203,105 +258,40 @@ class Checkpoints:
                 time.sleep(pauses.pop(0))
         except BaseException as failure:
             self.failure = failure
-        self.seconds = time.perf_counter() - began
+        self.save_seconds = time.perf_counter() - began
 
-    def attempt(
-        self, step: int, size: int, staged: Staged, described: dict[str, Any]
-    ) -> OSError | None:
-        """Writes the checkpoint once; what went wrong with a disk or a process, the same in all
-        processes."""
+    def attempt(self, save: Save) -> OSError | None:
+        """Writes a checkpoint once; returns what went wrong with a disk or a process, the same in
+        all processes."""
         first = self.ranks.first
         together = self.together
         together.done = 0
         try:
-            together.results(lambda: self.prepare(step, size) if first else None)
-            shares = together.results(
-                lambda: self.write_files(self.temporary(step), staged, described)
-            )
+            together.results(lambda: save.prepare() if first else None)
+            shares = together.results(lambda: save.write_files(together.advance))
             files = {name: of for share in shares for name, of in share.items()}
-            together.results(lambda: self.commit(step, files) if first else None)
+            together.results(lambda: save.commit(files) if first else None)
+            together.results(lambda: self.remove_old(save.folder) if first else None)
         except OSError as problem:
             if first and not isinstance(problem, TimeoutError):  # what hangs there is still at work
-                shutil.rmtree(self.temporary(step), ignore_errors=True)
+                shutil.rmtree(save.temporary, ignore_errors=True)
             return problem
         return None
 
-    def prepare(self, step: int, size: int) -> None:
-        """Room on the disk and an empty folder to write in; OSError otherwise."""
-        make_folder(self.folder)
-        free = shutil.disk_usage(self.folder).free
-        if free < MARGIN * size:
-            raise OSError(
-                f"it needs {MARGIN * size / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free"
-            )
-        shutil.rmtree(self.temporary(step), ignore_errors=True)
-        self.temporary(step).mkdir()
-
-    def temporary(self, step: int) -> Path:
-        return self.folder / f"step-{step}.tmp"
-
-    def write_files(
-        self, folder: Path, staged: Staged, described: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Writes this process's files and returns their sizes and hashes."""
-        if self.copies is not None:
-            self.copies.ready()
-        wrote = self.together.advance
-        files: dict[str, Any] = {}
-        for kind, tensors in staged.whole.items():
-            file = folder / f"{kind}.safetensors"
-            files[file.name] = write_tensors(file, tensors, header(described, kind), wrote)
-        name = PART.format(rank=self.ranks.rank, world_size=self.ranks.world_size)
-        files[name] = write_tensors(
-            folder / name, staged.own, {"rows": json.dumps(staged.rows)}, wrote
-        )
-        if self.ranks.first:
-            file = folder / "state.json"
-            write_atomically(file, as_json(described, indent=1) + "\n")
-            files[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-        return files
-
-    def commit(self, step: int, files: dict[str, Any]) -> None:
-        """Makes the files a checkpoint, and removes those that are not to be kept."""
-        temporary = self.temporary(step)
-        final = self.folder / f"step-{step}"
-        metrics = self.folder.parent / "metrics.jsonl"
-        with contextlib.suppress(OSError), metrics.open("rb") as stream:
-            # lines before this step should not be lost where the step is not
-            os.fsync(stream.fileno())
-        write_atomically(
-            temporary / "manifest.json",
-            as_json({"format": FORMAT, "files": files}, indent=1) + "\n",
-        )
-        if final.exists():  # the attempt before this one got so far, and then failed
-            remove(final)
-        rename(temporary, final)
-        try:
-            sync_folder(self.folder)
-        except OSError:
-            rename(final, temporary)
-            raise
-        self.remove_old(final)
-
     def remove_old(self, newest: Path) -> None:
-        """Nothing goes before the newest one was read back and is as it was meant to be. Trouble is
-        a warning only."""
+        """Removes the checkpoints that are not to be kept, once the newest one was read back from
+        the disk and is as it was meant to be. Trouble is a warning only."""
         try:
             found = complete(self.folder)
-            losses = {
-                folder: score
-                for folder in found
-                if (score := score_of(folder, self.best_by)) is not None
-            }
-            kept = {*found[-self.keep :], *sorted(losses, key=losses.__getitem__)[:1]}
-            kept |= {
-                folder
-                for folder in found
-                if self.keep_every and step_of(folder) % self.keep_every == 0
-            }
-            if not (old := [folder for folder in found if folder not in kept]):
-                return
-            if problem := damage(newest, self.together.advance):
+            scores = {folder: score_of(folder, self.best_by) for folder in found}
+            known = {folder: score for folder, score in scores.items() if score is not None}
+            kept = {*found[-self.keep :], min(known, key=known.__getitem__, default=newest)}
+            if self.keep_every:
+                kept |= {folder for folder in found if step_of(folder) % self.keep_every == 0}
+            old = [folder for folder in found if folder not in kept]
+
+            problem = damage(newest, self.together.advance) if old else None
+            if problem:
                 raise OSError(f"{newest.name} was read back and {problem}")
             for folder in old:
                 remove(folder)

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -26,13 +25,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError
 from common.machine_errors import of_machine
 from common.terminal import advisory_printing
 from common.text import printable
-from training.config import extensions
+from training.config import build
+from training.config.explain import explain
 from training.config.paths import refuse_paths
 from training.config.precompute import PrecomputeConfig
 from training.config.schema import TrainConfig
@@ -41,8 +41,6 @@ from training.config.words import (
     CONF,
     FOREIGN_DRAWING,
     as_given,
-    choices_of,
-    keys_of_choices,
     must_be,
     nearest,
     not_read,
@@ -52,8 +50,6 @@ from training.config.words import (
     spelled,
 )
 from training.config.yaml_text import as_yaml
-
-"""A disk, or a quota, that takes no more."""
 
 
 def unlocked(kind: type) -> DictConfig:
@@ -106,7 +102,7 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     refuse_words(words)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            read = [*map(quoted, words), *extensions.admit(words)]
+            read = [*map(quoted, words), *build.admit(words)]
             full = hydra_compose(config_name, overrides=read, return_hydra_config=True)
         source = OmegaConf.masked_copy(full, [str(key) for key in full if key != "hydra"])
         return settle(source, full.hydra.runtime.choices, words)
@@ -138,12 +134,12 @@ def composed_by_hydra(source: DictConfig) -> Composed:
 def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> Composed:
     """Refuses unknown keys, resolves, types, freezes and checks."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
-    named = extensions.named_by(overrides)
+    named = build.named_by(overrides)
     if unasked := [name for name in source.get("extensions") or [] if name not in named]:
         raise UserError(
             f"extensions={unasked} comes from a file, and only the command itself may say whose "
             f"code it runs; put extensions=[{','.join(unasked)}] on the command line, or set "
-            f"{extensions.ENVIRONMENT}."
+            f"{build.ENVIRONMENT}."
         )
     source["extensions"] = named
     cfg = typed(kind, source, overrides)
@@ -183,14 +179,10 @@ def refuse_strange_numbers(node: Any) -> None:
             raise UserError(
                 f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number."
             )
-        children = (
-            value.items()
-            if isinstance(value, dict)
-            else enumerate(value)
-            if isinstance(value, list)
-            else ()
-        )
-        todo += [(f"{key}.{name}".lstrip("."), child) for name, child in children]
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            todo += [(f"{key}.{name}".lstrip("."), child) for name, child in value.items()]
 
 
 @contextmanager
@@ -233,90 +225,6 @@ def sentence_of(error: Exception) -> str | None:
     return str(error) if isinstance(error, UserError) else None
 
 
-def explain(error: Exception, words: list[str], schema: type) -> str:
-    """Hydra's or OmegaConf's message on the words for a `schema`, as key, value and fix."""
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    text = str(error).strip()
-    detail = str(cause).strip().splitlines()[0]
-    key = re.sub(r"\[.*", "", getattr(cause, "full_key", None) or "")
-    word = as_given(key, words)
-    if override := getattr(cause, "override", None):
-        return not_read(str(override))
-    if found := re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text):
-        remedy = (
-            f"write {found[2]}=[…] for a list, {found[2]}=\"'…'\" for text, a point in a number"
-        )
-        remedy = "choose one" if choices_of(found[2]) else remedy
-        return f"{found[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
-    if found := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
-        group, name = found.groups()
-        more = (
-            "; latents of your own are data=resident data.path=<folder>" if group == "data" else ""
-        )
-        options = [
-            line.strip() for line in text.splitlines() if line.startswith("\t") and "=" not in line
-        ]
-        options = options or choices_of(group)
-        return (
-            f"{group}={name}: there is no such file in conf/{group}; choose one of "
-            f"{', '.join(options)}{more}."
-        )
-    if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
-        return f"{as_given(found[1], words)}: the key is there already; leave out the +."
-    if found := re.match(r"Could not override '([^']+)'", text):
-        return f"{as_given(found[1], words)}: there is no such key; {nearest_of(found[1], schema)}"
-    if found := re.search(r"Key '(\w+)' (?:is )?not in", f"{detail}\n{text}"):
-        where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
-        name = key or found[1]
-        return f"{as_given(name, words)}: there is no such key; {nearest_of(name, schema)}{where}"
-    if found := re.match(r"(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)", text):
-        return f"{found[3]}: {found[2]}; it must be {must_be(schema, found[3])} ({found[1]})."
-    if isinstance(cause, OmegaConfBaseException):
-        wanted = "" if isinstance(cause, InterpolationResolutionError) else must_be(schema, key)
-        if wanted and word != key:
-            return f"{word} must be {wanted}."
-        blamed = word or next((given for given in words if "${" in given), text.splitlines()[0])
-        detail = detail.removeprefix("KeyError raised while resolving interpolation: ").strip('".')
-        return f"{blamed}: {detail}{wanted and f'; it must be {wanted}'}."
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return " ".join(text.split())
-    return (
-        f"{' '.join(words)}: these words cannot be read ({' '.join(text.split())}); `--help` "
-        "lists all keys."
-    )
-
-
-def nearest_of(key: str, schema: type) -> str:
-    """The fix for a key that the configuration lacks."""
-    group, _, inner = key.partition(".")
-    if having := [
-        f"{group}={choice}" for _, choice in keys_of_choices(inner, group) if choices_of(group)
-    ]:
-        return f"{having[0]} has it; add {' or '.join(having[:2])}."
-    if choices_of(key):
-        return (
-            "it is a group of "
-            f"{'train.py' if schema is PrecomputeConfig else 'precompute_latents.py'}."
-        )
-    known = known_keys("precompute_latents" if schema is PrecomputeConfig else "train")
-    return nearest(key, known + [f"{group}.{key}" for group, _ in keys_of_choices(key)])
-
-
-@cache
-def known_keys(config_name: str) -> list[str]:
-    """All keys of the default configuration, dotted."""
-
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for name, value in node.items():
-            yield f"{prefix}{name}"
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        default = OmegaConf.to_container(hydra_compose(config_name), resolve=False)
-    return list(walk(default, ""))
-
-
 Words = TypeVar("Words")
 
 
@@ -347,13 +255,13 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             for word in words
             if word != "encoder=local"
         ]
-    extensions.admit(words)
+    build.admit(words)
     given = OmegaConf.create({})
     for word in words:
         key, _, value = word.partition("=")
         if key in foreign:
             raise UserError(f"{word} is not spelled so here; use {spelled(foreign[key], value)}.")
-        if key != extensions.KEY:
+        if key != build.EXTENSIONS:
             try:
                 given.merge_with_dotlist([word])
             except Exception as error:  # of YAML and OmegaConf; they name no word

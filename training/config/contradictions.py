@@ -1,121 +1,141 @@
-"""Runtime keys that do not go together on any machine, each pair with a sentence. No torch in here.
+"""Runtime keys that do not go together on any machine, with a sentence for each. No torch here.
 
-`runtime` is a RuntimeConfig of training/config/schema.py, which calls these.
+`runtime` is a RuntimeConfig of training/config/schema.py, which calls this. A rule about a key that
+there is not never holds, so a technique goes without a change here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 from common.errors import UserError
 
-WHOLE = ("torch.optim.Adafactor",)
-"""Optimizers that need whole matrices."""
-DECIDE_ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
+ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
+"""Optimizers that decide on the device."""
+SHARDED = ("fsdp", "hsdp")
+MODE = "runtime.parallel.mode={mode}"
+Rule = tuple[Mapping[str, tuple[Any, ...]], str]
+
+TUNING: tuple[Rule, ...] = (
+    (
+        {"tune": (True,), "deterministic": (True,)},
+        "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down "
+        "with `python -m scripts.plan tune` and use runtime=tuned with deterministic=true.",
+    ),
+    (
+        {"tune": (True,), "mode": SHARDED},
+        f"runtime.tune=true does not go with {MODE}: it measures in one process, which holds the "
+        "whole model; use runtime.parallel.mode=ddp, or runtime=production.",
+    ),
+)
+OVERHEAD = (
+    "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
+    "compiled one by one, and cannot be captured; use runtime.compile_scope=model "
+    "accumulation_steps=1 runtime.cuda_graph=false, or runtime.cuda_graph=true "
+    "runtime.compile_mode=default, which works with all of them."
+)
+REDUCES_OVERHEAD = {"compile": (True,), "compile_mode": ("reduce-overhead",)}
+PAIRS: tuple[Rule, ...] = (
+    (REDUCES_OVERHEAD | {"cuda_graph": (True,)}, OVERHEAD),
+    (REDUCES_OVERHEAD | {"accumulates": (True,)}, OVERHEAD),
+    (REDUCES_OVERHEAD | {"compile_scope": ("blocks",)}, OVERHEAD),
+    (
+        {
+            "compile": (True,),
+            "compile_mode": ("max-autotune-no-cudagraphs",),
+            "deterministic": (True,),
+        },
+        "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs "
+        "differ; use runtime.compile_mode=default with deterministic=true.",
+    ),
+    (
+        {"mode": SHARDED, "compile": (True,), "compile_scope": ("model",)},
+        f"runtime.compile_scope=model does not go with {MODE}, which gathers parameters block by "
+        "block; use runtime.compile_scope=blocks.",
+    ),
+    (
+        {"mode": SHARDED, "needs_whole": (True,)},
+        f"optim._target_={{optimizer}} does not go with {MODE}, which cuts the optimizer's state "
+        "as it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
+    ),
+    (
+        {"mode": SHARDED, "weights": ("bf16",)},
+        f"runtime.weights=bf16 does not go with {MODE}, which shards parameters of one dtype only; "
+        "use runtime.parallel.mode=ddp, or runtime.weights=fp32.",
+    ),
+    (
+        {"mode": SHARDED, "offload_optimizer": (True,)},
+        f"runtime.offload_optimizer=true does not go with {MODE}, which has an offload of its own; "
+        "use runtime.parallel.cpu_offload=true.",
+    ),
+    (
+        {"mode": SHARDED, "offload_activations": (True,)},
+        f"runtime.offload_activations=true was never tried with {MODE}; use "
+        "runtime.parallel.mode=ddp.",
+    ),
+    (
+        {
+            "offload_activations": (True,),
+            "gradient_checkpointing": (True,),
+            "checkpoint_policy": ("selective",),
+        },
+        "runtime.offload_activations=true cannot move the results that "
+        "runtime.checkpoint_policy=selective keeps; use runtime.checkpoint_policy=blocks.",
+    ),
+    (
+        {"cuda_graph": (True,), "mode": ("ddp", *SHARDED)},
+        f"runtime.cuda_graph=true was never tried with {MODE}; use runtime=production.",
+    ),
+    *(
+        (
+            {"cuda_graph": (True,), key: (True,)},
+            f"runtime.{key}=true copies to the host in every step, which was never tried in a "
+            "captured one; use runtime.cuda_graph=false.",
+        )
+        for key in ("offload_optimizer", "offload_activations")
+    ),
+    (
+        {"cuda_graph": (True,), "decides_on_device": (False,)},
+        "runtime.cuda_graph=true needs an optimizer that decides on the device, and {optimizer} "
+        "decides on the host; use optim=adamw, or runtime.cuda_graph=false.",
+    ),
+)
 
 
 def check_pairs(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
     """ValueError for keys that do not go together."""
-    check_tune(runtime, deterministic)
-    check_compile(runtime, accumulation_steps, deterministic)
-    check_sharding(runtime, optimizer)
-    check_offload(runtime)
-    check_graph(runtime, optimizer)
-
-
-def check_tune(runtime: Any, deterministic: bool) -> None:
-    """ValueError for a choice by time that cannot be made."""
+    values = {key: v.value if isinstance(v, Enum) else v for key, v in vars(runtime).items()}
+    values |= {
+        "mode": runtime.parallel.mode.value,
+        "accumulates": accumulation_steps > 1,
+        "deterministic": deterministic,
+        "optimizer": optimizer,
+        "needs_whole": (optimizer or "").startswith(
+            ("torch.optim.Adafactor", "training.optimizers.")
+        ),
+        "decides_on_device": optimizer in ON_DEVICE,
+    }
     if runtime.tune_seconds <= 0:
         raise UserError(f"runtime.tune_seconds={runtime.tune_seconds} must be above 0.")
-    if not runtime.tune:
-        return
-    if deterministic:
-        raise UserError(
-            "runtime.tune=true chooses techniques by their time, so runs differ; write the "
-            "choice down with `python -m scripts.plan tune` and use runtime=tuned with "
-            "deterministic=true."
-        )
-    mode = runtime.parallel.mode.value
-    if mode in ("fsdp", "hsdp"):
-        raise UserError(
-            f"runtime.tune=true does not go with runtime.parallel.mode={mode}: it measures in one "
-            "process, which holds the whole model; use runtime.parallel.mode=ddp, or "
-            "runtime=production."
-        )
-    if runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:
+    refuse(TUNING, values)
+    if runtime.tune and runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:
         raise UserError(
             f"runtime.tune_seconds={runtime.tune_seconds} must be below the "
             f"{runtime.parallel.timeout_minutes} minutes of runtime.parallel.timeout_minutes, for "
             "which other processes wait."
         )
+    refuse(PAIRS, values)
 
 
-def check_compile(runtime: Any, accumulation_steps: int, deterministic: bool) -> None:
-    """ValueError for a mode of compiling that does not go with the rest."""
-    mode = runtime.compile_mode.value
-    if not runtime.compile:
-        return
-    if mode == "reduce-overhead" and (
-        runtime.cuda_graph or accumulation_steps > 1 or runtime.compile_scope.value == "blocks"
-    ):
-        raise UserError(
-            "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and "
-            "with blocks compiled one by one, and cannot be captured; use "
-            "runtime.compile_scope=model accumulation_steps=1 runtime.cuda_graph=false, or "
-            "runtime.cuda_graph=true runtime.compile_mode=default, which works with all of them."
-        )
-    if mode == "max-autotune-no-cudagraphs" and deterministic:
-        raise UserError(
-            "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so "
-            "runs differ; use runtime.compile_mode=default with deterministic=true."
-        )
-
-
-def check_sharding(runtime: Any, optimizer: str | None) -> None:
-    """ValueError for what sharding cannot cut."""
-    mode = runtime.parallel.mode.value
-    if mode not in ("fsdp", "hsdp"):
-        return
-    if runtime.compile and runtime.compile_scope.value == "model":
-        raise UserError(
-            f"runtime.compile_scope=model does not go with runtime.parallel.mode={mode}, which "
-            "gathers parameters block by block; use runtime.compile_scope=blocks."
-        )
-    if optimizer in WHOLE or (optimizer or "").startswith("training.optimizers."):
-        raise UserError(
-            f"optim._target_={optimizer} does not go with runtime.parallel.mode={mode}, which "
-            "cuts the optimizer's state as it cuts parameters; use optim=adamw, or "
-            "runtime.parallel.mode=ddp."
-        )
-    if runtime.weights.value == "bf16":
-        raise UserError(
-            f"runtime.weights=bf16 does not go with runtime.parallel.mode={mode}, which shards "
-            "parameters of one dtype only; use runtime.parallel.mode=ddp, or "
-            "runtime.weights=fp32."
-        )
-    if runtime.offload_optimizer:
-        raise UserError(
-            f"runtime.offload_optimizer=true does not go with runtime.parallel.mode={mode}, which "
-            "has an offload of its own; use runtime.parallel.cpu_offload=true."
-        )
-    if runtime.offload_activations:
-        raise UserError(
-            f"runtime.offload_activations=true was never tried with runtime.parallel.mode={mode}; "
-            "use runtime.parallel.mode=ddp."
-        )
-
-
-def check_offload(runtime: Any) -> None:
-    """ValueError for activations that would stay on the device."""
-    selective = runtime.gradient_checkpointing and runtime.checkpoint_policy.value == "selective"
-    if runtime.offload_activations and selective:
-        raise UserError(
-            "runtime.offload_activations=true cannot move the results that "
-            "runtime.checkpoint_policy=selective keeps; use runtime.checkpoint_policy=blocks."
-        )
+def refuse(rules: tuple[Rule, ...], values: Mapping[str, Any]) -> None:
+    """ValueError, with its sentence, for the first rule whose every key has one of its values."""
+    for conditions, sentence in rules:
+        if all(key in values and values[key] in wanted for key, wanted in conditions.items()):
+            raise UserError(sentence.format(**values))
 
 
 def check_momentum(optim: Mapping[str, Any]) -> None:
@@ -125,23 +145,36 @@ def check_momentum(optim: Mapping[str, Any]) -> None:
         raise UserError(f"optim.momentum={momentum} must be at least 0 and below 1.")
 
 
-def check_graph(runtime: Any, optimizer: str | None) -> None:
-    """ValueError for what a captured step cannot contain."""
-    if not runtime.cuda_graph:
-        return
-    if runtime.parallel.mode.value not in ("none", "auto"):
-        raise UserError(
-            "runtime.cuda_graph=true was never tried with "
-            f"runtime.parallel.mode={runtime.parallel.mode.value}; use runtime=production."
-        )
-    for key in ("offload_optimizer", "offload_activations"):
-        if getattr(runtime, key):
+def check_nccl(variables: Iterable[str]) -> None:
+    """ValueError for a variable that is none of NCCL's documented ones that tune or tell.
+
+    Those that name a library, a file to write, or a file of further variables (*_PLUGIN, *_FILE,
+    CONF_FILE) are not among them.
+    """
+    for name in variables:
+        if not name.startswith("NCCL_") or name.removeprefix("NCCL_") not in NCCL.split():
             raise UserError(
-                f"runtime.{key}=true copies to the host in every step, which was never tried in a "
-                "captured one; use runtime.cuda_graph=false."
+                f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set "
+                "here, for some load code or write files; set it in the environment of the "
+                f"command: {name}=<value>."
             )
-    if optimizer not in DECIDE_ON_DEVICE:
-        raise UserError(
-            "runtime.cuda_graph=true needs an optimizer that decides on the device, and "
-            f"{optimizer} decides on the host; use optim=adamw, or runtime.cuda_graph=false."
-        )
+
+
+NCCL = """
+    ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS
+    COLLNET_ENABLE COLLNET_NODE_THRESHOLD COMM_BLOCKING CROSS_NIC CTA_POLICY CUMEM_ENABLE
+    CUMEM_HOST_ENABLE DEBUG DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS
+    DMABUF_ENABLE GRAPH_MIXING_SUPPORT GRAPH_REGISTER IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY
+    IB_ADDR_RANGE IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_DATA_DIRECT IB_DISABLE IB_ECE_ENABLE
+    IB_FIFO_TC IB_GID_INDEX IB_HCA IB_MERGE_NICS IB_PCI_RELAXED_ORDERING IB_QPS_PER_CONNECTION
+    IB_RETRY_CNT IB_RETURN_ASYNC_EVENTS IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS IB_TC
+    IB_TIMEOUT IGNORE_CPU_AFFINITY LAUNCH_MODE LL_THRESHOLD LOCAL_REGISTER MAX_CTAS
+    MAX_NCHANNELS MEM_SYNC_DOMAIN MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET NET_GDR_C2C
+    NET_GDR_LEVEL NET_GDR_READ NET_SHARED_BUFFERS NET_SHARED_COMMS NSOCKS_PERTHREAD NTHREADS
+    NVB_DISABLE NVLS_ENABLE OOB_NET_ENABLE OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_DISABLE
+    P2P_LEVEL P2P_LL_THRESHOLD P2P_NET_CHUNKSIZE P2P_PXN_LEVEL PROTO PXN_DISABLE RUNTIME_CONNECT
+    SET_THREAD_NAME SHM_DISABLE SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME
+    SOCKET_NTHREADS SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC TREE_THRESHOLD UID_STAGGER_RATE
+    UID_STAGGER_THRESHOLD
+"""
+"""The documented variables of NCCL that may be set here, without their prefix."""

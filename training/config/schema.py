@@ -8,14 +8,13 @@ here, so that `--help` stays quick.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 from common.errors import UserError
 from models.solver import Solver
-from training.config.contradictions import check_momentum, check_pairs
+from training.config.contradictions import check_momentum, check_nccl, check_pairs
 
 
 class Device(str, Enum):
@@ -102,13 +101,6 @@ class ReduceDtype(str, Enum):
     bf16 = "bf16"
 
 
-NCCL = re.compile(
-    "NCCL_(ALGO|ALLOC_P2P_NET_LL_BUFFERS|BUFFSIZE|CGA_CLUSTER_SIZE|CHECKS_DISABLE|CHECK_POINTERS|COLLNET_ENABLE|COLLNET_NODE_THRESHOLD|COMM_BLOCKING|CROSS_NIC|CTA_POLICY|CUMEM_ENABLE|CUMEM_HOST_ENABLE|DMABUF_ENABLE|DEBUG(_SUBSYS|_TIMESTAMP_FORMAT|_TIMESTAMP_LEVELS)?|GRAPH_MIXING_SUPPORT|GRAPH_REGISTER|IGNORE_CPU_AFFINITY|IB_(ADAPTIVE_ROUTING|ADDR_FAMILY|ADDR_RANGE|AR_THRESHOLD|CUDA_SUPPORT|DATA_DIRECT|DISABLE|ECE_ENABLE|FIFO_TC|GID_INDEX|HCA|MERGE_NICS|PCI_RELAXED_ORDERING|QPS_PER_CONNECTION|RETRY_CNT|RETURN_ASYNC_EVENTS|ROCE_VERSION_NUM|SL|SPLIT_DATA_ON_QPS|TC|TIMEOUT)|LAUNCH_MODE|LL_THRESHOLD|LOCAL_REGISTER|M(AX|IN)_CTAS|M(AX|IN)_NCHANNELS|MEM_SYNC_DOMAIN|MNNVL_ENABLE|NET(_GDR_C2C|_GDR_LEVEL|_GDR_READ|_SHARED_BUFFERS|_SHARED_COMMS)?|NSOCKS_PERTHREAD|NTHREADS|NVB_DISABLE|NVLS_ENABLE|OOB_NET_ENABLE|OOB_NET_IFNAME|P2P_(DIRECT_DISABLE|DISABLE|LEVEL|LL_THRESHOLD|NET_CHUNKSIZE|PXN_LEVEL)|PROTO|PXN_DISABLE|RUNTIME_CONNECT|SET_THREAD_NAME|SHM_DISABLE|SINGLE_RING_THRESHOLD|SOCKET_(FAMILY|IFNAME|NTHREADS|RETRY_CNT|RETRY_SLEEP_MSEC)|TREE_THRESHOLD|UID_STAGGER_RATE|UID_STAGGER_THRESHOLD)"
-)
-"""NCCL's documented variables that tune or tell. Not those that name a library, a file to write, or
-a file of further variables: *_PLUGIN, *_FILE, CONF_FILE."""
-
-
 @dataclass(frozen=True)
 class ParallelConfig:
     """How several processes share the work (accel/techniques/parallel.py)."""
@@ -144,17 +136,11 @@ class ParallelConfig:
                 "runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with "
                 f"mode={self.mode.value}."
             )
-        for name in self.nccl:
-            if not NCCL.fullmatch(name):
-                raise UserError(
-                    f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set "
-                    "here, for some load code or write files; set it in the environment of the "
-                    f"command: {name}=<value>."
-                )
+        check_nccl(self.nccl)
 
 
-KERNELS = ("fused_add_norm", "fused_scan", "fused_conv", "fused_swiglu", "fused_rope")
-"""Runtime keys of our Triton kernels."""
+KernelChoice = bool | str
+"""false: the definition; true: the Triton kernel; "auto": the one that a trial favours."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +161,11 @@ class RuntimeConfig:
     rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
     # the Triton kernel or its definition; auto: what a trial on this device favours
-    fused_add_norm: bool | str = False
-    fused_scan: bool | str = False  # so are the next ones; true: whenever parity is shown
-    fused_conv: bool | str = False
-    fused_swiglu: bool | str = False
-    fused_rope: bool | str = False
+    fused_add_norm: KernelChoice = False
+    fused_scan: KernelChoice = False  # so are the next ones; true: whenever parity is shown
+    fused_conv: KernelChoice = False
+    fused_swiglu: KernelChoice = False
+    fused_rope: KernelChoice = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
     # selective keeps products, attention, scan
@@ -211,10 +197,19 @@ class RuntimeConfig:
                 raise UserError(f"runtime.{key}={value} must be false, true or auto.")
         check_pairs(self, accumulation_steps, deterministic, optimizer)
 
+    def values(self) -> dict[str, Any]:
+        """The values of techniques and their options by key, choices as plain strings."""
+        nodes = vars(self) | vars(self.parallel) | {"parallel": self.parallel.mode}
+        return {key: v.value if isinstance(v, Enum) else v for key, v in nodes.items()}
+
+
+KERNELS = tuple(node.name for node in fields(RuntimeConfig) if node.type == "KernelChoice")
+"""Runtime keys of our Triton kernels."""
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule, in samples (training/optim.py)."""
+    """Learning-rate schedule, in samples (training/optimizers.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: int = 1280
@@ -275,7 +270,7 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class FdConfig:
     """What `fd_every` measures: the distance of samples to the training images
-    (evaluation/in_run.py)."""
+    (evaluation/evaluator.py)."""
 
     # samples; fd needs more than twice the values of a feature space, kd does not
     count: int = 1000

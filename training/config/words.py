@@ -17,9 +17,13 @@ from common.files import ROOT
 CONF = ROOT / "conf"
 SPELLINGS = {
     "data={}": "training.loader loader",
-    "data=resident data.path=<folder>: latents are made once by precompute_latents.py": "data.use_latent",
+    "data=resident data.path=<folder>: latents are made once by precompute_latents.py": (
+        "data.use_latent"
+    ),
     "data=resident data.path={}": "data_path data_dir train_data_dir feature_path",
-    "accumulation_steps={}": "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps",
+    "accumulation_steps={}": (
+        "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps"
+    ),
     "runtime.precision={}": "use_amp amp mixed_precision precision training.mixed_precision",
     "runtime.compile={}": "compile use_compile torch_compile",
     "runtime.gradient_checkpointing={}": "gradient_checkpointing use_checkpoint",
@@ -31,7 +35,9 @@ SPELLINGS = {
     "optim.weight_decay={}": "weight_decay adam_weight_decay",
     "batch_size={} (it is the global one)": "global_batch_size train_batch_size",
     "runtime.parallel.mode=ddp (off: none)": "ddp use_ddp runtime.ddp runtime.parallel.ddp",
-    "runtime.parallel.mode=fsdp (off: none)": "fsdp fsdp2 use_fsdp runtime.fsdp runtime.parallel.fsdp",
+    "runtime.parallel.mode=fsdp (off: none)": (
+        "fsdp fsdp2 use_fsdp runtime.fsdp runtime.parallel.fsdp"
+    ),
     "runtime.precision=bf16 (off: fp32)": "bf16 runtime.bf16",
     "runtime.precision=fp16 (off: fp32)": "fp16 runtime.fp16",
     "runtime.precision=fp8 (off: fp32)": "fp8 float8 use_fp8 runtime.fp8",

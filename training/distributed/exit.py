@@ -16,8 +16,8 @@ from typing import Any
 
 from common.terminal import advisory_printing
 from training import loggers
+from training.config.build import admit
 from training.config.compose import one_sentence
-from training.config.extensions import admit
 from training.config.words import overrides_of, quoted, refuse_words
 
 group_joined = False

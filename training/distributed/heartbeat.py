@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -14,6 +14,19 @@ from training.distributed.ranks import Ranks
 
 ROUND = 1.0
 """Seconds between two exchanges of how far each process is, while the work goes on."""
+
+
+class Share(NamedTuple):
+    """What a process tells the others of its work."""
+
+    ended: bool = False
+    still: float = 0.0
+    """Seconds since it made progress."""
+    result: Any = None
+    problem: str = ""
+    """What went wrong with its disk."""
+    failure: str = ""
+    """What went wrong otherwise."""
 
 
 class Together:
@@ -44,52 +57,58 @@ class Together:
         as said above; any other exception is raised where it happened, and as a RuntimeError in the
         others.
         """
-        ended: list[tuple[Any, str, BaseException | None]] = []
+        done: tuple[Share, BaseException | None] | None = None
 
         def run() -> None:
-            try:
-                ended.append((work(), "", None))
-            except OSError as error:
-                where = f": {error.filename}" if error.filename else ""
-                ended.append(
-                    (None, f"{error.strerror}{where}" if error.strerror else str(error), None)
-                )
-            except BaseException as error:
-                ended.append((None, "", error))
+            nonlocal done
+            done = share_of(work)
 
+        # In a thread that nobody has to wait for: a disk may hang.
         self.advance()
-        # a disk may hang
         thread = threading.Thread(target=run, name=threading.current_thread().name, daemon=True)
         thread.start()
         while True:
             thread.join(min(ROUND, self.patience / 4))
-            result, problem, failure = ended[0] if ended else (None, "", None)
-            still = 0.0 if ended else time.monotonic() - self.advanced
-            shares = self.exchanged(
-                (bool(ended), still, result, problem, repr(failure) if failure else "")
-            )
+            own, failure = done or (Share(still=time.monotonic() - self.advanced), None)
+            shares = self.exchanged(own)
             if failure is not None:
                 raise failure
-            for rank, (_, still, _, _, failed) in enumerate(shares):
-                if failed:
-                    raise RuntimeError(f"process {rank} failed: {failed}")
-                if still > self.patience:
+            for rank, share in enumerate(shares):
+                if share.failure:
+                    raise RuntimeError(f"process {rank} failed: {share.failure}")
+                if share.still > self.patience:
                     raise TimeoutError(
                         f"process {rank} has written nothing for {self.patience:.0f} s"
                     )
-            if all(share[0] for share in shares):
-                if problems := [problem for _, _, _, problem, _ in shares if problem]:
-                    raise OSError(problems[0])
-                return [share[2] for share in shares]
+            if all(share.ended for share in shares):
+                break
 
-    def exchanged(self, share: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        for share in shares:
+            if share.problem:
+                raise OSError(share.problem)
+        return [share.result for share in shares]
+
+    def exchanged(self, share: Share) -> list[Share]:
         if self.group is None:
             return [share]
         shares: list[Any] = [None] * self.ranks.world_size
         try:
-            dist.all_gather_object(shares, share, group=cast("dist.ProcessGroup", self.group))
+            dist.all_gather_object(shares, share, group=self.group)  # pyright: ignore[reportArgumentType]
         except RuntimeError as error:
             raise TimeoutError(
                 f"another process has ended, or has not answered for {self.patience:.0f} s"
             ) from error
         return shares
+
+
+def share_of(work: Callable[[], Any]) -> tuple[Share, BaseException | None]:
+    """Does the work, whatever it ends with; returns what to tell of it, and a failure of our
+    own."""
+    try:
+        return Share(ended=True, result=work()), None
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        problem = f"{error.strerror}{where}" if error.strerror else str(error)
+        return Share(ended=True, problem=problem), None
+    except BaseException as error:
+        return Share(ended=True, failure=repr(error)), error

@@ -33,16 +33,15 @@ class Ranks:
     def from_environment(cls) -> Ranks:
         """From RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's; ValueError if they contradict each
         other."""
-        slurm = {
-            "rank": "SLURM_PROCID",
-            "world_size": "SLURM_NTASKS",
-            "local_rank": "SLURM_LOCALID",
+        names = {
+            "rank": ("RANK", "SLURM_PROCID"),
+            "world_size": ("WORLD_SIZE", "SLURM_NTASKS"),
+            "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
         }
-        found = {name: os.environ.get(name.upper()) for name in slurm}
-        if found["world_size"] is None:
-            if "SLURM_PROCID" not in os.environ or "MASTER_ADDR" not in os.environ:
-                return cls()
-            found = {name: os.environ.get(theirs) for name, theirs in slurm.items()}
+        by_slurm = "WORLD_SIZE" not in os.environ
+        if by_slurm and not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
+            return cls()
+        found = {field: os.environ.get(pair[by_slurm]) for field, pair in names.items()}
         try:
             ranks = cls(**{name: int(value or 0) for name, value in found.items()})
         except ValueError as error:
@@ -136,21 +135,23 @@ class Ranks:
         """
         if self.alone:
             return choose()
-        chosen: list[Any] = [None, None, None]
+        told: list[Any] = [None]
         failure: Exception | None = None
         if self.first:
             try:
-                chosen[0] = choose()
+                told = [(choose(), None, None)]
             except ValueError as error:
-                chosen[1] = str(error)
+                told = [(None, str(error), None)]
             except Exception as error:
-                failure, chosen[2] = error, first_line(error)
-        dist.broadcast_object_list(chosen, src=0)
-        if chosen[1] is not None:
-            raise UserError(chosen[1])
-        if chosen[2] is not None:
-            raise failure or RuntimeError(f"the first process failed: {chosen[2]}")
-        return chosen[0]
+                failure = error
+                told = [(None, None, first_line(error))]
+        dist.broadcast_object_list(told, src=0)
+        result, mistake, defect = told[0]
+        if mistake is not None:
+            raise UserError(mistake)
+        if defect is not None:
+            raise failure or RuntimeError(f"the first process failed: {defect}")
+        return result
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, in order; they may differ in their first dimension."""

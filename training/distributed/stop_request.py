@@ -68,13 +68,11 @@ class StopRequest:
 
     def asked(self) -> Asked:
         """To be called once a step, by all processes."""
-        own = (
-            Asked.stop
-            if self.name
-            else Asked.look
-            if any(bad() for bad in self.also)
-            else Asked.nothing
-        )
+        own = Asked.nothing
+        if any(bad() for bad in self.also):
+            own = Asked.look
+        if self.name:
+            own = Asked.stop
         if self.ranks.world_size == 1:
             return own
         answer = Asked.nothing

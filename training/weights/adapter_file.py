@@ -27,10 +27,9 @@ from models.adapters import PromptedLabels, merge, trained
 from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
 from training.checkpoint.find import weights_file
-from training.checkpoint.tensor_file import write_tensors
+from training.checkpoint.tensor_file import KEY, write_tensors
 from training.weights.adapter_base import put_on
 from training.weights.pretrained import (
-    KEY,
     AdapterNote,
     Description,
     build_model,

@@ -32,8 +32,7 @@ from models.autoencoders import Autoencoder
 from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
 from training.checkpoint.tensor_file import KEY
-from training.config.build import build
-from training.config.extensions import is_admitted
+from training.config.build import build, is_admitted
 
 LONGEST = 2**24
 """Characters of a description; more would take memory before anything of it can be checked."""

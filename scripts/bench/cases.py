@@ -1,0 +1,212 @@
+"""What each command measures: its cases, planned from its keys and the training's overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from accel.stack import TECHNIQUES
+from accel.technique import Technique
+from common.errors import UserError
+from common.files import ROOT
+from scripts.bench import (
+    TABLES,
+    BenchConfig,
+    Case,
+    DataConfig,
+    LadderConfig,
+    MixersConfig,
+    SeedsConfig,
+    TechniquesConfig,
+    TestsConfig,
+    Words,
+    data,
+    kernels,
+    measure,
+    step,
+)
+from scripts.capabilities import override
+from scripts.words import own_and_others
+from training.config.compose import CONF, compose
+
+SETTINGS = TABLES["settings"]
+ATTENTION = "dit"
+PRECISIONS = TABLES["precisions"]
+CALIBRATED = {"mamba": "", "ssd_mlp": "", ATTENTION: ""}
+
+
+def ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
+    """Plans rungs, each timed in turn with the newcomer's loop over items in memory."""
+    workers = f"newcomer.num_workers={cfg.num_workers}"
+    memory = [*words, workers, "newcomer.storage=memory"]
+    newcomers = {
+        "0 newcomer, a file per sample": [*words, workers, "newcomer.storage=files"],
+        "0 newcomer, items in memory": memory,
+        "+ latents on the device": [*words, "newcomer.storage=resident"],
+        "+ no loss.item() each step": [*words, "newcomer.storage=resident", "newcomer.item=never"],
+    }
+    for name, own in newcomers.items():
+        yield Case(name, measure.compare, own, memory, seconds=10.0)
+    for name, added in TABLES["rungs"].items():
+        words = [*words, added]
+        yield Case(name, measure.compare, words, memory, [added], 10.0)
+
+
+def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
+    """Plans each technique alone over eager in each precision, and removed from max."""
+    if not {*cfg.precisions} <= PRECISIONS.keys():
+        chosen = ",".join(cfg.precisions)
+        raise UserError(f"precisions=[{chosen}]: choose some of {', '.join(PRECISIONS)}.")
+    only_over = TABLES["techniques"]["only_over"]
+    for kind in TECHNIQUES:
+        for over in cfg.precisions:
+            if only_over.get(kind.key, over) == over:
+                yield from alone(kind, over, words)
+    if "bf16" in cfg.precisions:  # as in max
+        yield from removed(words)
+
+
+def alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
+    """Plans a technique in each of its ways; what it needs is in its baseline too."""
+    exceptions = TABLES["techniques"]
+    if kind.key in exceptions["of_attention"]:
+        words = measure.with_family(words, ATTENTION)
+    eager = f"runtime=eager {PRECISIONS[over]} {exceptions['more_baseline'].get(kind.key, '')}"
+    more = exceptions["more_ways"].get(kind.key)
+    for way in (*kind.ways(), *([more] if more else [])):
+        given = {key: override(key, value) for key, value in way.items()}
+        own = [word for key, word in given.items() if key in (kind.key, *kind.options)]
+        base = [*words, *eager.split(), *(word for word in given.values() if word not in own)]
+        name = f"{' '.join(own)} over {over}"
+        needs = [PRECISIONS[over], *own]
+        labels = {"part": "alone", "key": kind.key, "over": over}
+        yield Case(name, measure.compare, [*base, *own], base, needs, labels=labels)
+
+
+def removed(words: Words) -> Iterator[Case]:
+    """Plans max without each technique that it has and eager has not."""
+    full = [*words, "runtime=max"]
+    eager = compose([*words, "runtime=eager"]).cfg.runtime.values()
+    most = compose(full).cfg.runtime.values()
+    for key in (kind.key for kind in TECHNIQUES):
+        if most[key] != eager[key]:
+            word = override(key, eager[key])
+            needs = [override(key, most[key])]
+            labels = {"part": "removed", "key": key}
+            own = [*full, word]
+            yield Case(f"max {word}", measure.compare, own, full, needs, labels=labels)
+
+
+def mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
+    """Plans a training step of each family of models, with attention as the baseline of all."""
+    files = (CONF / "model").glob(f"*_{cfg.size}.yaml")
+    families = sorted(file.stem.rpartition("_")[0] for file in files)
+    if not families or not {*cfg.families} <= {*families}:
+        known = ", ".join(families)
+        raise UserError(f"choose size from xs, s, b, l and xl, and families from {known}.")
+    words = [word for word in words if not word.startswith("model")]
+    base = [*words, f"model={ATTENTION}_{cfg.size}"]
+    others = [name for name in cfg.families or families if name != ATTENTION]
+    for family in (ATTENTION, *others):
+        own = [*words, f"model={family}_{cfg.size}"]
+        yield Case(family, measure.compare, own, base)
+
+
+def operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
+    for operator in kernels.INPUTS:
+        for way in (*kernels.OURS, *kernels.PEERS.get(operator, ())):
+            compiled = ["runtime.compile=true"] if way == "compiled" else []
+            labels = {"operator": operator, "way": way}
+            yield Case(f"{operator} {way}", kernels.kernel, compiled, seconds=4.0, labels=labels)
+
+
+def tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
+    """Plans some of every kind in one case, then a case a file, for a crash ends a process."""
+    if cfg.select not in ("all", "smoke", "rest"):
+        raise UserError(f"select={cfg.select}: choose all, smoke or rest.")
+    files = [file for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()]
+    names = sorted(str(file.relative_to(ROOT)) for file in files)
+    if cfg.select != "rest":
+        yield Case("smoke", measure.gpu_tests, [*names, "-k", TABLES["smoke"]], seconds=90.0)
+    if cfg.select != "smoke":
+        for name in names:
+            yield Case(name, measure.gpu_tests, [name], seconds=120.0)
+
+
+Plan = Callable[[Any, Words], Iterator[Case]]
+
+
+def varied(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Plan:
+    """Plans a case for each variant of the overrides, which the machine must be able to have."""
+
+    def plan(cfg: BenchConfig, words: Words) -> Iterator[Case]:
+        for name, text in variants.items():
+            added = text.split()
+            yield Case(name, measured, [*words, *added], words, added, seconds)
+
+    return plan
+
+
+COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
+    "doctor": (BenchConfig, varied(measure.machine, {"machine": ""}, 15.0)),
+    "calibration": (BenchConfig, varied(measure.calibration, CALIBRATED, 12.0)),
+    "tests": (TestsConfig, tests),
+    "ladder": (LadderConfig, ladder),
+    "techniques": (TechniquesConfig, techniques),
+    "kernels": (BenchConfig, operators),
+    "mixers": (MixersConfig, mixers),
+    "data": (DataConfig, varied(data.loader, dict.fromkeys(data.LOADERS, ""))),
+    "step": (BenchConfig, varied(step.phases, {"step": ""})),
+    "profile": (BenchConfig, varied(step.profile, {"profile": ""})),
+    "saves": (BenchConfig, varied(measure.saves, {"background": "", "foreground": ""})),
+    "precision": (SeedsConfig, varied(measure.seeds, PRECISIONS, 60.0)),
+    "memory": (SeedsConfig, varied(measure.seeds, TABLES["memory"], 60.0)),
+    "plan": (BenchConfig, varied(measure.planned, TABLES["planned"])),
+}
+"""Command -> its keys, and what plans its cases."""
+
+
+class Job(NamedTuple):
+    """The cases of one command with its words."""
+
+    command: str
+    """The line that does it again."""
+    cfg: BenchConfig
+    cases: list[Case]
+
+
+def job(command: str, words: Words, help_text: str = "") -> Job:
+    """Plans a command: its own keys, completed from the setting, and the training's overrides.
+
+    A group that the words choose (data=digits) replaces what the setting says of it. ValueError
+    for a mistake, before anything is measured.
+    """
+    schema, plan = COMMANDS[command]
+    cfg, theirs = own_and_others(schema, words, help_text)
+    setting = cfg.setting or ("s256" if torch.cuda.is_available() else "tiny")
+    if setting not in SETTINGS:
+        choices = ", ".join(SETTINGS)
+        raise UserError(f"setting={setting}: there is no such setting; choose one of {choices}.")
+    if min(cfg.steps, cfg.repeats, cfg.loss_steps) < 0:
+        raise UserError("steps, repeats and loss_steps must be above 0, or 0 for the setting's.")
+    given = SETTINGS[setting]
+    steps = cfg.steps or given["steps"]
+    cfg = replace(
+        cfg,
+        setting=setting,
+        steps=steps,
+        repeats=cfg.repeats or given["repeats"],
+        loss_steps=cfg.loss_steps or steps,
+        name=cfg.name or f"{command}_{setting}",
+    )
+    groups = [word.partition("=")[0] for word in theirs if "." not in word]
+    replaced = tuple(f"{group}{mark}" for group in groups for mark in "=.")
+    kept = [word for word in given["words"].split() if not word.startswith(replaced)]
+    overrides = [*kept, *theirs]
+    compose(overrides)
+    told = [word for word in words if not word.startswith(("out=", "again="))]
+    line = " ".join(["python -m scripts.bench", command, *told])
+    return Job(line, cfg, list(plan(cfg, overrides)))

@@ -1,0 +1,275 @@
+"""What a child process measures of whole training runs, and how a case becomes a result."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from accel.stack import TECHNIQUES
+from common.files import ROOT
+from common.text import first_line
+from scripts import doctor
+from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
+from scripts.bench.newcomer import NewcomersLoop
+from scripts.bench.step import Loop, Workload, time_steps
+from scripts.capabilities import override
+from scripts.plan.memory import Question, forecast
+from scripts.tables import table
+from scripts.timing import Spread, fresh_compiler, interleaved, synchronise
+from training.assemble import describe_run
+from training.checkpoint.save import Checkpoints
+from training.components import latents_of
+from training.environment import pick_device
+from training.evaluate import evaluate
+from training.hardware import memory_of
+from training.memory import lasting_bytes
+
+NEEDS_GPU = "needs an NVIDIA GPU"
+PYTEST = [
+    *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
+    *("-o", "addopts=-p tests.faults.table"),
+]
+
+
+def device_of(words: Words) -> torch.device:
+    """Returns the device on which a run with these overrides would train."""
+    names = [word for word in words if word.startswith("runtime.device=")]
+    return pick_device(names[-1].partition("=")[2] if names else "auto")
+
+
+def refusals(words: Words, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Yields words, such as runtime.tf32=true, that this machine cannot have, and the reasons."""
+    for word in words:
+        text = word.partition("=")[2]
+        value = {"true": True, "false": False}.get(text, text)
+        for kind in TECHNIQUES:
+            if override(kind.key, value) == word and value != kind.off:
+                reason = kind(value, device).unavailable()
+                if reason:
+                    yield word, reason
+
+
+def result_of(case: Case, cfg: BenchConfig) -> Figures:
+    """Measures a case: its figures, or the `reason` or `error` in one sentence why there are none.
+
+    The traceback of an error goes to stderr. The device is idle afterwards, and its memory free.
+    """
+    device = device_of(case.overrides)
+    try:
+        if case.compiles and not cfg.inductor:
+            return {"reason": "left out: inductor=false"}
+        for _, reason in refusals(case.needs, device):
+            return {"reason": reason}
+        figures = case.measure(case, cfg)
+        synchronise(device)
+        return figures
+    except torch.OutOfMemoryError as error:
+        return {"error": f"out of memory: {first_line(error)}"}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {first_line(error)}"}
+    finally:
+        free()
+
+
+def free() -> None:
+    """Gives memory back that nothing refers to."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def built(words: Words) -> Loop:
+    """Builds the newcomer's loop where words such as newcomer.storage=files say so, else ours."""
+    own = [word.removeprefix("newcomer.") for word in words if word.startswith("newcomer.")]
+    rest = [word for word in words if not word.startswith("newcomer.")]
+    if not own:
+        return Workload(rest)
+    told = dict(word.split("=") for word in own)
+    workers = int(told.get("num_workers", 0))
+    return NewcomersLoop(rest, told["storage"], "item" not in told, workers)
+
+
+KEPT: dict[tuple[str, ...], tuple[Loop, float]] = {}
+"""The baseline of the case before, and its loss: cases that follow each other share it."""
+
+
+def baseline(words: tuple[str, ...], steps: int) -> tuple[Loop, float]:
+    """Builds a baseline and trains it, once for the cases that follow each other."""
+    if words not in KEPT:
+        KEPT.clear()
+        free()
+        loop = built(list(words))
+        KEPT[words] = loop, loop.final_loss(steps)
+    return KEPT[words]
+
+
+def compare(case: Case, cfg: BenchConfig) -> Figures:
+    """Trains a configuration and its baseline from the same weights on the same samples, then
+    times them in turn. Techniques that this machine cannot have are left out."""
+    base, base_loss = baseline(tuple(case.baseline), cfg.loss_steps)
+    own = base
+    loss = base_loss
+    if case.overrides != case.baseline:
+        refused = {word for word, _ in refusals(case.overrides, base.device)}
+        # Beside a newcomer nothing is compiled yet: warm-up takes as long as in a first start.
+        with fresh_compiler() if isinstance(base, NewcomersLoop) else nullcontext():
+            own = built([word for word in case.overrides if word not in refused])
+        loss = own.final_loss(cfg.loss_steps)
+
+    loops = {"base": base} if own is base else {"base": base, "own": own}
+    times = time_steps(loops, cfg.steps, cfg.repeats)
+    own_ms = times.get("own", times["base"])
+    return {
+        **Spread.of(times["base"]).as_json("baseline_step_ms"),
+        **own.figures(own_ms),
+        **Spread.of_ratio(times["base"], own_ms).as_json("speed"),
+        "baseline_memory_reserved_peak": base.memory_peak,
+        "baseline_not_on": base.missing(),
+        "final_loss": loss,
+        "loss_deviation": loss / base_loss - 1.0,
+    }
+
+
+def seeds(case: Case, cfg: SeedsConfig) -> Figures:
+    """Trains a configuration from several seeds: losses with their range, and bytes counted."""
+    found: Figures = {"seeds": len(cfg.seeds), "skipped": 0}
+    losses = []
+    step_ms = []
+    for seed in cfg.seeds:
+        workload = Workload([*case.overrides, f"seed={seed}"])
+        workload.prepare()
+        outputs = [workload.training.take_step() for _ in range(cfg.steps)]
+        found["skipped"] += sum(int(output.skipped) for output in outputs)
+        late = torch.stack([output.loss for output in outputs[cfg.steps // 2 :]])
+        losses.append((late.mean().item(), evaluate(workload.training)["eval_loss"]))
+        step_ms += time_steps({"own": workload}, max(1, cfg.steps // 10), cfg.repeats)["own"]
+        found |= workload.figures(step_ms)
+        for kind, size in lasting_bytes(workload.training)._asdict().items():
+            found[f"{kind}_bytes_a_parameter"] = size / found["parameters"]
+        del workload
+
+    for name, values in zip(("loss", "eval_loss"), zip(*losses, strict=True), strict=True):
+        found |= Spread.of(values).as_json(name)
+    return found
+
+
+def planned(case: Case, cfg: BenchConfig) -> Figures:
+    """Measures the memory of a configuration beside what scripts.plan predicts.
+
+    Measured is the most that the allocator reserved, on a GPU; the prediction leaves the driver's
+    context out.
+    """
+    workload = Workload(case.overrides)
+    training = workload.training
+    step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
+    resident = latents_of(training.cfg.data, training.cfg.seed, memory_of(workload.device))[1]
+    gpu = workload.device.type == "cuda"
+    question = Question(training.cfg, training.loader.spec, resident=resident, gpu=gpu)
+    planned_run = forecast(question)
+    predicted = planned_run.needs.total - planned_run.needs.context
+    measured = workload.memory_peak
+    return workload.figures(step_ms) | {
+        "predicted_bytes": predicted,
+        "phase": planned_run.phase,
+        "memory_error": predicted / measured - 1.0 if measured else None,
+    }
+
+
+def saves(case: Case, cfg: BenchConfig) -> Figures:
+    """Measures rounds of steps that begin with a save, in turn with rounds without.
+
+    `stall_ms` is how long the call of `save` took; what a background save costs the steps beside
+    it shows in `speed`. The first save, which makes its buffers, is not counted.
+    """
+    workload = Workload(case.overrides)
+    training = workload.training
+    described = describe_run(workload.composed, training.loader.spec, workload.ledger)
+    stall_ms = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder), in_background=case.name == "background")
+
+        def save_and_run() -> None:
+            began = time.perf_counter()
+            checkpoints.save(training.state, described)
+            stall_ms.append(1e3 * (time.perf_counter() - began))
+            workload.run(cfg.steps)
+
+        save_and_run()
+        runs = {"own": save_and_run, "base": partial(workload.run, cfg.steps)}
+        taken = interleaved(
+            runs, cfg.repeats, workload.device, prepare=lambda name: checkpoints.finish()
+        )
+        checkpoints.finish()
+        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    return {
+        **Spread.of(stall_ms[1:]).as_json("stall_ms"),
+        **Spread.of([1e3 * s / cfg.steps for s in taken["base"]]).as_json("step_ms_without"),
+        **Spread.of_ratio(taken["base"], taken["own"]).as_json("speed"),
+        "bytes": size,
+    }
+
+
+def machine(case: Case, cfg: BenchConfig) -> Figures:
+    """Examines the machine as scripts.doctor does, with its rates."""
+    found = doctor.examine(measure=True)
+    return found | {"text": doctor.as_text(found)}
+
+
+def with_family(words: Words, family: str) -> Words:
+    """Replaces the model by that of a family in the same size."""
+    return [re.sub(r"^model=\w+_", f"model={family}_", word) for word in words]
+
+
+def calibration(case: Case, cfg: BenchConfig) -> Figures:
+    """Tries the fused kernels as a run would before its first step, which finds them cached."""
+    if device_of(case.overrides).type != "cuda":
+        return {"reason": NEEDS_GPU}
+    kernels = doctor.kernels(with_family(case.overrides, case.name))
+    rows = [(kernel["key"], kernel["on"], kernel["why"]) for kernel in kernels]
+    return {"kernels": kernels, "text": table([(case.name, "on", ""), *rows])}
+
+
+def gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
+    """Runs tests that need a GPU with pytest, and counts what its report holds.
+
+    Warnings fail nothing: which ones a GPU, its driver and its libraries give is not known before.
+    """
+    if not torch.cuda.is_available():
+        return {"reason": NEEDS_GPU}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        status = subprocess.run([*PYTEST, f"--junitxml={report}", *case.overrides], cwd=ROOT)
+        if not report.is_file():
+            raise RuntimeError(f"pytest ended with status {status.returncode}")
+        return outcomes(report)
+
+
+def outcomes(report: Path) -> Figures:
+    """Counts the tests of a JUnit report; an `error` names those that failed."""
+    tests = list(ElementTree.parse(report).iter("testcase"))
+    said = {
+        kind: [
+            f"{test.get('name')}: {part.get('message')}"
+            for test in tests
+            for part in test.iter(kind)
+        ]
+        for kind in ("failure", "error", "skipped")
+    }
+    failed = [*said["failure"], *said["error"]]
+    found: Figures = {"tests": len(tests), "failed": len(failed), "skipped": len(said["skipped"])}
+    found["text"] = "\n".join([*failed, *said["skipped"]])
+    if failed:
+        found["error"] = f"{len(failed)} failed: {failed[0]}"
+    return found

@@ -1,0 +1,159 @@
+"""Rung 0 of the ladder: the training loop that a newcomer writes, honestly, and nothing else uses.
+
+fp32 without TF32; a DataLoader over single samples, each batch copied to the device when it is
+needed; AdamW as `torch.optim.AdamW(parameters)` gives it (on a GPU PyTorch's foreach kernels, on a
+CPU a loop over tensors); averages in a loop over parameters; `loss.item()` after every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from accel.ledger import Ledger
+from common.errors import UserError
+from data.loader import Batch, EpochOrder, InMemoryLatents
+from scripts.bench import Words
+from scripts.bench.step import Loop
+from scripts.timing import MemoryPeak
+from training.assemble import build_stack
+from training.components import build_loader
+from training.config.build import build
+from training.config.compose import compose
+from training.environment import pick_device
+from training.weights.pretrained import build_model
+
+
+class ItemsInFiles(Dataset):
+    """Single samples, one npy file each, in a temporary folder."""
+
+    def __init__(self, latents: Tensor, labels: Tensor) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.labels = labels
+        for i, latent in enumerate(latents.numpy()):
+            np.save(self.folder / f"{i}.npy", latent)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(np.load(self.folder / f"{index}.npy")), self.labels[index]
+
+
+def stream_order(count: int, seed: int) -> Iterator[int]:
+    """Yields the framework's order of samples without end, so that both loops see the same."""
+    order = EpochOrder(count, seed, torch.device("cpu"))
+    for epoch in itertools.count():
+        yield from order.of_epoch(epoch).tolist()
+
+
+class NewcomersLoop(Loop):
+    """The loop above. `storage` says where the samples lie: in files, in memory, or resident on
+    the device; `item_every_step` whether the loss is read each step.
+
+    It is timed with torch.randn; only `final_loss` draws the framework's stateless noise, to be
+    comparable.
+    """
+
+    def __init__(
+        self, overrides: Words, storage: str, item_every_step: bool = True, num_workers: int = 0
+    ) -> None:
+        self.cfg = compose([*overrides, "runtime=eager"]).cfg
+        self.batch_size = self.cfg.batch_size
+        self.item_every_step = item_every_step
+        self.num_workers = num_workers
+        self.device = pick_device(self.cfg.runtime.device.value)
+        self.stack = build_stack(self.cfg, self.device)
+        self.stack.on_process()
+        self.ledger = Ledger()
+
+        # What it trains on: the set of the framework's loader, each sample where `storage` says.
+        self.source = build_loader(self.cfg.data, self.cfg.seed, self.batch_size, self.device)
+        if not isinstance(self.source, InMemoryLatents):
+            target = self.cfg.data["_target_"]
+            raise UserError(f"the newcomer takes data=synthetic or data=digits, not {target}.")
+        self.spec = self.source.spec
+        self.items: Dataset | None = None
+        if storage != "resident":
+            train = self.source.train
+            latents = self.source.normalise(train.floating()).cpu()
+            labels = train.labels.cpu()
+            del self.source, train  # nothing of the set is on the device
+            kind = ItemsInFiles if storage == "files" else TensorDataset
+            self.items = kind(latents, labels)
+
+        # The model, warmed up and put back to its first weights.
+        memory = MemoryPeak(self.device)
+        torch.manual_seed(self.cfg.seed)
+        self.model = build_model(self.cfg.model, self.spec, self.device)
+        self.objective = build(self.cfg.objective, "objective")
+        initial = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        began = time.perf_counter()
+        self.start()
+        self.run(1)
+        self.final_loss(1)
+        self.warm_up_seconds = time.perf_counter() - began
+        self.model.load_state_dict(initial)
+        self.start()
+        self.memory_peak = memory.read()
+
+    def start(self) -> None:
+        """Begins with the first sample and a new optimizer."""
+        self.averages = [p.detach().clone() for p in self.model.parameters()]
+        rates = {name: value for name, value in self.cfg.optim.items() if name != "_target_"}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
+        self.batches = self.read()
+        self.samples = 0
+
+    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Returns the batches, on the device."""
+        if self.items is None:
+            self.source.load_state_dict({"samples_seen": 0})
+            return ((batch.latents, batch.labels) for batch in self.source)
+        order = stream_order(self.spec.count, self.cfg.seed)
+        workers = self.num_workers
+        loader = DataLoader(self.items, self.batch_size, sampler=order, num_workers=workers)
+        return ((x.to(self.device), labels.to(self.device)) for x, labels in loader)
+
+    def prepare(self) -> None:
+        """Sets flags, and uses up what workers have prefetched while something else ran."""
+        super().prepare()
+        for _ in range(2 * self.num_workers):  # as many as PyTorch's DataLoader makes ahead
+            next(self.batches)
+
+    def one_step(self, comparable: bool = False) -> Tensor:
+        latents, labels = next(self.batches)
+        loss = (self.comparable_loss if comparable else self.loss)(latents, labels)
+        self.samples += len(labels)
+
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
+        self.optimizer.step()
+        with torch.no_grad():
+            for average, p in zip(self.averages, self.model.parameters(), strict=True):
+                average.mul_(0.9999).add_(p, alpha=0.0001)
+        if self.item_every_step:
+            loss.item()
+        return loss.detach()
+
+    def comparable_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
+        """Takes the framework's draws."""
+        position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
+        batch = Batch(latents, labels, position, position)
+        told = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
+        return self.objective.losses(self.model, batch, **told)[0].mean()
+
+    def loss(self, latents: Tensor, labels: Tensor) -> Tensor:
+        """Computes the loss of flow matching, as tutorials have it."""
+        noise = torch.randn_like(latents)
+        t = torch.sigmoid(torch.randn(len(labels), device=self.device))
+        drop = torch.rand(len(labels), device=self.device) < 0.1
+        labels = torch.where(drop, self.model.num_classes, labels)
+        x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
+        return torch.nn.functional.mse_loss(self.model(x, t, labels), noise - latents)

@@ -1,0 +1,323 @@
+"""Counts the bytes of a training step without a device that takes it: on models of few blocks,
+which more blocks extend.
+
+The forward and backward pass run on PyTorch's fake tensors, which have shapes and no values, at the
+run's own batch; compiled blocks through the partitioner that Inductor uses too. The update runs on
+real tensors, for the optimizers of libraries take no others. Each place of a step has a peak of its
+own, and that is a straight line over the blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from accel.composite_optimizer import innermost, kept_by, largest_part
+from accel.stack import AccelerationStack
+from accel.technique import Technique
+from data.loader import Batch, LatentSpec
+from models.adapters import trained
+from models.denoiser import Denoiser
+from training.assemble import Parts, Training, assemble, build_stack
+from training.config.schema import ParallelConfig, TrainConfig
+from training.memory import Bytes, lasting_bytes
+from training.optimizers import parameter_groups
+from training.weights.pretrained import build_on_meta
+
+CPU = torch.device("cpu")
+Place = tuple[str, int | None]
+"""A phase of the step and the block at work; None: none is."""
+
+
+class Peak(NamedTuple):
+    """The most bytes that live at a place, and those of gradients among them."""
+
+    live: float
+    gradients: float
+
+
+class Tracker(TorchDispatchMode):
+    """Counts live tensor storage of what runs inside, by place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.gradients = 0
+        self.place: Place = ("forward", None)
+        self.peaks: dict[Place, Peak] = {}
+        self.on_host = False
+        """Whether what is made now lies in host memory, and counts as nothing."""
+        self.having_gradients: set[int] = set()
+        self.known: dict[int, Any] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def know(self, tensors: Iterable[Any]) -> None:
+        """Counts tensors as live until they are freed."""
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):
+                self.know(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                size = 0 if self.on_host else storage.nbytes()
+                forget = self.forgetter(storage._cdata, size)
+                self.known[storage._cdata] = weakref.ref(storage, forget)
+                self.live += size
+        if self.live > self.peaks.get(self.place, Peak(-1, 0)).live:
+            self.peaks[self.place] = Peak(self.live, self.gradients)
+
+    @contextmanager
+    def making_on_host(self) -> Iterator[None]:
+        """What becomes known inside lies in host memory."""
+        self.on_host = True
+        try:
+            yield
+        finally:
+            self.on_host = False
+
+    def host_copies(self, copy: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`copy`, whose results lie in host memory."""
+        return self.making_on_host()(copy)
+
+    def forgetter(self, address: int, size: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            del self.known[address]
+            self.live -= size
+
+        return forget
+
+    def at(self, phase: str, block: int | None = None) -> None:
+        """What runs from now on runs there."""
+        self.place = (phase, block)
+        self.know(())
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """A hook that PyTorch calls when a gradient has been accumulated."""
+        assert parameter.grad is not None
+        if id(parameter) not in self.having_gradients:  # later micro-batches add to it
+            self.having_gradients.add(id(parameter))
+            self.gradients += parameter.grad.nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.know(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        return found
+
+
+class Placed(nn.Module):
+    """Stands in for a block and tells the tracker when its passes begin."""
+
+    def __init__(self, block: nn.Module, index: int, tracker: Tracker) -> None:
+        super().__init__()
+        self.block = block
+        self.index = index
+        self.tracker = tracker
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.block, name)  # switches that the model reads
+
+    def forward(self, *inputs: Tensor) -> Any:
+        self.tracker.at("forward", self.index)
+        if self.index == 0 and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: self.tracker.at("embedding"))
+        outputs = self.block(*inputs)
+        self.tracker.at("forward")
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.tracker.at("backward", self.index))
+        return outputs
+
+
+class CpuStack(AccelerationStack):
+    """The techniques that this CPU can have, set to what can be counted on fake tensors."""
+
+    def unavailable(self, technique: Technique) -> str | None:
+        reason = super().unavailable(technique)
+        if reason is None:
+            technique.without_device()
+        return reason
+
+
+class GpuStack(AccelerationStack):
+    """All techniques that are asked for, as a GPU would have them, set to what can be counted."""
+
+    def unavailable(self, technique: Technique) -> None:
+        technique.without_device()
+
+
+class Passed(NamedTuple):
+    """A forward and backward pass at some depth."""
+
+    peaks: dict[Place, Peak]
+    """Weights, inputs, kept tensors, gradients and what is at work."""
+    kept: float
+    """Bytes that a micro-batch keeps for its backward pass."""
+
+
+class Updated(NamedTuple):
+    """An update at some depth."""
+
+    lasting: Bytes
+    temporary: float
+    """Bytes that the optimizer takes beside what lasts."""
+    part: int
+    """Elements of the largest part of the parameters."""
+
+
+def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
+    """The configuration with another depth and batch, for one process."""
+    return replace(
+        cfg,
+        model=with_depth(cfg.model, depth),
+        batch_size=samples * micro_batches,
+        accumulation_steps=micro_batches,
+        runtime=replace(cfg.runtime, parallel=ParallelConfig()),
+    )
+
+
+def for_a_pass(cfg: TrainConfig, depth: int, samples: int) -> TrainConfig:
+    """The configuration whose passes are counted: two micro-batches stand for all, and no optimizer
+    plays a part."""
+    small = of_few_blocks(cfg, depth, samples, min(2, cfg.accumulation_steps))
+    return replace(small, optim={"_target_": "torch.optim.SGD"})
+
+
+def with_depth(node: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """The model's node with another number of blocks; the same where it is no key, and the model is
+    counted whole."""
+    return dict(node) | ({"depth": depth} if "depth" in node else {})
+
+
+def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:
+    """The model with zeros for weights; with fake ones inside a FakeTensorMode."""
+    model = build_on_meta(node, spec)
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                zeros = torch.zeros_like(tensor, device=CPU)
+                module._parameters[name] = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = torch.zeros_like(tensor, device=CPU)
+    return model
+
+
+def built(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
+    """The parts of a run without its data."""
+
+    def loader(*_: Any) -> Any:
+        return SimpleNamespace(spec=spec)
+
+    def no_trial(*_: Any) -> dict[str, Any]:
+        """Fused kernels are taken as proved."""
+        return {}
+
+    def no_weights(*_: Any) -> None:
+        """Leaves the zeros."""
+
+    stack = partial(build_stack, alone=True, kind=GpuStack if gpu else CpuStack)
+    parts = Parts(loader, blank_model, no_trial, stack, no_weights)
+    return assemble(cfg, CPU, parts=parts)
+
+
+def passed(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Passed:
+    """Counts a forward and backward pass of a micro-batch of `for_a_pass`; the second, if gradients
+    are accumulated."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return passed_on_fakes(built(cfg, spec, gpu), spec)
+
+
+def passed_on_fakes(training: Training, spec: LatentSpec) -> Passed:
+    """`passed`, inside a FakeTensorMode."""
+    model = training.model
+    step = training.step
+    tracker = Tracker()
+    samples = training.micro_batch
+    numbers = torch.zeros(samples, dtype=torch.int64)
+    latents = [
+        torch.zeros(samples, spec.channels, spec.height, spec.width)
+        for _ in range(training.cfg.accumulation_steps)
+    ]
+    batches = [Batch(some, numbers, numbers, numbers) for some in latents]
+
+    # What compiles does so before anything is counted.
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        step.accumulate(batches)
+        step.optimizer.zero_grad(set_to_none=True)
+
+    # The tracker is told where the step is, and what it moves to the host.
+    techniques = training.stack.techniques
+    if not any(technique.hides_blocks() for technique in techniques):
+        for i, block in enumerate(list(model.blocks)):
+            model.blocks[i] = Placed(block, i, tracker)
+    for technique in techniques:
+        technique.to_host = tracker.host_copies(technique.to_host)
+    for parameter in trained(model).values():
+        parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
+    tracker.know([*model.parameters(), *model.buffers(), *latents, numbers])
+    start = tracker.live
+    kept = 0.0
+
+    def mark(phase: str) -> None:
+        nonlocal kept
+        if phase == "forward":
+            kept = tracker.live - tracker.gradients - start
+            tracker.at("backward")
+        elif phase == "backward":
+            tracker.at("forward")
+
+    step.mark = mark
+    with tracker:
+        step.accumulate(batches)
+    return Passed(tracker.peaks, kept)
+
+
+def updated(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Updated:
+    """Counts an update of the optimizer, the second one: it finds its state."""
+    training = built(cfg, spec, gpu)
+    step = training.step
+    optimizer = step.optimizer
+    for group in (group for own in innermost(optimizer) for group in own.param_groups):
+        if gpu and not group.get("fused") and "foreach" in group:
+            group["foreach"] = True  # PyTorch's choice on a GPU
+    for parameter in step.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+    tracker = Tracker()
+    with tracker.making_on_host():
+        for technique in training.stack.techniques:
+            tracker.know(technique.in_host_memory())
+    entries = [value for p in step.parameters for value in kept_by(optimizer, p).values()]
+    gradients = [p.grad for p in step.parameters if p.grad is not None]
+    state = [value for value in entries if isinstance(value, Tensor)]
+    tracker.know([*step.parameters, *gradients, *state])
+    start = tracker.live
+    lasting = lasting_bytes(training)
+
+    one = torch.ones(())
+    with tracker:
+        tracker.at("optimizer")
+        step.optimizer_step(gradients, one, one > 0)
+    return Updated(
+        lasting,
+        temporary=max(0.0, tracker.peaks["optimizer", None].live - start),
+        part=largest_part(parameter_groups(training.model, 0.0)),
+    )

@@ -1,0 +1,193 @@
+"""runtime=auto: the run takes the techniques that make its step fastest on this machine.
+
+What was chosen before is in the run folder, or in a cache for equal model, batch, runtime, machine
+and code. Otherwise a process of its own tries candidates before training begins
+(scripts/plan/tune.py), and this file reads what it wrote. A choice may change how a step is
+computed, never what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.ledger import AUTO, LedgerRow
+from accel.stack import AccelerationStack
+from common import processes
+from common.errors import UserError
+from common.files import ROOT, cache_folder, read_object, write_atomically
+from common.text import as_json
+from training.assemble import plain
+from training.components import latents_of
+from training.config.compose import typed
+from training.config.schema import RuntimeConfig, TrainConfig
+from training.distributed.ranks import Ranks
+from training.goodput import UNREADABLE
+from training.hardware import device_name, memory_of
+
+FILE = "tuning.json"
+"""Of a run folder."""
+STEPS = "accumulation_steps"
+TUNER = ["-m", "scripts.plan.tune"]
+"""The program that tries candidates: it is told a job in a file, and writes what it found beside
+it."""
+OF_MANY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+"""Variables of one process among several; a candidate steps alone."""
+CODE = ("accel", "common", "models", "training", "scripts/plan")
+Changes = Mapping[str, Any]
+"""Runtime key, or accumulation_steps -> plain value."""
+
+
+def tuned(
+    cfg: TrainConfig, device: torch.device, ranks: Ranks, folder: Path | None = None
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """The configuration with the fastest techniques, and what was tried; the run's `folder` or the
+    cache may know it.
+
+    The first process measures, alone on its device; all take its choice. ValueError if the step
+    does not fit.
+    """
+    found = ranks.agreed(lambda: choice_of(cfg, device, ranks.world_size, folder))
+    new = changed(cfg, found["changes"])
+    ranks.check_batch(new.batch_size, new.accumulation_steps)
+    return new, found
+
+
+def choice_of(
+    cfg: TrainConfig, device: torch.device, processes: int, folder: Path | None
+) -> dict[str, Any]:
+    """`words`, `changes` and `tried` of what was chosen before, or is measured now."""
+    deadline = time.monotonic() + cfg.runtime.tune_seconds
+    if folder is not None and (found := read(folder / FILE, cfg, device, processes)):
+        return found
+    spec, resident = latents_of(cfg.data, cfg.seed, memory_of(device))
+    latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident)
+    file = cache_folder("tuning") / f"{facts_of(cfg, device, processes, *latents)}.json"
+    if found := read(file, cfg, device, processes):
+        return found
+
+    print(
+        f"Trying techniques for at most {cfg.runtime.tune_seconds:.0f} s …",
+        file=sys.stderr,
+        flush=True,
+    )
+    found = measured(
+        {
+            "cfg": plain(asdict(cfg)),
+            "spec": spec.as_dict(),
+            "resident": resident,
+            "device": str(device),
+            "processes": processes,
+            "deadline": deadline,
+        }
+    )
+    if any(row["step_ms"] for row in found["tried"]):
+        keep(file, found)
+    return found
+
+
+def measured(job: dict[str, Any]) -> dict[str, Any]:
+    """What a process of its own finds; ValueError with what it has against the run."""
+    with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job | {"parent": os.getpid()}))
+        code = processes.attended([sys.executable, *TUNER, str(file)], without=OF_MANY)
+        try:
+            found = read_object(file.with_suffix(".found"))
+        except OSError as error:
+            raise UserError(
+                f"runtime.tune=true: the process that tries techniques ended with code {code}; "
+                "what it said stands above. runtime=fast needs none."
+            ) from error
+    if refusal := found.get("refusal"):
+        raise UserError(refusal)
+    return found
+
+
+def keep(file: Path, found: Mapping[str, Any]) -> None:
+    """Writes the cache; a folder that cannot be written costs the next run another search, and a
+    warning."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, as_json(found, indent=1) + "\n")
+    except OSError as error:
+        warnings.warn(
+            f"{file} cannot be written ({error.strerror}), so the next run tries again.",
+            stacklevel=2,
+        )
+
+
+def read(
+    file: Path, cfg: TrainConfig, device: torch.device, processes: int
+) -> dict[str, Any] | None:
+    """A choice that was written down; None where there is none, or it is damaged, or cannot be had
+    in this run."""
+    with suppress(*UNREADABLE):
+        found = read_object(file)
+        ledger_row(found)
+        return found if can_be_had(cfg, found["changes"], device, processes) else None
+    return None
+
+
+def changed(cfg: TrainConfig, changes: Changes) -> TrainConfig:
+    """The configuration with the changes of a choice, tuning done; ValueError where they do not go
+    together."""
+    runtime = {key: value for key, value in changes.items() if key != STEPS} | {"tune": False}
+    found = replace(
+        cfg,
+        accumulation_steps=changes.get(STEPS, cfg.accumulation_steps),
+        runtime=typed(RuntimeConfig, plain(asdict(cfg.runtime)) | runtime, []),
+    )
+    found.check()
+    return found
+
+
+def can_be_had(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
+    """Whether a choice is one on this machine: its techniques are to be had, and its keys go
+    together."""
+    try:
+        new = changed(cfg, changes)
+    except ValueError:
+        return False
+    values = new.runtime.values()
+    stack = AccelerationStack(values, device, deterministic=cfg.deterministic)
+    whole = cfg.batch_size % (new.accumulation_steps * processes) == 0
+    return whole and not stack.reasons.keys() & changes.keys()
+
+
+def facts_of(cfg: TrainConfig, device: torch.device, processes: int, *latents: Any) -> str:
+    """All that a choice depends on, as a hash; `latents` describe those of the run."""
+    folders = [ROOT / part for part in CODE]
+    for name in cfg.extensions:
+        spec = find_spec(name)
+        folders += map(Path, (spec.submodule_search_locations if spec else None) or [])
+    sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+    machine = (device_name(device), memory_of(device), version("torch"), code)
+    run = (cfg.model, cfg.objective, cfg.optim, cfg.max_grad_norm, cfg.runtime, cfg.deterministic)
+    batch = (cfg.batch_size, cfg.accumulation_steps, processes)
+    return hashlib.sha256(repr((machine, latents, run, batch)).encode()).hexdigest()[:32]
+
+
+def ledger_row(found: Mapping[str, Any]) -> LedgerRow:
+    """The row that says what was chosen, and what else was tried."""
+
+    def told(row: Mapping[str, Any]) -> str:
+        return f"{row['words']}: " + (row["refusal"] or f"{row['step_ms']:.4g} ms")
+
+    tried = "; ".join(map(told, found["tried"])) or "nothing else can be had here"
+    return LedgerRow("tune", AUTO, str(found["words"]), tried)
