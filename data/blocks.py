@@ -2,21 +2,18 @@
 finite values.
 
 `BlockReader` reads a block by its offset in the manifest; it parses no tar and unpickles nothing.
-The manifest's order numbers the samples of a split; that number is the id in a `Batch`. `Readers`
-are threads that read ahead, and `BlockLoader` the base of the loaders that use them.
+The manifest's order numbers the samples of a split; that number is the id in a `Batch`.
+`BlockLoader` is the base of the loaders that read blocks while they run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import UInt8
@@ -24,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.errors import UserError
+from common.read_ahead import Ahead, Readers
 from common.text import first_line, printable
 from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs
 from data.manifest import Block, Manifest, Normalisation, Shard, read_manifest, spec_of
@@ -33,7 +31,6 @@ OnCorrupt = Literal["error", "skip"]
 MOST_UNREACHABLE = 3
 """After so many blocks in a row the reader gives up: the store is gone, not a block."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
-Result = TypeVar("Result")
 
 
 class DamagedBlockError(UserError):
@@ -216,16 +213,12 @@ class BlockReader:
 
     def check(self, name: str, tensor: Tensor, samples: int) -> None:
         """DamagedBlockError if a tensor has another dtype, shape or range than the set has."""
-        shape = (samples, *self.shape)
-        dtype = getattr(torch, self.manifest.dtype)
+        found = kind(tensor.shape, tensor.dtype)
+        said = kind((samples, *self.shape), getattr(torch, self.manifest.dtype))
         if name == "labels":
-            shape = (samples,)
-            dtype = torch.int64
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise DamagedBlockError(
-                f"holds {name} {kind(tensor.shape, tensor.dtype)}, the manifest says "
-                f"{kind(shape, dtype)}"
-            )
+            said = kind((samples,), torch.int64)
+        if found != said:
+            raise DamagedBlockError(f"holds {name} {found}, the manifest says {said}")
 
         # An order of magnitude quicker than isfinite.
         low, high = (extreme.item() for extreme in tensor.aminmax())
@@ -253,8 +246,7 @@ def open_set(
     on_corrupt: OnCorrupt = "error",
     **remote: Any,
 ) -> tuple[LatentSpec, BlockReader, BlockReader]:
-    """Opens the set at `path` for `data=<group>`: its spec, readers of its training and held-out
-    split.
+    """Opens the set at `path` for `data=<group>`: its spec, and a reader of each split.
 
     ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
     `remote`: see `open_source`.
@@ -266,6 +258,8 @@ def open_set(
         )
     source = open_source(path, **remote)
     manifest = read_manifest(source)
+
+    # The set must be what the configuration expects.
     made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
     if encoder is not None and made_with not in (
         encoder,
@@ -299,53 +293,6 @@ def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
             )
 
 
-class Readers:
-    """A pool of `count` daemon threads.
-
-    Not a ThreadPoolExecutor: Python waits for its threads at exit, and a read from a server that
-    hangs takes minutes.
-    """
-
-    def __init__(self, count: int, name: str) -> None:
-        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.closed = threading.Event()
-        self.threads = [
-            threading.Thread(
-                target=work, args=(self.tasks, self.closed), name=f"{name}-{i}", daemon=True
-            )
-            for i in range(count)
-        ]
-        for thread in self.threads:
-            thread.start()
-
-    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        self.tasks.put((future, function, arguments))
-        return future
-
-    def close(self, wait: bool = False) -> None:
-        """Drops queued tasks; with `wait` it lets running ones end, for ten seconds a thread at
-        most."""
-        self.closed.set()
-        for _ in self.threads:
-            self.tasks.put(None)
-        for thread in self.threads:
-            # Python may collect the owner of a pool in a thread of the pool.
-            if wait and thread is not threading.current_thread():
-                thread.join(timeout=10.0)
-
-
-def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
-    """What a thread does. It holds no reference to the pool, so a forgotten pool is collected."""
-    for future, function, arguments in iter(tasks.get, None):
-        if not closed.is_set():
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-        del future, function, arguments  # while a thread waits, it keeps no owner alive
-
-
 class BlockLoader(LatentLoader):
     """Base of the loaders that read blocks while they run: it knows the blocks of both splits."""
 
@@ -361,21 +308,22 @@ class BlockLoader(LatentLoader):
         """See `LatentLoader`; a thread reads a block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
-        futures = (readers.submit(blocks.rows, number) for number in range(len(blocks.places)))
-        start = 0
-        parts: list[Tensor] = []
+        positions = torch.arange(blocks.count, device=self.device).split(batch_size)
         try:
-            ahead = next(futures, None)
-            while ahead is not None:
-                rows = torch.cat([*parts, ahead.result()])
-                ahead = next(futures, None)
-                whole = list(rows.split(batch_size))
-                parts = [] if ahead is None else [whole.pop()]  # the next block goes on with it
-                for part in whole:
-                    found = blocks.latents_in(part.to(self.device))
-                    position = torch.arange(start, start + len(part), device=self.device)
-                    start += len(part)
-                    yield Batch(self.normalise(found.floating()), found.labels, found.ids, position)
+            read = Ahead((blocks.rows(number) for number in range(len(blocks.places))), readers)
+            for rows, position in zip(cut(read, batch_size), positions, strict=False):
+                found = blocks.latents_in(rows.to(self.device))
+                yield Batch(self.normalise(found.floating()), found.labels, found.ids, position)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())
+
+
+def cut(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+    """Yields the rows of all blocks `size` at a time; the last part may be smaller."""
+    left: list[Tensor] = []
+    for rows in blocks:
+        *whole, last = torch.cat([*left, rows]).split(size)
+        left = [last]
+        yield from whole
+    yield from left

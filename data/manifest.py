@@ -1,25 +1,19 @@
-"""The files of a latent set: what they are, writing shards, and reading a manifest.
-
-A shard is a WebDataset tar whose members are *blocks*: safetensors files of some hundred samples
-with raw `latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`, `mirrored`,
-`mirrored_std`. Reading a member per sample instead of blocks takes 26 times as long. `mtime=0`
-makes equal content equal bytes.
+"""The manifest of a latent set: what it says, what it must not say, and the spec of the latents.
 
 `manifest.json` lies beside the shards. It says how precompute_latents.py made them, how to
-normalise them, and what every shard holds, so that nobody has to remember or guess it.
+normalise them, and what every shard holds, so that nobody has to remember or guess it. A shard is a
+WebDataset tar whose members are *blocks*: safetensors files of some hundred samples with raw
+`latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`, `mirrored`,
+`mirrored_std`. Reading a member per sample instead of blocks takes 26 times as long.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
-import os
 import re
-import tarfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,11 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import save
-from torch import Tensor
 
 from common.errors import UserError
-from common.files import file_sha256, rename, sync_folder, write_atomically
+from common.files import write_atomically
 from data.loader import Above0, Count, Finite, LatentSpec, Size
 from data.source import Source, open_source, unreadable
 
@@ -68,73 +60,6 @@ class Shard:
     bytes: Size
     sha256: str
     blocks: list[Block]
-
-
-class ShardWriter:
-    """Writes one shard to a temporary name; `close()` syncs it to disk and renames it.
-
-    Without `close()` (an exception, a kill) no file is there that a reader would take for a shard.
-    """
-
-    def __init__(self, file: Path, split: str, block_size: int) -> None:
-        self.file = file
-        self.split: Any = split
-        self.block_size = block_size
-        self.temporary = file.with_name(f"{file.name}.tmp")
-        self.stream = self.temporary.open("wb")
-        self.tar = tarfile.open(fileobj=self.stream, mode="w")  # noqa: SIM115 - `close` closes it
-        self.pending: dict[str, Tensor] = {}
-        self.blocks: list[Block] = []
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Appends samples: tensors of one length n along their first axis, on the CPU."""
-        self.pending = {
-            name: torch.cat([self.pending[name], tensor]) if self.pending else tensor
-            for name, tensor in tensors.items()
-        }
-        while len(self.pending["labels"]) >= self.block_size:
-            self.write_block()
-
-    def write_block(self) -> None:
-        block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
-        self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
-        payload = save(block)
-        size = len(payload)
-        member = tarfile.TarInfo(f"{self.file.stem}-{len(self.blocks):06d}.safetensors")
-        member.size = size
-        member.mode = 0o444
-        member.uname = member.gname = "fastlatent"
-        self.tar.addfile(member, io.BytesIO(payload))
-
-        # The tar goes on at a multiple of 512 bytes.
-        offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
-        digest = hashlib.sha256(payload).hexdigest()
-        self.blocks.append(Block(offset, size, len(block["labels"]), digest))
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Deletes the unfinished file after an exception."""
-        if kind is not None:
-            with contextlib.suppress(OSError):  # a full disk raises once more
-                self.stream.close()
-            self.temporary.unlink(missing_ok=True)
-
-    def close(self) -> Shard:
-        """Finishes the file and describes it."""
-        if len(self.pending.get("labels", ())):
-            self.write_block()
-        self.tar.close()
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        size = self.stream.tell()
-        self.stream.close()
-        digest = file_sha256(self.temporary)
-        rename(self.temporary, self.file)
-        sync_folder(self.file.parent)
-        count = sum(block.samples for block in self.blocks)
-        return Shard(self.file.name, self.split, count, size, digest, self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +181,8 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
         content = source.read(NAME)
     except OSError as error:
         raise UserError(f"{unreadable(file, error)}; {remedy}.") from error
+
+    # First its types, then what its fields say of each other.
     again = "run precompute_latents.py again to rebuild it"
     try:
         manifest = schema().validate_json(content, strict=True)
@@ -319,6 +246,8 @@ def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) ->
             )
         mean = [manifest.shift_factor or 0.0] * manifest.channels
         std = [1.0 / manifest.scaling_factor] * manifest.channels
+
+    # A run knows its data again by the fingerprint, so that says which mean and std there are.
     return LatentSpec(
         channels=manifest.channels,
         height=manifest.height,

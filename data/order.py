@@ -1,4 +1,4 @@
-"""The orders in which loaders read a latent set: pure functions of (seed, epoch, position).
+"""The orders in which loaders read a set: each a pure function of (seed, epoch, position).
 
 - `EpochOrder` permutes all samples: for sets that lie on the device.
 - `ChunkOrder` permutes blocks, cuts them into *chunks*, and permutes each: for sets of which a part

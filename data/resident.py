@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, add_skipped, open_set
+from common.read_ahead import Ahead, Readers
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, open_set
 from data.loader import (
     Batch,
     InMemoryLatents,
@@ -34,8 +35,8 @@ class ChunkedLatents(BlockLoader):
     """The loader of a set that does not fit: `chunk_size` samples lie on the device, beside room
     for as many that come next.
 
-    Batches come from the first of two buffers, while a thread fills the second one through pinned
-    memory, on a CUDA stream of its own.
+    Batches come from one of two buffers, while a thread fills the other one through pinned memory,
+    on a CUDA stream of its own.
     """
 
     def __init__(
@@ -47,30 +48,56 @@ class ChunkedLatents(BlockLoader):
         args: LoaderArgs,
     ) -> None:
         super().__init__(spec, args, train, held_out)
-        self.copies = torch.cuda.Stream(args.device) if args.device.type == "cuda" else None
-        self.readers = Readers(1, "chunk")
-        self.stop = weakref.finalize(self, end_copies, self.readers, self.copies)
-        self.allocate(chunk_size)
+        self.order = ChunkOrder(train.counts, self.seed, chunk_size)
+        self.chunk: Chunk | None = None
+        """From which batches come, once there is one."""
 
-    def allocate(self, chunk_size: int) -> None:
-        """Makes two buffers for chunks of at most `chunk_size` samples, in place of those there
-        were."""
-        self.current: Chunk | None = None
-        self.coming: Chunk | None = None  # the thread stops filling at the next block
-        self.readers.submit(lambda: None).result()
-        if self.copies is not None:
-            self.copies.synchronize()
-        # Their memory is free before the new ones take theirs.
-        self.buffers: list[tuple[Tensor, Tensor]] = []
-        """Bytes of samples, and the order in which batches take them."""
-        self.order = ChunkOrder(self.blocks.counts, self.seed, chunk_size)
-        for _ in range(2):
-            rows = torch.empty(
-                chunk_size, self.blocks.row_bytes, dtype=torch.uint8, device=self.device
+    def start_filling(self, first: Chunk) -> None:
+        """Allocates two buffers; a thread begins to fill them with `first` and the chunks after
+        it."""
+        cuda = self.device.type == "cuda"
+        self.copies = torch.cuda.Stream(self.device) if cuda else None
+        self.used = torch.cuda.Event() if cuda else None
+        rows = (self.order.chunk_size, self.blocks.row_bytes)
+        buffers = [
+            (
+                torch.empty(rows, dtype=torch.uint8, device=self.device),
+                torch.empty(rows[0], dtype=torch.long, device=self.device),
             )
-            self.buffers.append(
-                (rows, torch.empty(chunk_size, dtype=torch.long, device=self.device))
-            )
+            for _ in range(2)
+        ]
+        self.readers = Readers(1, "chunk")
+        self.chunks = Ahead(self.fill(buffers, first), self.readers)
+        # Also when the process ends: a copy that outlives the CUDA context is an error.
+        self.stop = weakref.finalize(self, self.readers.close, wait=True)
+
+    def fill(self, buffers: list[tuple[Tensor, Tensor]], chunk: Chunk) -> Iterator[Any]:
+        """Yields (chunk, rows, their order) for `chunk` and those after it, in the buffers by
+        turns."""
+        while True:
+            rows, order = buffers[0]
+            if self.used is not None:
+                self.used.synchronize()  # no batch of the last chunk in this buffer is on its way
+            first = 0
+            for number in chunk.blocks:
+                if self.readers.closed.is_set():
+                    return
+                block = self.blocks.rows(number)
+                self.copy(block, rows[first : first + len(block)])
+                first += len(block)
+            self.copy(self.order.permutation(chunk), order[: chunk.size])
+            yield chunk, rows, order[: chunk.size]
+            buffers.reverse()
+            chunk = self.order.after(chunk)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies to the device, and waits for that copy alone."""
+        if self.copies is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self.copies):
+            target.copy_(source.pin_memory(), non_blocking=True)
+            self.copies.record_event().synchronize()
 
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)
@@ -78,57 +105,22 @@ class ChunkedLatents(BlockLoader):
         left = self.batch_size
         while left:
             chunk, offset = self.order.locate(start)
-            rows, order = self.buffer_with(chunk)
-            found.append(rows.index_select(0, order[offset : min(chunk.size, offset + left)]))
-            start += len(found[-1])
-            left -= len(found[-1])
+            if self.chunk is None:
+                self.start_filling(chunk)
+            while self.chunk != chunk:
+                self.next_chunk()
+            wanted = self.drawn[offset : offset + left]
+            found.append(self.rows.index_select(0, wanted))
+            start += len(wanted)
+            left -= len(wanted)
         return self.batch(self.blocks.latents_in(torch.cat(found)), position)
 
-    def buffer_with(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Waits for the buffer that holds `chunk`, and lets the thread fill the other one with the
-        chunk after it."""
-        if chunk != self.current:
-            if chunk != self.coming:  # at the start, and after a resume
-                self.begin(chunk)
-            copied = self.filled.result()
-            if copied is not None:
-                torch.cuda.current_stream(self.device).wait_event(copied)
-            add_skipped(self.skipped, self.blocks.take_reports())
-            self.buffers.reverse()
-            self.current = chunk
-            self.begin(self.order.after(chunk))
-        return self.buffers[0]
-
-    def begin(self, chunk: Chunk) -> None:
-        """Lets the thread fill the second buffer with `chunk`."""
-        self.coming = chunk
-        used = self.copies and torch.cuda.current_stream(self.device).record_event()
-        self.filled = self.readers.submit(self.fill, chunk, *self.buffers[1], used)
-
-    def fill(self, chunk: Chunk, rows: Tensor, order: Tensor, used: Any) -> Any:
-        """Copies the blocks of `chunk` into a buffer after the event `used`; returns the event of
-        the last copy."""
-        first = 0
-        with torch.cuda.stream(self.copies):  # does nothing on a CPU
-            if self.copies is not None:
-                self.copies.wait_event(used)
-            for number in chunk.blocks:
-                if chunk != self.coming or self.readers.closed.is_set():
-                    return None  # the loader wants another chunk by now, or nothing more
-                block = self.blocks.rows(number)
-
-                # At most the block on its way and the one that was read lie in pinned memory.
-                if self.copies is not None:
-                    self.copies.synchronize()
-                rows[first : first + len(block)].copy_(self.pinned(block), non_blocking=True)
-                first += len(block)
-            drawn = self.pinned(self.order.permutation(chunk))
-            order[: chunk.size].copy_(drawn, non_blocking=True)
-            return self.copies and self.copies.record_event()
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """The tensor in memory from which a GPU copies while the thread goes on."""
-        return tensor if self.copies is None else tensor.pin_memory()
+    def next_chunk(self) -> None:
+        """Waits for the next chunk, and lets the thread fill the buffer of the present one."""
+        if self.used is not None:
+            self.used.record(torch.cuda.current_stream(self.device))
+        self.chunk, self.rows, self.drawn = next(self.chunks)
+        add_skipped(self.skipped, self.blocks.take_reports())
 
     def state_dict(self) -> dict[str, int]:
         # The first version called a chunk so.
@@ -138,24 +130,18 @@ class ChunkedLatents(BlockLoader):
         """Continues with the chunk size that the run began with, because the order of samples
         depends on it."""
         super().load_state_dict(state)
-        if state["window"] != self.order.chunk_size:
-            self.allocate(state["window"])
-
-
-def end_copies(readers: Readers, copies: torch.cuda.Stream | None) -> None:
-    """Ends the thread that fills buffers, and what it has queued; `weakref.finalize` calls this
-    when the process ends, too, for a copy that outlives the CUDA context ends the process with an
-    error."""
-    readers.close(wait=True)
-    if copies is not None:
-        copies.synchronize()
+        self.order = ChunkOrder(self.blocks.counts, self.seed, state["window"])
+        if self.chunk is not None:
+            self.stop()
+            self.chunk = None
+            del self.chunks, self.rows, self.drawn  # frees the buffers
 
 
 class ResidentLatents(LatentLoader):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
     The device holds all of it if that takes at most `device_memory_gib` (null: half of the free
-    memory), else a chunk; the loader prints which, and why. `storage="int8"`
+    memory), else a chunk (`ChunkedLatents`); the loader prints which, and why. `storage="int8"`
     halves the memory of 16-bit latents and prints its error. `normalisation`: "channel" uses the
     mean and std per channel that precompute measured, "scale_shift" the autoencoder's own
     constants, `[[means], [stds]]` these. `encoder` and `latent_scale` are expectations: the loader

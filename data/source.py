@@ -127,7 +127,7 @@ class TransientError(OSError):
 
 
 class Pauses(Retry):
-    """urllib3's pauses between attempts, at most `LONGEST_PAUSE` whatever a server asks."""
+    """urllib3's pauses between attempts, none longer than `LONGEST_PAUSE`."""
 
     def get_retry_after(self, response: Any) -> float | None:
         with contextlib.suppress(InvalidHeader):
@@ -215,6 +215,8 @@ def check_reply(reply: Any, in_part: bool) -> None:
         pause = headers.get("Retry-After")
         asks = f" and asks for a pause of {pause}; a reader waits {LONGEST_PAUSE:g} s at most"
         raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
+
+    # Another attempt would not help.
     if status in (404, 410):
         raise FileNotFoundError(f"the server answers {status}")
     if status not in (200, 206):

@@ -2,16 +2,18 @@
 
 A latent goes this way: `StreamOrder` (data/order.py) says which windows of which streams a rank
 needs; threads of a worker process read and shuffle them (`windows_of`); the worker puts the next
-samples of its streams together (`StreamDataset`); a thread of the run's process takes what all
-workers have for a batch; and `StreamedLatents` copies that to the device and normalises it.
+samples of its streams together (`StreamDataset`); a thread of the run's process joins what all
+workers have for a batch (`batches_of`); `StreamedLatents` copies that to the device and normalises
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Generator, Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.errors import UserError
-from common.shared_memory import refuse_small_shared_memory
+from common.read_ahead import Ahead, Readers, refuse_small_shared_memory
 from common.text import first_line
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, Readers, Skipped, add_skipped, open_set
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, Skipped, add_skipped, open_set
 from data.loader import Batch, LoaderArgs, refuse_below
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
@@ -35,8 +37,11 @@ COPIES = 3
 """Peak copies of a block in memory while a thread reads it: its bytes, its tensors, its rows."""
 
 
-def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterator[Tensor]:
-    """Yields the rows of a stream from `position` on, without end: window by window, shuffled.
+def windows_of(
+    order: StreamOrder, blocks: BlockReader, position: int
+) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
+    """Yields the windows of a stream without end, shuffled, from `position` on: the position of the
+    first row, and the rows.
 
     It keeps the last block of a window, because the next window begins in it.
     """
@@ -44,40 +49,24 @@ def windows_of(order: StreamOrder, blocks: BlockReader, position: int) -> Iterat
     content = torch.empty(0)
     while True:
         window, offset = order.locate(position)
+        shuffled = torch.empty(window.size, blocks.row_bytes, dtype=torch.uint8)
         place = order.permutation(window).argsort()
-        shuffled: Tensor | None = None
         done = 0
-        for block, row, rows in order.blocks_of(window):
+        for block, first, rows in order.blocks_of(window):
             if block != last:
                 content = blocks.rows(block)
                 last = block
-            if shuffled is None:
-                shuffled = content.new_empty((window.size, content.shape[1]))
-            shuffled.index_copy_(0, place[done : done + rows], content[row : row + rows])
+            shuffled[place[done : done + rows]] = content[first : first + rows]
             done += rows
-
-        assert shuffled is not None
-        yield shuffled[offset:]
+        yield position, shuffled[offset:]
         position += (window.size - offset) * order.streams
 
 
-def rows_of(
-    windows: Iterator[Tensor], position: int, streams: int, readers: Readers, ahead: Future[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields (position, row) of a stream; while it uses up a window, a thread reads the next."""
-    while True:
-        window = ahead.result()
-        ahead = readers.submit(next, windows)
-        for row in window:
-            yield position, row
-            position += streams
-
-
 class WorkerBatch(NamedTuple):
-    """A worker's samples of a batch."""
+    """A worker's samples of a batch and their positions."""
 
     rows: UInt8[Tensor, "n bytes"]
-    """Of each sample its position (8 bytes), then its tensors."""
+    position: list[int]
     reports: list[Skipped]
 
 
@@ -106,7 +95,11 @@ class StreamDataset(IterableDataset):
         start = self.start
         try:
             while True:
-                wanted = [self.of_rank.positions(start, number) for number in own[worker::workers]]
+                wanted = [
+                    position
+                    for number in own[worker::workers]
+                    for position in self.of_rank.positions(start, number)
+                ]
                 yield self.batch(streams, readers, wanted)
                 start += self.of_rank.global_batch
         except UserError as error:
@@ -115,57 +108,68 @@ class StreamDataset(IterableDataset):
             readers.close()
 
     def batch(
-        self,
-        streams: dict[int, Iterator[tuple[int, Tensor]]],
-        readers: Readers,
-        wanted: list[range],
+        self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[int]
     ) -> WorkerBatch:
-        """The samples at `wanted` positions, a range a stream; reads in `streams`, and adds to
-        them."""
+        """The samples at `wanted` positions, of `streams`; it begins those that are not there."""
         every = self.order.streams
-        for first in (positions.start for positions in wanted if positions):
-            if first % every not in streams:
-                windows = windows_of(self.order, self.blocks, first)
-                ahead: Future[Any] = readers.submit(next, windows)
-                streams[first % every] = rows_of(windows, first, every, readers, ahead)
+        for position in wanted:
+            if position % every not in streams:
+                windows = Ahead(windows_of(self.order, self.blocks, position), readers)
+                streams[position % every] = rows_of(windows, every)
 
         # What comes before a position in its stream is for other ranks.
-        flat = [p for positions in wanted for p in positions]
-        taken = [next(row for at, row in streams[p % every] if at == p) for p in flat]
-        reports = self.blocks.take_reports()
-        if not taken:
-            return WorkerBatch(torch.empty(0), reports)
-        position = torch.tensor(flat).view(torch.uint8).view(-1, 8)
-        return WorkerBatch(torch.cat([position, torch.stack(taken)], dim=1), reports)
+        taken = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
+        rows = torch.stack(taken) if taken else torch.empty(0, dtype=torch.uint8)
+        return WorkerBatch(rows, wanted, self.blocks.take_reports())
 
 
-def next_of_all(items: Iterator[WorkerBatch | str], workers: int) -> list[WorkerBatch]:
-    """What each worker has for the next batch; ValueError with the reason if one fails."""
-    found = []
-    for _ in range(workers):
-        try:
-            item = next(items)
-        except (RuntimeError, OSError, EOFError) as error:
-            # The latter two come of a kill while the worker sent a batch.
-            reason = first_line(error)
-            known = reason.startswith(("DataLoader worker", "Pin memory thread"))
-            if isinstance(error, RuntimeError) and not known:
-                raise
-            raise UserError(
-                f"a reader of data=webdataset died ({reason}); start the same command again to "
-                "resume, with a smaller data.window or data.num_workers if memory ran out."
-            ) from error
-        if isinstance(item, str):
-            raise UserError(item)
-        found.append(item)
-    return found
+def rows_of(windows: Iterator[tuple[int, Tensor]], streams: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields (position, row) for every sample of the windows of a stream."""
+    for position, rows in windows:
+        yield from zip(count(position, streams), rows, strict=False)
 
 
-def end_reading(feeder: Readers, items: Any) -> None:
+def batches_of(
+    loader: DataLoader, workers: int, pin_memory: bool
+) -> Generator[tuple[Tensor, Tensor, list[Skipped]]]:
+    """Yields (rows, positions, reports) of each batch, in the order of positions, without end;
+    ValueError with the reason if a worker fails.
+
+    It runs in a thread, whose children the workers are: in the main thread PyTorch would raise the
+    death of one as an error of whatever line runs then.
+    """
+    items = iter(loader)
+    try:
+        while True:
+            found = [next(items) for _ in range(workers)]
+            for item in found:
+                if isinstance(item, str):
+                    raise UserError(item)
+            position, order = torch.tensor([p for item in found for p in item.position]).sort()
+            rows = torch.cat([item.rows for item in found if item.position])[order]
+            if pin_memory:
+                rows = rows.pin_memory()
+                position = position.pin_memory()
+            yield rows, position, [report for item in found for report in item.reports]
+    except (RuntimeError, OSError, EOFError) as error:
+        # The latter two come of a kill while a worker sent a batch.
+        reason = first_line(error)
+        if isinstance(error, RuntimeError) and not reason.startswith("DataLoader worker"):
+            raise
+        raise UserError(
+            f"a reader of data=webdataset died ({reason}); start the same command again to resume, "
+            "with a smaller data.window or data.num_workers if memory ran out."
+        ) from error
+    finally:
+        # Not when `items` is collected, for the traceback of a failure keeps it.
+        getattr(items, "_shutdown_workers", lambda: None)()
+
+
+def end_reading(feeder: Readers, batches: Generator[Any]) -> None:
     """Ends the thread and the workers; `weakref.finalize` calls this when the process ends, too."""
     feeder.close(wait=True)
-    # Not when `items` is collected, for the traceback of a failure keeps it.
-    getattr(items, "_shutdown_workers", lambda: None)()
+    with contextlib.suppress(ValueError):  # the thread still waits for a worker
+        batches.close()
 
 
 class StreamedLatents(BlockLoader):
@@ -219,7 +223,7 @@ class StreamedLatents(BlockLoader):
         self.given = streams
         self.window = window
         self.allowed_gib = host_memory_gib
-        self.ahead: Future[list[WorkerBatch]] | None = None
+        self.batches: Ahead[tuple[Tensor, Tensor, list[Skipped]]] | None = None
         self.use_streams(streams)
 
     def use_streams(self, given: int | None) -> None:
@@ -248,60 +252,45 @@ class StreamedLatents(BlockLoader):
             flush=True,
         )
 
-    def start_reading(self) -> None:
+    def start_reading(self) -> Ahead[tuple[Tensor, Tensor, list[Skipped]]]:
         """Starts the workers, and the thread that takes from them."""
+        a_batch = self.batch_size * self.blocks.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                self.batch_size * (8 + self.blocks.row_bytes),
+                a_batch,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
         loader = DataLoader(
             StreamDataset(self.order, self.blocks, self.of_rank, self.samples_seen),
             batch_size=None,
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
             prefetch_factor=prefetch,
             generator=torch.Generator(),  # the default would draw from the run's generator
         )
 
-        # Workers are the thread's children: in the main thread PyTorch would raise the death of one
-        # as an error of whatever line runs then.
-        self.feeder = Readers(1, "feeder")
-        self.items = self.feeder.submit(iter, loader).result()
-        self.stop = weakref.finalize(self, end_reading, self.feeder, self.items)
-        self.read_ahead()
-
-    def read_ahead(self) -> None:
-        self.ahead = self.feeder.submit(next_of_all, self.items, max(1, self.num_workers))
+        feeder = Readers(1, "feeder")
+        batches = batches_of(loader, max(1, self.num_workers), self.pin_memory)
+        self.stop = weakref.finalize(self, end_reading, feeder, batches)
+        self.batches = Ahead(batches, feeder)
+        return self.batches
 
     def batch_at(self, start: int) -> Batch:
-        if self.ahead is None:
-            self.start_reading()
-        assert self.ahead is not None
+        batches = self.batches or self.start_reading()
         try:
-            found = self.ahead.result(self.patience)
+            rows, position, reports = batches.get(self.patience)
         except TimeoutError as error:
             raise UserError(
                 f"data=webdataset gave no batch for {self.patience / 60:g} minutes "
                 "(runtime.parallel.timeout_minutes). A disk that hangs does that, and so does a "
                 "full /dev/shm; mend it, or use data.num_workers=0."
             ) from error
-        except UserError:
-            self.stop()
-            raise
-        self.read_ahead()
-        for item in found:
-            add_skipped(self.skipped, item.reports)
-        parts = [item.rows.to(self.device, non_blocking=True) for item in found if len(item.rows)]
-        return self.batch_of(torch.cat(parts))
-
-    def batch_of(self, rows: UInt8[Tensor, "n bytes"]) -> Batch:
-        """The batch that the rows of all workers make, in the order of positions."""
-        position, order = rows[:, :8].contiguous().view(torch.long).flatten().sort()
-        return self.batch(self.blocks.latents_in(rows.index_select(0, order)[:, 8:]), position)
+        add_skipped(self.skipped, reports)
+        rows = rows.to(self.device, non_blocking=True)
+        position = position.to(self.device, non_blocking=True)
+        return self.batch(self.blocks.latents_in(rows), position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}
@@ -309,12 +298,10 @@ class StreamedLatents(BlockLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues with the number of streams that the run began with, because the order of
         samples depends on it."""
+        super().load_state_dict(state)
         # Earlier versions had 64 where none were given.
         streams = state.get("streams", self.given or MOST_STREAMS)
-        if type(streams) is not int or streams < 1:
-            raise UserError(
-                f"the state of the loader says streams={streams}, which is no number of streams."
-            )
+        refuse_below(1, streams=streams)
         if self.given not in (None, streams):
             raise UserError(
                 f"data.streams={self.given}, but the run began with {streams}; leave data.streams "
@@ -322,10 +309,9 @@ class StreamedLatents(BlockLoader):
             )
         if streams != self.order.streams:
             self.use_streams(streams)
-        if self.ahead is not None:
+        if self.batches is not None:
             self.stop()
-            self.ahead = None
-        super().load_state_dict(state)
+            self.batches = None
 
 
 def memory_of_a_stream(blocks: BlockReader, window: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
@@ -26,7 +28,7 @@ class SyntheticLatents(InMemoryLatents):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        sizes = {
+        sizes: dict[str, Any] = {
             "channels": channels,
             "height": height,
             "width": width,
@@ -34,6 +36,8 @@ class SyntheticLatents(InMemoryLatents):
             "count": count,
         }
         refuse_below(1, **sizes)
+
+        # The draw of a sample is a function of its number, at any count.
         total = count + max(1, count // 10)
         position = torch.arange(total, device=device)
         shape = (channels, height, width)

@@ -20,10 +20,10 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from common.files import write_atomically
 from common.progress import Progress
-from data.manifest import ShardWriter
 from encoding.images import Decoded, DecodedImages, ImageEntry, collate, decoding_loader
 from encoding.job import ChannelSums, Numbered, Plan, digest_of, finished
 from encoding.listing import ImageList
+from encoding.shards import ShardWriter
 from models.autoencoders import Autoencoder
 from models.images import psnr
 from training.config.schema import PrecomputeConfig

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UserError
-from common.shared_memory import refuse_small_shared_memory
+from common.read_ahead import refuse_small_shared_memory
 from common.text import first_line
 from training.config.schema import PrecomputeConfig
 

@@ -314,8 +314,8 @@ def write_shards(cfg: ImportConfig, foreign: Foreign, out: Path) -> Written:
     own."""
     import torch
 
-    from data.manifest import ShardWriter
     from encoding.job import ChannelSums
+    from encoding.shards import ShardWriter
 
     # Shard 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.count)

@@ -546,10 +546,16 @@ def test_retry_after_is_waited_for(server: Server, monkeypatch: pytest.MonkeyPat
     assert paused(server, monkeypatch, formatdate(time.time() - 99.0, usegmt=True)) == []
     assert paused(server, monkeypatch, "soon") == []
     assert paused(server, monkeypatch, "3600") == [source.LONGEST_PAUSE]
+    server.script = lambda number, path: 500
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(OSError, match=r"answers 500 \(5 attempts\)"):
+        open_source(server.url, retries=4).read("train-00000.tar", 0, 4)
+    assert pauses == [factor * source.FIRST_PAUSE for factor in (2, 4, 8)]
     server.script = lambda number, path: answer(429, Retry_After="3600")
     with pytest.raises(
         OSError,
-        match=r"answers 429 and asks for a pause of 3600; a reader waits 30 s at most \(2 a",
+        match=r"answers 429 and asks for a pause of 3600; .* waits 30 s at most \(2 attempts\)",
     ):
         open_source(server.url, retries=1).read("train-00000.tar", 0, 4)
 

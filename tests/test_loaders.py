@@ -375,7 +375,7 @@ def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_fo
     loader.blocks.read = slow
     chunk = loader.order.of_epoch(3)[0]
     assert len(chunk.blocks) > 1
-    loader.begin(chunk)
+    loader.start_filling(chunk)
     reading.wait()
     assert loader.stop.atexit
     threading.Timer(0.2, go_on.set).start()

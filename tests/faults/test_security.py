@@ -101,7 +101,8 @@ def test_a_target_that_is_no_name(target: Any):
     "weights whose header names code as their model", "refused in a sentence; nothing is run"
 )
 @pytest.mark.parametrize(
-    "target", ["os.system", "torch.load", "data.shards.ShardWriter", "models.denoiser.torch.load"]
+    "target",
+    ["os.system", "torch.load", "data.blocks.BlockReader.read", "models.denoiser.torch.load"],
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path], tmp_path: Path):
