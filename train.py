@@ -23,7 +23,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds
     too."""
-    from common.progress import Progress
+    from common.terminal import Progress
     from evaluation.evaluator import InRun
     from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick

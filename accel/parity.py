@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.kernels.operator import OPERATORS, Operator
-from common.exact_products import exact_products
+from common.libraries import exact_products
 
 FLOOR = 2e-5
 """What an output may be off, relative to its norm, where the definition is as good as exact: sums

@@ -28,8 +28,8 @@ from accel.block_kinds import Use, recorded
 from accel.ledger import AUTO
 from accel.sharding import gathered, is_first
 from common.files import cache_folder, make_folder, write_atomically
-from common.processes import run_watched
 from common.text import first_line
+from common.workers import run_watched
 
 PATIENCE = 120.0
 """Seconds without a result after which a trial counts as hanging; compiling a block has more."""

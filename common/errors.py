@@ -1,6 +1,14 @@
-"""The error that a user can mend."""
+"""The error that a user can mend, and those of a machine that has no memory, disk, threads or name
+for what was asked."""
 
 from __future__ import annotations
+
+import errno
+import os
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables with a folder that PyTorch and Triton make when they are imported or compile."""
 
 
 class UserError(ValueError):
@@ -9,3 +17,47 @@ class UserError(ValueError):
 
     Commands print that sentence without a traceback and end with status 1.
     """
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether Python, or PyTorch on the host or a GPU, could not get memory."""
+    by_pytorch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or by_pytorch
+
+
+def of_machine(error: Exception) -> str | None:
+    """What a user is told where the machine has no memory, disk, threads or name for what was
+    asked; otherwise None."""
+    text = str(error)
+    if is_out_of_memory(error):
+        return (
+            "the memory of this machine is used up; use smaller batches, fewer workers, less "
+            "data at a time, or a smaller model."
+        )
+    if isinstance(error, BlockingIOError) or "can't start new thread" in text:
+        return (
+            "this user may start no more threads or processes; raise the limit (ulimit -u), or "
+            "use fewer workers."
+        )
+    if text.startswith(("DataLoader timed out", "DataLoader worker")):
+        first = text.splitlines()[0].rstrip(".")
+        return (
+            f"{first}; the same command goes on, with fewer num_workers if memory or /dev/shm ran "
+            "out."
+        )
+    if not isinstance(error, OSError):
+        return None
+
+    for name in CACHES:
+        folder = os.environ.get(name)
+        if folder and text.endswith(f"'{folder}'"):
+            return (
+                f"{name}={folder} cannot be made or used ({error.strerror}); set it to another "
+                "folder."
+            )
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the path {str(error.filename)[:60]}… is too long; use a shorter one."
+    if error.errno in DISK:
+        what = error.filename or "a file"
+        return f"{what} cannot be read or written ({error.strerror}); free space or mend the disk."
+    return None

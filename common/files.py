@@ -1,4 +1,4 @@
-"""Files and folders that survive a kill and a power cut."""
+"""Files and folders that survive a kill and a power cut, and folders that one process writes to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import hashlib
 import json
 import os
+import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout."""
+LOCK = ".lock"
+"""The file by which a process locks a folder."""
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -89,3 +93,45 @@ def file_sha256(file: Path) -> str:
 def cache_folder(name: str) -> Path:
     """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name
+
+
+class FolderLock:
+    """A lock file that is open and locked until `close()`, the end of this object, or the end of
+    the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def lock_folder(folder: Path, refusal: str) -> FolderLock:
+    """Locks a folder that exists for this process; ValueError with `refusal` if another one has it.
+
+    A POSIX lock: it works on NFS, forked workers do not inherit it, and a killed process has let it
+    go.
+    """
+    import fcntl  # POSIX only
+
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = FolderLock(descriptor)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            holder = os.pread(descriptor, 1000, 0).decode()
+            lock.close()
+            raise UserError(f"{refusal} {f'It is {holder}.' if holder else ''}".strip()) from error
+        print(
+            f"warning: {folder} cannot be locked ({error.strerror}); see that nothing else writes "
+            "there",
+            flush=True,
+        )
+    else:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return lock

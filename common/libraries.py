@@ -1,4 +1,5 @@
-"""Optional libraries, imported where they are needed first; one sentence where they are missing."""
+"""What libraries are told: to keep quiet while they are imported, and to multiply in full fp32; and
+one sentence where an optional one is missing."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+
+import torch
 
 from common.errors import UserError
 
@@ -39,9 +42,14 @@ def optional(module: str, wanted_by: str) -> ModuleType:
         ) from error
 
 
-def bitsandbytes_optim() -> ModuleType:
-    return optional("bitsandbytes.optim", "optim=adamw_8bit")
-
-
-def torchao_optim() -> ModuleType:
-    return optional("torchao.optim", "optim=adamw_4bit or adamw_fp8")
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Inside, products of matrices and convolutions are full fp32, without TF32."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

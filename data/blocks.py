@@ -21,8 +21,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.errors import UserError
-from common.read_ahead import Ahead, Readers
 from common.text import first_line, printable
+from common.workers import Ahead, Readers
 from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs
 from data.manifest import Block, Manifest, Normalisation, Shard, read_manifest, spec_of
 from data.source import Source, open_source, unreadable

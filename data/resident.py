@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.read_ahead import Ahead, Readers
+from common.workers import Ahead, Readers
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, open_set
 from data.loader import (
     Batch,

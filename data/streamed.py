@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.errors import UserError
-from common.read_ahead import Ahead, Readers, refuse_small_shared_memory
 from common.text import first_line
+from common.workers import Ahead, Readers, refuse_small_shared_memory
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, Skipped, add_skipped, open_set
 from data.loader import Batch, LoaderArgs, refuse_below
 from data.manifest import Normalisation

@@ -19,7 +19,7 @@ from torch import Tensor
 from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from common.files import write_atomically
-from common.progress import Progress
+from common.terminal import Progress
 from encoding.images import Decoded, DecodedImages, ImageEntry, collate, decoding_loader
 from encoding.job import ChannelSums, Numbered, Plan, digest_of, finished
 from encoding.listing import ImageList

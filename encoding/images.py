@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UserError
-from common.read_ahead import refuse_small_shared_memory
 from common.text import first_line
+from common.workers import refuse_small_shared_memory
 from training.config.schema import PrecomputeConfig
 
 if TYPE_CHECKING:

@@ -18,9 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import lock
 from common.errors import UserError
-from common.files import file_sha256, make_folder, read_object, write_atomically
+from common.files import (
+    LOCK,
+    FolderLock,
+    file_sha256,
+    lock_folder,
+    make_folder,
+    read_object,
+    write_atomically,
+)
 from data.manifest import NAME, Manifest, Shard
 from encoding.images import RESIZE, ImageEntry
 from encoding.listing import ImageList
@@ -113,7 +120,7 @@ def claim(out: Path, job: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(job, indent=1) + "\n")
 
 
-def locked(out: Path) -> lock.Held:
+def locked(out: Path) -> FolderLock:
     """Makes the folder `out` and locks it until the caller closes the result.
 
     ValueError if another process holds it, or if it has files that are not ours.
@@ -127,11 +134,11 @@ def locked(out: Path) -> lock.Held:
         raise UserError(
             f"out={out} cannot be made or read ({error.strerror}); choose another folder."
         ) from error
-    if JOB not in found and found - {lock.NAME, f"{JOB}.tmp"}:  # a killed `claim` leaves those two
+    if JOB not in found and found - {LOCK, f"{JOB}.tmp"}:  # a killed `claim` leaves those two
         raise UserError(
             f"out={out} is not empty and holds no latents of ours; choose another folder."
         )
-    return lock.held(
+    return lock_folder(
         out, f"out={out}: another process is encoding into it; wait for it, or stop it first."
     )
 

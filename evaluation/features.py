@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError
-from common.exact_products import exact_products
 from common.files import file_sha256
+from common.libraries import exact_products
 from models.autoencoders import Autoencoder
 from training.config.build import is_admitted
 from training.config.schema import FdConfig

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.files import cache_folder
-from common.progress import Progress
+from common.terminal import Progress
 from data.loader import LatentSpec
 from encoding.images import RESIZE, DecodedImages, ImageEntry, decoding_loader, read_again
 from encoding.listing import is_image

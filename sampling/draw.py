@@ -168,7 +168,7 @@ class SampleJob:
         """
         import torch
 
-        from common.progress import Progress
+        from common.terminal import Progress
         from sampling.resumable_chunks import ResumableChunks
 
         cfg = self.cfg

@@ -17,10 +17,11 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from common import lock
 from common.errors import UserError
 from common.files import (
+    FolderLock,
     file_sha256,
+    lock_folder,
     make_folder,
     read_object,
     rename,
@@ -50,7 +51,7 @@ class ResumableChunks:
         self.count = count
         self.ranks = ranks
         self.waits = waits
-        self.lock: lock.Held | None = None
+        self.lock: FolderLock | None = None
 
         # asked anew, so that no process waits long for another's answer
         waiting = False
@@ -65,7 +66,7 @@ class ResumableChunks:
         """Locks the folder; False if another process holds it and this one may wait."""
         try:
             make_folder(self.folder)
-            self.lock = lock.held(
+            self.lock = lock_folder(
                 self.folder, f"{self.folder}: another process works on it; wait, or stop it."
             )
         except OSError as error:

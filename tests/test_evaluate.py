@@ -141,7 +141,7 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_pat
 
 def test_no_minutes_go_by_without_a_word(evaluator, capsys, monkeypatch, tmp_path):
     """Before features of a reference are made, and then in images; nothing where they are known."""
-    monkeypatch.setattr("common.progress.EVERY", 0.0)
+    monkeypatch.setattr("common.terminal.EVERY", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reference.reference_stats(evaluator.source, evaluator.spaces, CPU, SINGLE)
     first, second, *_ = capsys.readouterr().out.splitlines()
@@ -390,11 +390,11 @@ def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
 
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
     """One waits; a command without a right to wait is refused."""
-    from common import lock
+    from sampling import resumable_chunks
     from sampling.resumable_chunks import ResumableChunks
 
     calls = []
-    held = lock.held
+    held = resumable_chunks.lock_folder
 
     def busy_twice(folder, refusal):
         calls.append(folder)
@@ -402,7 +402,7 @@ def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypa
             raise ValueError(refusal)
         return held(folder, refusal)
 
-    monkeypatch.setattr(lock, "held", busy_twice)
+    monkeypatch.setattr(resumable_chunks, "lock_folder", busy_twice)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert ResumableChunks(tmp_path / "waits", {}, 1, SINGLE, waits=True).missing() == [0]
     calls.clear()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import processes
+from common import workers
 from common.files import ROOT
 from scripts.bench.step import Workload, time_steps
 from scripts.plan import tune as tuner
@@ -167,14 +167,14 @@ STARTS = (
 
 def test_a_candidate_ends_with_all_that_it_started(tmp_path: Path):
     command = [sys.executable, "-c", STARTS + "time.sleep(99999)", str(tmp_path / "one")]
-    assert processes.attended(command, 2.0) is None
+    assert workers.attended(command, 2.0) is None
     until_dead(int(told_in(tmp_path)))
 
 
 def test_a_candidate_ends_with_its_parent(tmp_path: Path):
     """Also where the parent has no time to say so."""
     own = STARTS + (
-        "from common.processes import end_with; end_with(int(sys.argv[2])); time.sleep(99999)"
+        "from common.workers import end_with; end_with(int(sys.argv[2])); time.sleep(99999)"
     )
     parent = (
         "import os, subprocess, sys; one = os.path.join(sys.argv[1], "

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from common.progress import counted
+from common.terminal import counted
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
 from models.sampler import draw_latents

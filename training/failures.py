@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 import torch
 
 from accel.sharding import total_norm
-from common.errors import UserError
+from common.errors import DISK, UserError, is_out_of_memory
 from common.files import make_folder, write_atomically
-from common.machine_errors import DISK, is_out_of_memory
 from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.find import goes_on

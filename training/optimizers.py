@@ -17,7 +17,6 @@ Liu et al. 2025, https://arxiv.org/abs/2502.16982 (Muon's rate matched to AdamW'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from accel.composite_optimizer import Groups, Members, of_class
-from common.libraries import bitsandbytes_optim, torchao_optim
+from common.libraries import optional
 from models.adapters import trained
 from models.denoiser import Denoiser
 from training.config.schema import ScheduleKind
@@ -71,8 +70,10 @@ class Schedule:
 class LibraryAdamW(Members):
     """A library's AdamW: the class of this name in it."""
 
-    library: Callable[[], Any]
-    """Imports the library; ValueError without it."""
+    library: str
+    """The module, imported when it is first used."""
+    wanted_by: str
+    """The key that asks for it, for the sentence where it is missing."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class LibraryAdamW(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        kind = getattr(self.library(), type(self).__name__)
+        kind = getattr(optional(self.library, self.wanted_by), type(self).__name__)
         made = kind(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(groups, [made])
 
@@ -95,7 +96,8 @@ class AdamW8bit(LibraryAdamW):
     """
 
     form = "8bit"
-    library = staticmethod(bitsandbytes_optim)
+    library = "bitsandbytes.optim"
+    wanted_by = "optim=adamw_8bit"
 
 
 class TorchaoAdamW(LibraryAdamW):
@@ -104,7 +106,8 @@ class TorchaoAdamW(LibraryAdamW):
     Moments of parameters below 4,096 elements, and of those that blocks do not divide, stay fp32.
     """
 
-    library = staticmethod(torchao_optim)
+    library = "torchao.optim"
+    wanted_by = "optim=adamw_4bit or adamw_fp8"
 
     def around(self, member: torch.optim.Optimizer) -> AbstractContextManager[object]:
         on_gpu = member.param_groups[0]["params"][0].is_cuda

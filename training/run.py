@@ -14,9 +14,8 @@ import torch
 from accel.ledger import Ledger, LedgerRow
 from accel.proof import FILE as KERNELS_FILE
 from accel.stack import AccelerationStack
-from common import lock
 from common.errors import UserError
-from common.files import make_folder, read_object, write_atomically
+from common.files import FolderLock, lock_folder, make_folder, read_object, write_atomically
 from common.text import as_json
 from training.assemble import Training
 from training.checkpoint.find import branch_of, complete, description, verified
@@ -57,7 +56,7 @@ class Run:
             lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
         )
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
-        self.lock: lock.Held | None = None
+        self.lock: FolderLock | None = None
         self.rows: list[LedgerRow] = []
         """Rows of the ledger beside those of the techniques."""
         self.stack: AccelerationStack | None = None
@@ -86,7 +85,7 @@ class Run:
         where = f"run_dir={self.folder}"
         try:
             make_folder(self.folder)
-            self.lock = lock.held(
+            self.lock = lock_folder(
                 self.folder,
                 f"{where}: another run writes to it; wait for it, or choose another folder.",
             )

@@ -27,7 +27,7 @@ import torch
 
 from accel.ledger import AUTO, LedgerRow
 from accel.stack import AccelerationStack
-from common import processes
+from common import workers
 from common.errors import UserError
 from common.files import ROOT, cache_folder, read_object, write_atomically
 from common.text import as_json
@@ -105,7 +105,7 @@ def measured(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(job | {"parent": os.getpid()}))
-        code = processes.attended([sys.executable, *TUNER, str(file)], without=OF_MANY)
+        code = workers.attended([sys.executable, *TUNER, str(file)], without=OF_MANY)
         try:
             found = read_object(file.with_suffix(".found"))
         except OSError as error:

@@ -31,9 +31,8 @@ from typing import Any
 import torch
 
 import scripts.bench
-from common import lock
 from common.errors import UserError
-from common.files import ROOT, write_atomically
+from common.files import ROOT, lock_folder, write_atomically
 from scripts.bench import TABLES, Case, Figures, Words
 from scripts.bench.cases import Job, job
 from scripts.bench.measure import device_of, result_of
@@ -243,7 +242,8 @@ def runner_in(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Ru
     """Yields a runner that has a folder to itself; what its children print is in log.txt."""
     folder = Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    with lock.held(folder, f"out={out}: another bench measures into it; wait for it, or stop it."):
+    refusal = f"out={out}: another bench measures into it; wait for it, or stop it."
+    with lock_folder(folder, refusal):
         (folder / "log.txt").write_text("")
         yield Runner(folder, limit, time.time() + 60.0 * minutes)
 

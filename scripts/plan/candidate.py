@@ -19,8 +19,8 @@ import torch
 from accel.ledger import UNUSED, Ledger
 from accel.techniques.fused_kernels import FusedKernel
 from common.files import read_object, write_atomically
-from common.processes import end_with
 from common.text import first_line
+from common.workers import end_with
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from training.assemble import Parts, Training, assemble

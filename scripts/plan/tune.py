@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from accel.stack import AccelerationStack
-from common import processes
+from common import workers
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from data.loader import LatentSpec
@@ -142,7 +142,7 @@ class Search:
             log = Path(folder) / "log"
             with log.open("wb") as output:
                 command = [sys.executable, *CANDIDATE, str(file)]
-                code = processes.attended(command, limit, output)
+                code = workers.attended(command, limit, output)
             if (found := file.with_suffix(".found")).exists():
                 return read_object(found)
             if code is None:
@@ -256,7 +256,7 @@ def main(file: Path) -> None:
     """Does the job in a file, and writes beside it what was found, or what stands against the
     run."""
     told = read_object(file)
-    processes.end_with(told["parent"])
+    workers.end_with(told["parent"])
     build.admit([f"{build.EXTENSIONS}=[{','.join(told['cfg']['extensions'])}]"])
     job = read_job(told)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common import progress
-from common.progress import Progress, counted
+from common import terminal
+from common.terminal import Progress, counted
 from scripts.report.history import History
 from tests.faults.conftest import Start, outcome, said
 from training.checkpoint.find import complete
@@ -150,7 +150,7 @@ def test_the_time_left_is_said_in_plain_lines(
 def test_evaluation_shows_how_far_it_is(
     run: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(terminal, "EVERY", 0.0)
     run("eval_every=2", "sample_every=2", "save_every=2", "sampling.steps=2")
     told = capsys.readouterr().out
     for unit in ("batches of evaluation", "batches of the sample grid"):

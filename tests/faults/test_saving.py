@@ -234,8 +234,8 @@ def test_two_runs_in_one_folder(whole: Callable[..., Path], tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(whole(), folder)
     hold = (
-        "import sys; from pathlib import Path; from common.lock import held; h = "
-        "held(Path(sys.argv[1]), '');"
+        "import sys; from pathlib import Path; from common.files import lock_folder; h = "
+        "lock_folder(Path(sys.argv[1]), '');"
     )
     command = [sys.executable, "-c", hold + "print('held', flush=True); input()", str(folder)]
     with subprocess.Popen(

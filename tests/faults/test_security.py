@@ -128,7 +128,7 @@ def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path
         {"_target_": "data.resident.ResidentLatents", "path": "http://127.0.0.1:9"},
         {
             "_target_": "models.autoencoders.DiffusersAutoencoder",
-            "path": {"_target_": "common.lock.Held"},
+            "path": {"_target_": "common.files.FolderLock"},
         },
         {"_target_": "models.denoiser.Denoiser"},
         {},

@@ -26,7 +26,7 @@ import torch
 
 from common.errors import UserError
 from common.files import file_sha256, make_folder, rename, sync_folder, write_atomically
-from common.progress import Progress
+from common.terminal import Progress
 from common.text import as_json
 from training.checkpoint.find import PART, complete, damage, description, goes_on, step_of
 from training.checkpoint.parts import HostCopies, Kept, Staged, stage

@@ -26,8 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from common.errors import UserError
-from common.machine_errors import of_machine
+from common.errors import UserError, of_machine
 from common.terminal import advisory_printing
 from common.text import printable
 from training.config import build
