@@ -27,7 +27,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from evaluation.evaluator import InRun
     from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick
-    from training.distributed.stop_request import Asked, StopRequest
+    from training.distributed.exit import Asked, StopRequest
     from training.evaluate import evaluate, sample_grid
     from training.failures import end_if_bad, failures_explained
     from training.loggers import SafeLogger

@@ -23,7 +23,7 @@ from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
 from train import train
 from training.config import build
 from training.config.compose import compose
-from training.distributed.stop_request import SIGNALS
+from training.distributed.exit import SIGNALS
 
 TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
 """Any model family, shrunk."""

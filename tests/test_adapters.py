@@ -43,7 +43,7 @@ from training.assemble import Training, assemble
 from training.checkpoint.find import weights_file
 from training.checkpoint.tensor_file import header
 from training.config.compose import compose
-from training.memory import lasting_bytes
+from training.failures import lasting_bytes
 from training.weights.adapter_base import with_model
 from training.weights.adapter_file import CONFIG, PREFIX, TENSORS, load_model, write_peft
 from training.weights.pretrained import build_model, load_pretrained, weights_for

@@ -18,7 +18,7 @@ from data.loader import Batch
 from scripts.plan.memory import Question, forecast
 from training.assemble import assemble
 from training.config.compose import compose
-from training.memory import lasting_bytes
+from training.failures import lasting_bytes
 
 CPU = torch.device("cpu")
 LATENTS = [

@@ -46,7 +46,7 @@ from tests.harness import (
     tiny_training,
 )
 from training.goodput import CLOCK
-from training.meter import Meter
+from training.metrics import Meter
 
 
 @pytest.fixture(autouse=True)
@@ -416,7 +416,7 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
         def elapsed_time(self, later):
             return 250.0
 
-    monkeypatch.setattr("training.meter.on_gpu", lambda: True)
+    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronised"))
     meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)

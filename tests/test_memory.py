@@ -29,7 +29,7 @@ from tests.helpers import kept_at
 from train import train
 from training.checkpoint.find import complete
 from training.config.compose import compose
-from training.memory import lasting_bytes
+from training.failures import lasting_bytes
 
 OPTIMIZERS = {
     "adamw_8bit": "8bit",

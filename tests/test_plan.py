@@ -29,7 +29,7 @@ from scripts.plan.scale import (
 from tests.helpers import kept_at
 from training.assemble import assemble
 from training.config.compose import compose
-from training.hardware import CARDS, GIB, card_called
+from training.environment import CARDS, GIB, card_called
 
 H200 = CARDS["h200"]
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from evaluation.distances import Moments, frechet, squared_mmd
 from training.distributed.ranks import SINGLE
 from training.ema import EMA
 from training.evaluate import evaluate
-from training.meter import Meter
+from training.metrics import Meter
 from training.step import SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")

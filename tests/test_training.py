@@ -35,10 +35,10 @@ from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.distributed.ranks import Ranks
 from training.ema import EMA
+from training.environment import peak_flops
 from training.evaluate import evaluate, sample_grid
-from training.hardware import peak_flops
 from training.loggers import NoLogger, SafeLogger, WandbLogger
-from training.meter import Meter
+from training.metrics import Meter
 from training.objective import FlowMatching
 from training.optimizers import Schedule
 from training.state import TrainState

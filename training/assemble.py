@@ -33,9 +33,9 @@ from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.distributed.ranks import SINGLE, Ranks
 from training.ema import EMA
+from training.environment import peak_flops
 from training.goodput import CLOCK
-from training.hardware import peak_flops
-from training.meter import Meter
+from training.metrics import Meter
 from training.optimizers import Schedule, parameter_groups
 from training.state import TrainState, load_weights
 from training.step import SpikeGuard, StepOutput, StepSettings, TrainStep

@@ -1,5 +1,5 @@
-"""What protects a run from bad steps: spikes are skipped, a run that only skips is stopped, memory
-errors explained."""
+"""What ends a run: steps that are only skipped, a disk that is full, memory that runs out and what
+takes it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
-from accel.sharding import total_norm
+from accel.composite_optimizer import kept_by, nbytes_of
+from accel.sharding import local, total_norm
 from common.errors import DISK, UserError, is_out_of_memory
 from common.files import make_folder, write_atomically
 from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.find import goes_on
 from training.checkpoint.save import Checkpoints
-from training.distributed.stop_request import Asked
-from training.hardware import memory_of
-from training.memory import lasting_bytes
+from training.distributed.exit import Asked
+from training.environment import memory_of
 
 
 def end_if_bad(
@@ -175,3 +176,39 @@ def savings(training: Training) -> list[str]:
     if phase in ("the optimizer", "the averages"):
         return [*lasting[:2], *activations[:1]]
     return [*activations[:3], *lasting][: max(2, len(activations[:3]))]
+
+
+class Bytes(NamedTuple):
+    """What a run holds from one step to the next, in bytes of this process."""
+
+    weights: int
+    gradients: int
+    """From the first micro-batch of a step to its update."""
+    averages: int
+    optimizer: int
+    on_host: int
+    """Of the optimizer's state, in host memory."""
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.averages + self.optimizer
+
+
+def lasting_bytes(training: Training) -> Bytes:
+    """Counts the tensors of a run that has stepped, or was warmed up."""
+    step = training.step
+    sizes = [(local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
+    averages = sum(local(average).nbytes for average in training.state.ema.averages)
+
+    # The optimizer's state, some of which a technique may keep in host memory.
+    entries = [value for p in step.parameters for value in kept_by(step.optimizer, p).values()]
+    state = sum(local(value).nbytes for value in entries if isinstance(value, Tensor))
+    away = [t for technique in training.stack.techniques for t in technique.in_host_memory()]
+    on_host = sum(nbytes_of(tensor) for tensor in away)
+    return Bytes(
+        weights=sum(size for size, _ in sizes),
+        gradients=sum(size for size, trains in sizes if trains),
+        averages=averages,
+        optimizer=state - on_host,
+        on_host=on_host,
+    )

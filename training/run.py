@@ -23,7 +23,7 @@ from training.checkpoint.load import MUST_MATCH, difference, identity
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, as_yaml, from_yaml, read_config
 from training.config.schema import TrainConfig
-from training.distributed.stop_request import EXIT_CODE
+from training.distributed.exit import EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
 from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, Account
 from training.goodput import FILE as TIME_FILE

@@ -19,7 +19,7 @@ from models.adapters import layers_of, trained
 from models.denoiser import Denoiser
 from training.checkpoint.parts import Kept, flat, nested
 from training.ema import EMA
-from training.meter import Meter
+from training.metrics import Meter
 from training.step import SpikeGuard
 
 

@@ -36,8 +36,8 @@ from training.components import latents_of
 from training.config.compose import typed
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.distributed.ranks import Ranks
+from training.environment import device_name, memory_of
 from training.goodput import UNREADABLE
-from training.hardware import device_name, memory_of
 
 FILE = "tuning.json"
 """Of a run folder."""

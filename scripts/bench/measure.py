@@ -31,10 +31,9 @@ from scripts.timing import Spread, fresh_compiler, interleaved, synchronise
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
 from training.components import latents_of
-from training.environment import pick_device
+from training.environment import memory_of, pick_device
 from training.evaluate import evaluate
-from training.hardware import memory_of
-from training.memory import lasting_bytes
+from training.failures import lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PYTEST = [

@@ -31,7 +31,7 @@ from models.adapters import trained
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.schema import ParallelConfig, TrainConfig
-from training.memory import Bytes, lasting_bytes
+from training.failures import Bytes, lasting_bytes
 from training.optimizers import parameter_groups
 from training.weights.pretrained import build_on_meta
 

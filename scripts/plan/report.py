@@ -4,10 +4,10 @@
         runtime=production batch_size=256 hardware=h100
     python -m scripts.plan <the same> rate_of=runs/my-fastrun price_per_hour=2.5
 
-`hardware` is a name from training/hardware.py, or `here` for this machine's GPU, or its CPU. Where
-the run does not fit, the cheapest change that makes it fit is looked for. Hours and cost come from
-a rate: that of a run of yours (`rate_of`), one that you give (`samples_per_s`), or a share of the
-card's peak (`mfu`).
+`hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU.
+Where the run does not fit, the cheapest change that makes it fit is looked for. Hours and cost come
+from a rate: that of a run of yours (`rate_of`), one that you give (`samples_per_s`), or a share of
+the card's peak (`mfu`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scripts.plan.fit import Changes, cheapest_change, savings, words_of
 from scripts.plan.memory import CONTEXT, SLACK, Forecast, Question, forecast
 from training.components import latents_of
 from training.config.schema import TrainConfig
-from training.hardware import CARDS, GIB, Card, card_called, device_name, memory_of
+from training.environment import CARDS, GIB, Card, card_called, device_name, memory_of
 from training.weights.adapter_base import settled
 
 HERE = "here"

@@ -30,7 +30,7 @@ from scripts.plan.report import check_mfu, known_card
 from scripts.tables import table
 from training.components import latents_of
 from training.config.schema import ParallelMode, TrainConfig
-from training.hardware import GIB, Card
+from training.environment import GIB, Card
 from training.weights.adapter_base import settled
 
 PAYS = 0.8

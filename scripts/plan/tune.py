@@ -48,8 +48,7 @@ from training.config.compose import as_yaml, typed
 from training.config.schema import TrainConfig
 from training.config.words import CONF
 from training.distributed.ranks import SINGLE
-from training.environment import describe_environment, pick_device
-from training.hardware import GIB, memory_of
+from training.environment import GIB, describe_environment, memory_of, pick_device
 from training.tune import STEPS, can_be_had, changed, tuned
 from training.weights.adapter_base import settled
 

@@ -28,9 +28,8 @@ from tests.faults.conftest import Start, said
 from tests.faults.zygote import HANG
 from training.checkpoint.find import complete
 from training.config.compose import one_sentence
-from training.distributed.heartbeat import Together
-from training.distributed.ranks import Ranks
-from training.distributed.stop_request import StopRequest
+from training.distributed.exit import StopRequest
+from training.distributed.ranks import Ranks, Together
 from training.failures import failures_explained
 
 PATIENCE = 3.0

@@ -22,8 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from common.errors import UserError
 from common.files import file_sha256, make_folder, rename, sync_folder, write_atomically
 from common.terminal import Progress
@@ -31,8 +29,7 @@ from common.text import as_json
 from training.checkpoint.find import PART, complete, damage, description, goes_on, step_of
 from training.checkpoint.parts import HostCopies, Kept, Staged, stage
 from training.checkpoint.tensor_file import header, write_tensors
-from training.distributed.heartbeat import Together
-from training.distributed.ranks import SINGLE, Ranks
+from training.distributed.ranks import SINGLE, Ranks, Together
 from training.goodput import CLOCK
 
 FORMAT = 2
@@ -183,7 +180,7 @@ class Checkpoints:
         }
         described |= staged.values | run
         self.size = staged.nbytes
-        size = int(torch.cat(self.ranks.gathered(torch.tensor([self.size]))).sum())
+        size = sum(self.ranks.gathered_objects(self.size))
         save = Save(self.folder / f"step-{state.step}", staged, described, size, self.ranks)
         name = f"checkpoint-{state.step}"
         self.thread = threading.Thread(target=self.write, args=(save,), name=name)

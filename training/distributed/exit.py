@@ -1,5 +1,5 @@
-"""How a process ends: with the right exit code, and without the interpreter's finalisation where
-that would hang.
+"""How a process ends: asked to by a signal, with the right exit code, and without the interpreter's
+finalisation where that would hang.
 
 No torch in here: `--help` comes this way too.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from enum import IntEnum
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from common.terminal import advisory_printing
 from training import loggers
@@ -20,8 +24,77 @@ from training.config.build import admit
 from training.config.compose import one_sentence
 from training.config.words import overrides_of, quoted, refuse_words
 
+if TYPE_CHECKING:
+    from training.distributed.ranks import Ranks
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+"""The last is what Slurm can be told to send some time before the end (`--signal=USR1@120`)."""
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: the same command again goes on."""
 group_joined = False
 """`Ranks.connect` sets it: this process belongs to a process group."""
+
+
+class Asked(IntEnum):
+    """What the processes ask each other for, the strongest wins."""
+
+    nothing = 0
+    look = 1
+    """At what may have to end the run: one of `also` was true in one of them."""
+    stop = 2
+
+
+class StopRequest:
+    """Whether a signal has asked the run to stop. Inside `with` the signals no longer end the
+    process.
+
+    Of several processes one asked is enough. The question travels while the next step runs, so it
+    costs no time; the answer is one step old. SIGHUP stays ignored where it is, for that is what
+    nohup does.
+    """
+
+    def __init__(self, ranks: Ranks, *also: Callable[[], bool]) -> None:
+        self.ranks = ranks
+        self.also = also
+        self.name = ""
+        self.before: dict[str, Any] = {}
+        self.answer: Callable[[], int] | None = None
+        """Waits for the strongest of what all processes asked for at the step before."""
+
+    def __enter__(self) -> StopRequest:
+        # Python lets no other thread set handlers
+        if threading.current_thread() is threading.main_thread():
+            # scripts start background jobs without SIGINT
+            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            heard = [name for name in SIGNALS if not (nohup and name == "SIGHUP")]
+            self.before = {name: signal.signal(getattr(signal, name), self.note) for name in heard}
+        return self
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.name == "SIGINT" and number == signal.SIGINT:  # the second Ctrl-C: do not wait
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for name, handler in self.before.items():
+            signal.signal(getattr(signal, name), handler)
+        if self.answer is not None and kind is None:
+            self.answer()
+
+    def asked(self) -> Asked:
+        """To be called once a step, by all processes."""
+        own = Asked.look if any(bad() for bad in self.also) else Asked.nothing
+        if self.name:
+            own = Asked.stop
+        if self.ranks.world_size == 1:
+            return own
+        strongest = self.answer() if self.answer else Asked.nothing
+        self.answer = self.ranks.highest(own)
+        return Asked(strongest)
+
+
+def skips_finalisation() -> bool:
+    return group_joined or loggers.finish_timed_out
 
 
 @contextmanager
@@ -38,17 +111,17 @@ def exiting() -> Iterator[None]:
     code: Any = 0
     try:
         yield
-    except SystemExit as ending:
+    except BaseException as ending:
         if not skips_finalisation():
             raise
-        code = ending.code
-    except BaseException:
-        if not skips_finalisation():
-            raise
-        traceback.print_exc()
         code = 1
+        if isinstance(ending, SystemExit):
+            code = ending.code
+        else:
+            traceback.print_exc()
     if not skips_finalisation():
         return
+
     if isinstance(code, str):
         print(code, file=sys.stderr)
     if not loggers.finish_timed_out:
@@ -68,10 +141,6 @@ def resumable_command() -> Iterator[None]:
         except KeyboardInterrupt:
             print("\nstopped; the same command goes on from what is finished", file=sys.stderr)
             sys.exit(130)
-
-
-def skips_finalisation() -> bool:
-    return group_joined or loggers.finish_timed_out
 
 
 def run_app(app: Callable[[], None]) -> None:

@@ -1,12 +1,16 @@
-"""The processes that a launcher such as torchrun started, and who we are among them."""
+"""The processes that a launcher such as torchrun started: who we are among them, what they tell
+each other, and work that all of them wait for."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,8 @@ from training.distributed import exit
 
 LONGEST_WAIT = timedelta(days=7)
 """For ranks that encode at different speed."""
+ROUND = 1.0
+"""Seconds between two exchanges of how far each process is, while they work together."""
 Result = TypeVar("Result")
 
 
@@ -33,17 +39,13 @@ class Ranks:
     def from_environment(cls) -> Ranks:
         """From RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's; ValueError if they contradict each
         other."""
-        names = {
-            "rank": ("RANK", "SLURM_PROCID"),
-            "world_size": ("WORLD_SIZE", "SLURM_NTASKS"),
-            "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
-        }
-        by_slurm = "WORLD_SIZE" not in os.environ
-        if by_slurm and not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
-            return cls()
-        found = {field: os.environ.get(pair[by_slurm]) for field, pair in names.items()}
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        if "WORLD_SIZE" not in os.environ:
+            if not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
+                return cls()
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         try:
-            ranks = cls(**{name: int(value or 0) for name, value in found.items()})
+            ranks = cls(*(int(os.environ.get(name) or 0) for name in names))
         except ValueError as error:
             raise UserError(
                 f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({error}); use torchrun."
@@ -153,16 +155,14 @@ class Ranks:
             raise failure or RuntimeError(f"the first process failed: {defect}")
         return result
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all processes, in order; they may differ in their first dimension."""
-        return self.gathered_objects(tensor if self.alone else tensor.cpu())
-
-    def gathered_objects(self, item: Result) -> list[Result]:
+    def gathered_objects(
+        self, item: Result, group: dist.ProcessGroup | None = None
+    ) -> list[Result]:
         """The objects of all processes, in order."""
         if self.alone:
             return [item]
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, item)
+        dist.all_gather_object(found, item, group=group)
         return found
 
     def reduced(self, values: Tensor, how: str = "mean") -> Tensor:
@@ -172,6 +172,17 @@ class Ranks:
         values = values.clone()
         dist.all_reduce(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
         return values / self.world_size if how == "mean" else values
+
+    def highest(self, value: int) -> Callable[[], int]:
+        """Begins to find the highest value of all processes; what it returns waits for that."""
+        values = torch.tensor(float(value))
+        work: Any = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
+
+        def result() -> int:
+            work.wait()
+            return int(values.item())
+
+        return result
 
     def wait_for_all(self) -> None:
         """Returns once every process has come here."""
@@ -191,6 +202,97 @@ def fresh_part_of_agents_store(timeout: timedelta) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+class Share(NamedTuple):
+    """What a process tells the others of its part in some work."""
+
+    still: float = 0.0
+    """Seconds since it made progress."""
+    ended: bool = False
+    result: Any = None
+    failure: Exception | None = None
+
+
+class Together:
+    """Runs a function in every process, each in a thread of its own, and gives all of them all
+    results.
+
+    The function calls `advance` as it gets on. A process that has not done so for `patience`, or
+    that does not answer for so long, ends the work of all with a TimeoutError. Training goes on
+    beside it: the exchange has its own group.
+    """
+
+    def __init__(self, ranks: Ranks, patience: timedelta) -> None:
+        self.ranks = ranks
+        self.patience = patience.total_seconds()
+        self.group = None if ranks.alone else dist.new_group(backend="gloo", timeout=patience)
+        self.done = 0
+        """Bytes, of this process."""
+        self.advanced = time.monotonic()
+
+    def advance(self, count: int = 0) -> None:
+        self.done = self.done + count
+        self.advanced = time.monotonic()
+
+    def results(self, work: Callable[[], Any]) -> list[Any]:
+        """The results of all processes, in order; all of them call it.
+
+        OSError, the same in all processes, if the work of one ended with an OSError; TimeoutError
+        as said above; any other exception is raised where it happened, and as a RuntimeError in the
+        others.
+        """
+        ending: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                ending.set_result(work())
+            except BaseException as error:
+                ending.set_exception(error)
+
+        # In a thread that nobody has to wait for: a disk may hang.
+        self.advance()
+        name = threading.current_thread().name
+        threading.Thread(target=run, name=name, daemon=True).start()
+        shares = [Share()]
+        while not all(share.ended for share in shares):
+            wait([ending], min(ROUND, self.patience / 4))
+            shares = self.exchanged(self.share_of(ending))
+            for rank, share in enumerate(shares):
+                if isinstance(share.failure, RuntimeError):
+                    raise share.failure if rank != self.ranks.rank else ending.exception()
+                if share.still > self.patience:
+                    raise TimeoutError(
+                        f"process {rank} has written nothing for {self.patience:.0f} s"
+                    )
+
+        # Nobody is at work on a disk any more.
+        for share in shares:
+            if share.failure:
+                raise share.failure
+        return [share.result for share in shares]
+
+    def share_of(self, ending: Future[Any]) -> Share:
+        """What to tell of this process's work: an OSError is the disk's, and all else is ours."""
+        if not ending.done():
+            return Share(still=time.monotonic() - self.advanced)
+        error = ending.exception()
+        if error is None:
+            return Share(ended=True, result=ending.result())
+        if not isinstance(error, OSError):
+            failure = RuntimeError(f"process {self.ranks.rank} failed: {error!r}")
+            return Share(ended=True, failure=failure)
+        where = f": {error.filename}" if error.filename else ""
+        text = f"{error.strerror}{where}" if error.strerror else str(error)
+        return Share(ended=True, failure=OSError(text))
+
+    def exchanged(self, share: Share) -> list[Share]:
+        try:
+            return self.ranks.gathered_objects(share, self.group)
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"another process has ended, or has not answered for {self.patience:.0f} s"
+            ) from error
 
 
 SINGLE = Ranks()
