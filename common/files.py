@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,16 @@ def file_sha256(file: Path) -> str:
 def cache_folder(name: str) -> Path:
     """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name
+
+
+def write_to_cache(file: Path, text: str) -> None:
+    """Writes a file of such a folder; one that cannot be written costs the next run the same work,
+    and this one a warning."""
+    try:
+        make_folder(file.parent)
+        write_atomically(file, text)
+    except OSError as error:
+        warnings.warn(
+            f"{file} cannot be written ({error.strerror}), so the next run tries again.",
+            stacklevel=2,
+        )
