@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ from accel.stack import TECHNIQUES
 from common.errors import UserError
 from common.files import read_object
 from models.adapters import passes
-from scripts.plan import scale
+from scripts.commands import own_and_others, table
 from scripts.plan.memory import (
     CONTEXT,
     SLACK,
@@ -43,9 +43,8 @@ from scripts.plan.memory import (
     savings,
     words_of,
 )
-from scripts.plan.scale import Share, known_card
-from scripts.tables import table
-from scripts.words import own_and_others
+from scripts.plan.scale import ScaleConfig, Share, known_card, scale
+from scripts.plan.scale import __doc__ as scaling
 from training.components import latents_of
 from training.config.compose import as_yaml, one_sentence
 from training.config.schema import Positive, TrainConfig, refuse_values
@@ -191,11 +190,12 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
 
 def change_that_fits(words: list[str], now: Forecast, memory: float) -> dict[str, Any] | None:
     """The cheapest changes that make a run fit, ready for JSON; None if none do."""
-
-    def applied(changes: Mapping[str, Any]) -> TrainConfig:
-        return settled([*words, *words_of(changes)]).cfg
-
-    change = cheapest_change(now, memory, savings(now.question), applied)
+    change = cheapest_change(
+        now,
+        memory,
+        savings(now.question),
+        lambda changes: settled([*words, *words_of(changes)]).cfg,
+    )
     peak = change.forecast.needs.total
     if peak > memory:
         return None
@@ -316,14 +316,14 @@ def main(words: list[str]) -> None:
         return
     words = ["json=true" if word == "--json" else word for word in words]
     command, *rest = words
-    if command == "scale":
-        print(scale.scale(*own_and_others(scale.ScaleConfig, rest, scale.__doc__ or "")))
-    elif command == "tune":
-        print(tune(*own_and_others(TuneConfig, rest, __doc__ or "")))
-    elif "=" in command:
+    if "=" in command:
         cfg, overrides = own_and_others(PlanConfig, words, __doc__ or "")
         found = planned(cfg, overrides)
         print(json.dumps(found, indent=1) if cfg.json else texts(found))
+    elif command == "scale":
+        print(scale(*own_and_others(ScaleConfig, rest, scaling or "")))
+    elif command == "tune":
+        print(tune(*own_and_others(TuneConfig, rest, __doc__ or "")))
     else:
         raise UserError(
             f"plan {command}: there is no such command; give overrides to plan a run, or choose "

@@ -10,7 +10,7 @@ own, and that is a straight line over the blocks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -110,31 +110,22 @@ class Tracker(TorchDispatchMode):
         return found
 
 
-class Placed(nn.Module):
-    """Stands in for a block and tells the tracker when its passes begin."""
+def placed(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]:
+    """The call of a block, compiled or not, which tells the tracker when its passes begin."""
+    call = block._compiled_call_impl or block._call_impl
 
-    def __init__(self, block: nn.Module, index: int, tracker: Tracker) -> None:
-        super().__init__()
-        self.block = block
-        self.index = index
-        self.tracker = tracker
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.block, name)  # switches that the model reads
-
-    def forward(self, *inputs: Tensor) -> Any:
-        self.tracker.at("forward", self.index)
-        if self.index == 0 and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: self.tracker.at("embedding"))
-        outputs = self.block(*inputs)
-        self.tracker.at("forward")
+    def told(*inputs: Tensor) -> Any:
+        tracker.at("forward", index)
+        if index == 0 and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: tracker.at("embedding"))
+        outputs = call(*inputs)
+        tracker.at("forward")
         for tensor in outputs:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.tracker.at("backward", self.index))
+                tensor.register_hook(lambda _: tracker.at("backward", index))
         return outputs
+
+    return told
 
 
 class CpuStack(AccelerationStack):
@@ -231,8 +222,8 @@ def passed(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Passed:
         # The tracker is told where the step is, and what it moves to the host.
         techniques = training.stack.techniques
         if not any(technique.hides_blocks() for technique in techniques):
-            for i, block in enumerate(list(model.blocks)):
-                model.blocks[i] = Placed(block, i, tracker)
+            for i, block in enumerate(model.blocks):
+                block._compiled_call_impl = placed(block, i, tracker)
         for technique in techniques:
             technique.to_host = tracker.making_on_host()(technique.to_host)
         for parameter in trained(model).values():

@@ -16,8 +16,8 @@ from annotated_types import Gt, Le
 
 from common.errors import UserError
 from models.adapters import passes
+from scripts.commands import table
 from scripts.plan.memory import Question, forecast
-from scripts.tables import table
 from training.components import latents_of
 from training.config.schema import ParallelMode, refuse_values
 from training.hardware import CARDS, GIB, Card
