@@ -13,7 +13,6 @@ import json
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from torch import nn
 from accel.block_kinds import Use, recorded
 from accel.ledger import AUTO
 from accel.sharding import gathered, is_first
-from common.files import cache_folder, make_folder, write_atomically
+from common.files import cache_folder, write_to_cache
 from common.text import first_line
 from common.workers import run_watched
 
@@ -294,14 +293,6 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def remember(facts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Writes the cache; a folder that cannot be written costs the next run another trial, and a
-    warning."""
-    file = cache_file(facts)
-    try:
-        make_folder(file.parent)
-        write_atomically(file, json.dumps({"facts": facts, "found": found}, indent=1) + "\n")
-    except OSError as error:
-        warnings.warn(
-            f"{file} cannot be written ({error.strerror}), so the next run tries again.",
-            stacklevel=2,
-        )
+    """Writes the cache."""
+    text = json.dumps({"facts": facts, "found": found}, indent=1) + "\n"
+    write_to_cache(cache_file(facts), text)

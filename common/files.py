@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import socket
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,16 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return lock
+
+
+def write_to_cache(file: Path, text: str) -> None:
+    """Writes a file of such a folder; one that cannot be written costs the next run the same work,
+    and this one a warning."""
+    try:
+        make_folder(file.parent)
+        write_atomically(file, text)
+    except OSError as error:
+        warnings.warn(
+            f"{file} cannot be written ({error.strerror}), so the next run tries again.",
+            stacklevel=2,
+        )

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.files import write_atomically
-from scripts.tables import table
+from scripts.commands import table
 from tests.kernel_cases import Case, cases
 from training.config.compose import from_words, one_sentence
 

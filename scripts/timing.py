@@ -9,8 +9,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch._inductor.config
 
@@ -18,13 +19,6 @@ import torch._inductor.config
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    """The activities that the profiler can record on this machine: the host, and the GPU where
-    there is one."""
-    device = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [torch.profiler.ProfilerActivity.CPU, *device]
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -36,39 +30,18 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-class Spread(NamedTuple):
-    """Median, range and quartiles of repeated measurements."""
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Repeated measurements in figures: `name` (the median), `name_min`, `name_max`, `name_q1`,
+    `name_q3`, and how many they are, `n`."""
+    low, q1, median, q3, high = np.quantile(values, (0.0, 0.25, 0.5, 0.75, 1.0)).tolist()
+    ends = {"min": low, "max": high, "q1": q1, "q3": q3}
+    return {name: median, **{f"{name}_{e}": value for e, value in ends.items()}, "n": len(values)}
 
-    median: float
-    low: float
-    high: float
-    n: int
-    q1: float
-    q3: float
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        q1, _, q3 = (
-            statistics.quantiles(values, n=4, method="inclusive")
-            if len(values) > 1
-            else [values[0]] * 3
-        )
-        return cls(statistics.median(values), min(values), max(values), len(values), q1, q3)
-
-    @classmethod
-    def of_ratio(cls, base: Sequence[float], other: Sequence[float]) -> Spread:
-        """How many times as fast as `base` `other` was, round by round: drift hits both of a round
-        alike."""
-        return cls.of([a / b for a, b in zip(base, other, strict=True)])
-
-    def as_json(self, name: str) -> dict[str, float | int]:
-        """`name` (the median), `name_min`, `name_max`, `name_q1`, `name_q3`, `n`."""
-        ends = {"min": self.low, "max": self.high, "q1": self.q1, "q3": self.q3}
-        return {
-            name: self.median,
-            **{f"{name}_{end}": value for end, value in ends.items()},
-            "n": self.n,
-        }
+def ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
+    """How many times as fast as `base` `other` was, round by round: drift hits both of a round
+    alike."""
+    return [a / b for a, b in zip(base, other, strict=True)]
 
 
 NO_DIFFERENCE = "no difference"
@@ -77,9 +50,9 @@ NO_DIFFERENCE = "no difference"
 def difference(entry: Mapping[str, Any], name: str) -> str:
     """gain, loss, or no difference where the quartiles of the ratio `name` of an entry straddle
     1."""
-    return (
-        "gain" if entry[f"{name}_q1"] > 1 else "loss" if entry[f"{name}_q3"] < 1 else NO_DIFFERENCE
-    )
+    if entry[f"{name}_q1"] > 1:
+        return "gain"
+    return "loss" if entry[f"{name}_q3"] < 1 else NO_DIFFERENCE
 
 
 def interleaved(
@@ -134,24 +107,19 @@ def rates(device: torch.device) -> dict[str, float]:
 
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
-    kinds = {
-        "fp32": torch.float32,
-        "tf32": torch.float32,
-        "bf16": torch.bfloat16,
-        "fp16": torch.float16,
-    }
-    ways = [c for c in capabilities(device) if c.reason is None and c.key in ("tf32", "precision")]
-    here = {"tf32" if c.key == "tf32" else c.value for c in ways} | {"fp32"}
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    had = [c for c in capabilities(device) if c.reason is None]
+    here = {c.value if c.key == "precision" else c.key for c in had}
     found: dict[str, float] = {}
 
     def median(run: Callable[[], object]) -> float:
         run()
-        return Spread.of([seconds(run, device) for _ in range(10)]).median
+        return statistics.median(seconds(run, device) for _ in range(10))
 
     before = torch.get_float32_matmul_precision()
-    for name in (name for name in kinds if name in here):
+    for name in ("fp32", *(name for name in ("tf32", *half) if name in here)):
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        a, b = (torch.randn(n, n, device=device, dtype=kinds[name]) for _ in range(2))
+        a, b = (torch.randn(n, n, device=device, dtype=half.get(name)) for _ in range(2))
         found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
     torch.set_float32_matmul_precision(before)
     source = torch.randn(2**28 if cuda else 2**24, device=device)

@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.kernels.operator import OPERATORS
-from scripts.tables import table
-from scripts.words import own_and_others
+from scripts.commands import own_and_others, table
 from training.config.build import build
 from training.config.compose import compose, one_sentence
 from training.config.schema import KERNELS

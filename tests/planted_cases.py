@@ -40,21 +40,6 @@ def is_killed(case: Case, cfg: BenchConfig) -> dict[str, Any]:
     return {}
 
 
-def delayed(seconds: float) -> Any:
-    time.sleep(seconds)
-    return value
-
-
-class ComesLate:
-    """A measure that takes its time to be loaded in the child, as imports do."""
-
-    __module__ = value.__module__
-    __qualname__ = value.__qualname__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return delayed, (1.0,)
-
-
 def job(*measures: Any, seconds: float = 0.1) -> Job:
     cases = [
         Case(f"case {i}", measure, seconds=seconds, labels={"number": i})

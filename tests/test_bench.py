@@ -24,7 +24,7 @@ from scripts.bench.measure import result_of
 from scripts.bench.newcomer import NewcomersLoop, stream_order
 from scripts.bench.publish import texts
 from scripts.bench.step import PhaseClock, Workload, busy_ms, verdict
-from scripts.timing import Spread, difference, interleaved
+from scripts.timing import difference, interleaved, ratios, spread
 from training.config.compose import compose
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_words_are_the_commands_own_or_overrides():
     [
         (["nonsense"], "nonsense.*choose one of doctor"),
         (["step", "setting=huge"], "setting=huge.*tiny, s32"),
-        (["step", "steps=-1"], "steps, repeats and loss_steps must be above 0"),
+        (["step", "steps=-1"], "steps=-1 must be at least 0"),
         (["step", "stuff"], "stuff is not of the form key=value"),
         (["publish", "nowhere"], "nowhere has no results"),
         (
@@ -139,11 +139,10 @@ def test_repeats_are_interleaved_and_turned_round():
     taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
-    assert (
-        Spread.of_ratio([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]).median == 2.0
-    )  # a slow round is no matter
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3, 1.5, 2.5)
-    assert Spread.of([4.0]) == Spread(4.0, 4.0, 4.0, 1, 4.0, 4.0)
+    assert ratios([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]) == [2.0, 2.0, 1.0]
+    ends = {"ms_min": 1.0, "ms_q1": 1.5, "ms": 2.0, "ms_q3": 2.5, "ms_max": 3.0}
+    assert spread("ms", [3.0, 1.0, 2.0]) == ends | {"n": 3}
+    assert spread("ms", [4.0]) == dict.fromkeys(ends, 4.0) | {"n": 1}
 
 
 def test_a_ratio_whose_quartiles_straddle_one_is_no_difference():

@@ -4,32 +4,35 @@ moves rightly."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.plan import memory
-from scripts.plan.__main__ import main
-from scripts.plan.fit import savings
-from scripts.plan.memory import Forecast, Question, buckets, gathered, planned_bytes
-from scripts.plan.report import PlanConfig, chosen_card, forecast_of, largest_micro_batch, planned
-from scripts.plan.scale import (
-    Step,
-    all_reduce,
-    collectives,
-    exposed,
-    gather,
-    on_many,
-    pretended_processes,
+from scripts.plan.__main__ import (
+    PlanConfig,
+    chosen_card,
+    forecast_of,
+    largest_micro_batch,
+    main,
+    planned,
 )
+from scripts.plan.memory import Forecast, Question, savings
+from scripts.plan.scale import Step, all_reduce, exposed, gather, on_many
 from tests.helpers import kept_at
 from training.assemble import assemble
 from training.config.compose import compose
 from training.environment import CARDS, GIB, card_called
+from training.weights.pretrained import build_on_meta
 
 H200 = CARDS["h200"]
 CPU = torch.device("cpu")
@@ -44,15 +47,32 @@ SMALL = [
 BASE = [*SMALL, "model.head_dim=32", "model.depth=6", "batch_size=32", "runtime=eager"]
 
 
-def test_collectives_are_counted_at_a_thousand_processes():
-    """One reduce-scatter a block and one of the root; as many gathers forward, and as many backward
-    but the root's."""
-    for depth in (2, 5):
-        assert collectives(depth, 1024) == {
-            "all_gather": 2 * depth + 1,
-            "reduce_scatter": depth + 1,
-            "all_reduce": 0,
-        }
+@contextmanager
+def pretended_processes(count: int) -> Iterator[None]:
+    """This process is the first of so many inside; what it sends goes nowhere."""
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # of FSDP2 on the block's views, which nobody writes to
+def test_fsdp_reduces_once_a_block_and_once_for_the_rest():
+    """And gathers as often in each pass, but for the root in the backward pass: what the plan of
+    many GPUs takes for granted, at a thousand processes."""
+    question = forecast().question
+    model = build_on_meta(question.cfg.model, question.spec).to_empty(device="cpu")
+    with pretended_processes(1024), CommDebugMode() as seen:
+        mesh = dist.init_device_mesh("cpu", (1024,))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+        latents = torch.zeros(1, 4, 8, 8)
+        model(latents, torch.zeros(1), torch.zeros(1, dtype=torch.long)).sum().backward()
+    counts = {str(op): n for op, n in seen.get_comm_counts().items()}
+    scatters = sum(n for op, n in counts.items() if "scatter" in op)
+    assert scatters == model.depth + 1
+    assert sum(counts.values()) - scatters == 2 * model.depth + 1
 
 
 def test_a_gather_moves_the_bytes_that_are_not_there_yet():
@@ -135,37 +155,33 @@ def test_what_is_counted_alike_is_counted_once():
         forecast("batch_size=64", gpus=2)
         with pytest.raises(ValueError, match="counts"):
             forecast("runtime.precision=bf16", "seed=1")
-    with patch("scripts.plan.counting.passed_on_fakes", side_effect=ValueError("counts")):
-        forecast("optim=sgd")
+    passes = len([key for key in memory.COUNTED if key.startswith("('passed'")])
+    forecast("optim=sgd")
+    assert passes == len([key for key in memory.COUNTED if key.startswith("('passed'")])
 
 
 def test_sharding_cuts_the_state():
     one = forecast()
     on_64 = {
-        way: memory.forecast(replace(one.question, cfg=on_many(one.question.cfg, way, 64), gpus=64))
-        for way in ("ddp", "fsdp", "hsdp")
+        way: memory.forecast(on_many(one.question, way, 64)) for way in ("ddp", "fsdp", "hsdp")
     }
     totals = {way: found.needs.total for way, found in on_64.items()}
     assert totals["fsdp"] < totals["hsdp"] < totals["ddp"] == one.needs.total
     assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(one.lasting["optimizer"] / 64)
     mode = "runtime.parallel.mode="
     copied = forecast(f"{mode}ddp", "runtime.parallel.gradient_as_bucket_view=false", gpus=2)
-    assert buckets(copied.question, copied.lasting) == copied.lasting["gradients"] > 0.0
-    assert buckets(forecast(gpus=2).question, copied.lasting) == 0.0
+    assert copied.buckets == copied.lasting["gradients"] > 0.0
+    assert forecast(gpus=2).buckets == 0.0
     away = forecast(f"{mode}fsdp", "runtime.parallel.cpu_offload=true", gpus=2)
     assert away.lasting["weights"] == 0.0 < away.lasting["on_host"]
     whole = forecast(f"{mode}fsdp", "runtime.parallel.reshard_after_forward=false", gpus=2)
     cut = forecast(f"{mode}fsdp", gpus=2)
-    assert gathered_by(whole) > gathered_by(cut) > 0.0
+    assert whole.gathered > cut.gathered > 0.0
     once, often = (
         forecast(f"{mode}fsdp", f"accumulation_steps={n}", gpus=8).phases["backward"]
         for n in (1, 4)
     )
     assert often.gradients >= 8 * once.gradients > 0.0  # whole until the last micro-batch
-
-
-def gathered_by(found: Forecast) -> float:
-    return gathered(found.question, found.counted.model)
 
 
 def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch: pytest.MonkeyPatch):
@@ -178,16 +194,9 @@ def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch: pytest.M
         assert memory.forecast(question).needs == alone
 
 
-def test_what_a_run_should_reserve_is_its_peak_without_the_drivers_context():
-    cfg = compose(BASE).cfg
-    needs = forecast().needs
-    assert planned_bytes(cfg) == pytest.approx(needs.total - needs.context)
-    assert planned_bytes(cfg, gpu=False) < planned_bytes(cfg)
-
-
 def test_kept_bytes_are_those_of_a_real_forward_pass():
     training = assemble(compose(BASE).cfg, CPU)
-    assert forecast().counted.kept == pytest.approx(kept_at(training, 32), rel=0.02)
+    assert forecast().kept == pytest.approx(kept_at(training, 32), rel=0.02)
 
 
 def test_the_largest_micro_batch_is_where_the_memory_ends():
@@ -212,8 +221,8 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     )
     words = [*BASE, "batch_size=256", "hardware=a10"]
     every = savings(forecast("batch_size=256").question)
-    few = [pair for pair in every if "accumulation_steps" in pair[0]]
-    monkeypatch.setattr("scripts.plan.report.savings", lambda _: few)
+    few = [saving for saving in every if "accumulation_steps" in saving.values]
+    monkeypatch.setattr("scripts.plan.__main__.savings", lambda _: few)
     monkeypatch.setitem(CARDS, "a10", CARDS["a10"]._replace(memory=0.7 * GIB))
     main(words)
     said = capsys.readouterr().out
@@ -233,13 +242,13 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
     """Kernels together; as many micro-batches as leave samples enough, then recomputing, then
     smaller ones; and what moves losses only where nobody asked for the same ones."""
     question = forecast("batch_size=32").question
-    found = [changes for changes, _ in savings(question)]
+    found = [saving.values for saving in savings(question)]
     assert set(found[0].values()) == {"auto"}
     steps = [i for i, changes in enumerate(found) if "accumulation_steps" in changes]
     assert [found[i]["accumulation_steps"] for i in steps] == [2, 4, 8, 16, 32]
     recomputing = found.index({"gradient_checkpointing": True, "checkpoint_policy": "blocks"})
     assert steps[1] < recomputing < steps[2]
-    exact = [changes for changes, _ in savings(question, exact=True)]
+    exact = [saving.values for saving in savings(question, exact=True)]
     assert {"optim": "adamw_8bit"} in found
     assert not any("optim" in changes or "weights" in changes for changes in exact)
 
@@ -257,7 +266,7 @@ def test_hours_and_cost_follow_a_rate(tmp_path: Path, capsys: pytest.CaptureFixt
         capsys.readouterr().out
     )
     by_peak = planned(PlanConfig(hardware="h100", gpus=2, mfu=0.5), BASE)["samples_per_s"]
-    flops = 3.0 * forecast().counted.model.flops_per_sample()
+    flops = 3.0 * forecast().model.flops_per_sample()
     assert by_peak == pytest.approx(2 * 0.5 * 989e12 / flops)
     main(words)
     assert "no hours and no cost without a rate" in capsys.readouterr().out
@@ -269,7 +278,7 @@ def test_the_plan_of_many_gpus_says_what_it_assumes_and_where_it_ends(
     main(["scale", *SMALL, "gpus=[1,8,64]", "batch_per_gpu=2", "mfu=0.4"])
     said = capsys.readouterr().out
     assert "assumed: h200, MFU 40% on one GPU, 2 samples a GPU" in said
-    assert "counted at 64 GPUs" in said
+    assert "with fsdp 3 reduce-scatters a step" in said
     assert all(f"{way}: " in said for way in ("ddp", "fsdp", "hsdp"))
 
 
@@ -283,7 +292,7 @@ def test_a_plan_for_this_cpu_says_nothing_of_a_gpu(capsys: pytest.CaptureFixture
 
 def test_the_card_of_this_machine_has_its_own_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("scripts.plan.report.memory_of", lambda device: 2**30)
+    monkeypatch.setattr("scripts.plan.__main__.memory_of", lambda device: 2**30)
     for name, half in (("NVIDIA H100 PCIe", 756e12), ("Abacus 9000", 0.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         called, card = chosen_card("here")
@@ -303,7 +312,7 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
     of_ours = forecast_of([*words, "model.depth=3"], PlanConfig(), H200).needs.total
     own = ["extensions=[tests]", "model._target_=tests.planted_tuning."]
     fixed = forecast_of([*words, own[0], f"{own[1]}Fixed", "~model.depth"], PlanConfig(), H200)
-    assert fixed.counted.depths == [3]
+    assert fixed.depths == [3]
     assert fixed.needs.total == pytest.approx(of_ours, rel=1e-3)
     with pytest.raises(
         ValueError, match=r"model._target_=tests.planted_tuning.Looking: its step cannot be counted"
@@ -330,7 +339,7 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
             "hardware=abacus is not known; choose one of h200, h100",
         ),
         (["scale", *SMALL, "gpus=[0]"], r"gpus=\[0\] .* must be at least 1"),
-        (["scale", *SMALL, "mfu=2"], r"mfu=2.0 must be above 0 and at most 1"),
+        (["scale", *SMALL, "mfu=2"], r"mfu=2.0 must be at most 1"),
         (["scale", *SMALL], "mfu is missing: say which share of its peak one GPU reaches"),
         ([*SMALL, "mfu=0.4", "samples_per_s=9"], "samples_per_s and mfu each say how fast"),
         ([*SMALL, "samples_per_s=0"], "samples_per_s=0.0 must be above 0"),

@@ -25,7 +25,7 @@ from scripts.bench.publish import (
     texts,
 )
 from scripts.bench.runner import code_hash
-from scripts.tables import put_between, table
+from scripts.commands import put_between, table
 
 VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}
 GPU = {

@@ -8,6 +8,7 @@ import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ import torch
 from common.files import ROOT
 from scripts.bench import TABLES, runner
 from scripts.bench.cases import COMMANDS, job
-from scripts.bench.runner import GpuConfig, Runner, chosen, code_hash, gpu, runner_in
+from scripts.bench.runner import START, GpuConfig, Runner, chosen, code_hash, gpu, runner_in
 from tests import planted_cases as planted
 from tests.helpers import until_dead
-from tests.planted_cases import ComesLate, exhausts, hangs, is_killed, raises, value
+from tests.planted_cases import exhausts, hangs, is_killed, raises, value
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -29,6 +30,27 @@ def quick_starts(monkeypatch):
     monkeypatch.setattr(runner, "SPAWN", get_context("fork"))
 
 
+class Patient(runner.Child):
+    """Ends what hangs after a second, and lets all else take its time: no machine is too slow."""
+
+    started: list[int | None]
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.started.append(self.process.pid)
+
+    def measure(self, case, cfg, limit):
+        return super().measure(case, cfg, 1.0 if case.measure is hangs else START)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes of all children from now on, which are patient."""
+    monkeypatch.setattr(Patient, "started", [], raising=False)
+    monkeypatch.setattr(runner, "Child", Patient)
+    return Patient.started
+
+
 def results(folder: Path) -> dict[str, dict]:
     """File -> what it holds."""
     return {
@@ -36,18 +58,9 @@ def results(folder: Path) -> dict[str, dict]:
     }
 
 
-def test_faults_lose_no_result_and_are_not_tried_again(tmp_path):
+def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, started):
     faulty = planted.job(value, raises, value, exhausts, is_killed, hangs, value)
-    started = []
-
-    class Counting(runner.Child):
-        def __init__(self, *given):
-            super().__init__(*given)
-            started.append(self.process.pid)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "Child", Counting)
-        found = Runner(tmp_path, limit=1.0).run(faulty)
+    found = Runner(tmp_path).run(faulty)
     assert [entry.get("value") for entry in found] == [0, None, 2, None, None, None, 6]
     assert [entry["error"] for entry in found if "error" in entry] == [
         "TypeError: planted",
@@ -60,7 +73,7 @@ def test_faults_lose_no_result_and_are_not_tried_again(tmp_path):
         until_dead(pid)
 
     before = results(tmp_path)
-    assert Runner(tmp_path, limit=1.0).run(faulty) == found
+    assert Runner(tmp_path).run(faulty) == found
     assert results(tmp_path) == before
     kept = next(iter(before.values()))
     told = {"hardware", "versions", "device", "code", "git", "date", "command", "config"}
@@ -81,12 +94,22 @@ def test_again_measures_what_failed_or_all(tmp_path):
         Runner(tmp_path).run(faulty, "true")
 
 
-def test_the_limit_counts_from_the_sign_of_life(tmp_path):
-    """A start that takes longer than a case may costs no case its time."""
-    assert Runner(tmp_path, limit=0.5).run(planted.job(ComesLate()))[0]["value"] == 0
+def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
+    """A process that starts, and one that is about to measure, have a limit that is not the
+    case's."""
+    limits = []
+    receive = runner.Child.receive
+
+    def noting(self, limit):
+        limits.append(limit)
+        return receive(self, limit)
+
+    monkeypatch.setattr(runner.Child, "receive", noting)
+    assert Runner(tmp_path, limit=123.0).run(planted.job(value))[0]["value"] == 0
+    assert limits == [START, START, 123.0]
 
 
-def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, monkeypatch):
+def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, started):
     """With children as they really start."""
     running = subprocess.Popen(
         [sys.executable, "-m", "tests.planted_cases", str(tmp_path)], cwd=ROOT
@@ -101,18 +124,30 @@ def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, monkey
         until_dead(int(child))
     before = results(tmp_path)
     assert len(before) == 2
-    found = Runner(tmp_path, limit=1.0).run(planted.job(value, value, hangs, value))
+    found = Runner(tmp_path).run(planted.job(value, value, hangs, value))
     assert [entry.get("value") for entry in found] == [0, 1, None, 3]
     assert results(tmp_path).items() > before.items()
 
 
-def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_path):
+def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_path, monkeypatch):
+    """By a clock on which a case takes a second, or all of its time if it hangs."""
+    now = [0.0]
+
+    class Timed(runner.Child):
+        def measure(self, case, cfg, limit):
+            found = super().measure(case, cfg, limit if case.measure is hangs else START)
+            now[0] += limit if case.measure is hangs else 1.0
+            return found
+
+    clock = SimpleNamespace(time=lambda: now[0], strftime=time.strftime)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "Child", Timed)
     long = planted.job(value, seconds=400.0)
-    assert Runner(tmp_path, deadline=time.time() + 300.0).run(long) == [None]
-    cut = planted.job(value, hangs, value)
-    found = Runner(tmp_path, deadline=time.time() + 2.0).run(cut)
+    assert Runner(tmp_path, deadline=300.0).run(long) == [None]
+    found = Runner(tmp_path, deadline=2.0).run(planted.job(value, hangs, value))
     assert [entry and entry["value"] for entry in found] == [0, None, None]
     assert len(results(tmp_path)) == 1
+    assert now == [2.0]
 
 
 def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
@@ -211,7 +246,7 @@ def test_the_queue_says_what_remains(tmp_path, monkeypatch, capsys):
     assert (
         "remains: step_tiny, case 0, about 90 s\nabout 2 minutes remain" in capsys.readouterr().out
     )
-    gpu([*words, "budget_minutes=2"])
+    gpu([*words, "budget_minutes=600"])
     assert "nothing remains" in capsys.readouterr().out
 
 

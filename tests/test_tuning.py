@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from scripts.plan.memory import Question, forecast
 from tests.helpers import until_dead
 from train import train
 from training import tune
+from training.assemble import plain
 from training.components import latents_of
 from training.config.compose import compose
 from training.distributed.ranks import SINGLE
@@ -58,17 +59,19 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def job_of(cfg: Any, seconds: float = 3600.0, processes: int = 1) -> tuner.Job:
+def search_of(cfg: Any, seconds: float = 3600.0) -> tuner.Search:
     spec, resident = latents_of(cfg.data, cfg.seed, 1e9)
-    return tuner.Job(cfg, spec, CPU, processes, resident, time.monotonic() + seconds)
+    told = {"cfg": plain(asdict(cfg)), "spec": spec.as_dict(), "resident": resident}
+    deadline = time.monotonic() + seconds
+    return tuner.Search(told | {"device": "cpu", "processes": 1, "deadline": deadline})
 
 
 def batches(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """In the place of what is tried: so many micro-batches each, in this process."""
     some = [{"accumulation_steps": n} for n in steps]
-    monkeypatch.setattr(tuner, "ways", lambda *_: [])
+    monkeypatch.setattr(tuner.Search, "ways", lambda _: [])
     monkeypatch.setattr(tuner, "batches", lambda _: some)
-    monkeypatch.setattr(tune, "measured", lambda job: tuner.search(tuner.read_job(job)))
+    monkeypatch.setattr(tune, "measured", lambda told: tuner.Search(told).run())
 
 
 def test_the_fastest_that_is_right_is_chosen_and_remembered(
@@ -140,10 +143,10 @@ def test_whoever_hangs_crashes_or_computes_something_else_costs_itself(
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
     batches(monkeypatch, 2, 4, 8, 16)
-    monkeypatch.setattr(tuner, "CANDIDATE", [str(actor)])
+    monkeypatch.setattr(tune, "TUNER", [str(actor)])
     monkeypatch.setattr(tuner, "PATIENCE", 0.1)
-    monkeypatch.setattr(tuner, "fitting", lambda job: ({}, 0.0))
-    found = tuner.search(job_of(compose(PLANTED).cfg, seconds=20.0))
+    monkeypatch.setattr(tuner.Search, "fitting", lambda _: {})
+    found = search_of(compose(PLANTED).cfg, seconds=20.0).run()
     rows = {row["words"]: row for row in found["tried"]}
     assert found["words"] == "accumulation_steps=16"
     assert rows["as given"] == {"words": "as given", "step_ms": 2000.0, "steps": 3, "refusal": None}
@@ -153,7 +156,7 @@ def test_whoever_hangs_crashes_or_computes_something_else_costs_itself(
         "its norms are 2.2 instead of 2, more than 1e-03 apart"
         in (rows["accumulation_steps=8"]["refusal"])
     )
-    late = tuner.search(job_of(compose(PLANTED).cfg, seconds=-1.0))
+    late = search_of(compose(PLANTED).cfg, seconds=-1.0).run()
     assert {row["refusal"] for row in late["tried"]} == {tuner.LATE}
 
 
@@ -219,11 +222,12 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
             "data.width=16",
         ]
     ).cfg
-    job = job_of(cfg)
-    assert job.resident == 2.2 * 64 * 256
+    search = search_of(cfg)
+    assert search.held == 2.2 * 64 * 256
+    spec = latents_of(cfg.data, cfg.seed, 1e9)[0]
 
     def needs(**changes: Any) -> float:
-        question = Question(tune.changed(cfg, changes), job.spec, 1, job.resident, gpu=False)
+        question = Question(tune.changed(cfg, changes), spec, 1, search.held, gpu=False)
         return forecast(question).needs.total
 
     recomputed = {"gradient_checkpointing": True, "checkpoint_policy": "blocks"}
@@ -234,12 +238,12 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
         (needs(**recomputed, **halves), recomputed | halves),
     ):
         monkeypatch.setattr(tuner, "memory_of", lambda _, limit=limit: 1.001 * limit / tuner.USABLE)
-        assert tuner.fitting(job)[0] == wanted
+        assert search.fitting() == wanted
     monkeypatch.setattr(tuner, "memory_of", lambda _: 1e5)
     with pytest.raises(
         ValueError, match=r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"
     ):
-        tuner.fitting(job_of(replace(cfg, batch_size=1)))
+        search_of(replace(cfg, batch_size=1)).fitting()
 
 
 def test_what_stands_against_a_run_is_told_by_the_run(monkeypatch: pytest.MonkeyPatch):
@@ -264,7 +268,7 @@ def test_candidates_go_with_the_rest_of_the_configuration():
 
     def words(*given: str, processes: int = 1) -> set[str]:
         cfg = compose([*SMALL, "runtime=auto", *given]).cfg
-        some = [values for way in tuner.ways(job_of(cfg)) for values in way]
+        some = [values for way in search_of(cfg).ways() for values in way]
         some += tuner.batches(cfg)
         return {
             tuner.named(values) for values in some if tune.can_be_had(cfg, values, CPU, processes)
@@ -284,8 +288,9 @@ def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(
 ):
     """Kernels are tried together, on first, where there is a GPU."""
     monkeypatch.setattr("accel.techniques.fused_kernels.FusedKernel.unavailable", lambda _: None)
-    job = job_of(compose([*SMALL, "runtime=auto"]).cfg)
-    ways = tuner.ways(job, ("fused_scan", "fused_rope", "fused_swiglu"))
+    search = search_of(compose([*SMALL, "runtime=auto"]).cfg)
+    search.reference = {"unused": ["fused_scan", "fused_rope", "fused_swiglu"]}
+    ways = search.ways()
     kernels = {"fused_add_norm", "fused_conv"}
     assert [dict.fromkeys(kernels, True), dict.fromkeys(kernels, False)] in ways
     assert not any("fused_scan" in values for way in ways for values in way)

@@ -14,14 +14,13 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -29,7 +28,7 @@ from accel.ledger import AUTO, LedgerRow
 from accel.stack import AccelerationStack
 from common import workers
 from common.errors import UserError
-from common.files import ROOT, cache_folder, read_object, write_atomically
+from common.files import ROOT, cache_folder, read_object, write_to_cache
 from common.text import as_json
 from training.assemble import plain
 from training.components import latents_of
@@ -43,8 +42,8 @@ FILE = "tuning.json"
 """Of a run folder."""
 STEPS = "accumulation_steps"
 TUNER = ["-m", "scripts.plan.tune"]
-"""The program that tries candidates: it is told a job in a file, and writes what it found beside
-it."""
+"""The program that tries candidates, or is one of them: it is told a job in a file, and writes what
+it found beside it."""
 OF_MANY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 """Variables of one process among several; a candidate steps alone."""
 CODE = ("accel", "common", "models", "training", "scripts/plan")
@@ -96,39 +95,35 @@ def choice_of(
         }
     )
     if any(row["step_ms"] for row in found["tried"]):
-        keep(file, found)
+        write_to_cache(file, as_json(found, indent=1) + "\n")
     return found
 
 
-def measured(job: dict[str, Any]) -> dict[str, Any]:
+def measured(job: Mapping[str, Any]) -> dict[str, Any]:
     """What a process of its own finds; ValueError with what it has against the run."""
-    with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder:
-        file = Path(folder) / "job.json"
-        file.write_text(json.dumps(job | {"parent": os.getpid()}))
-        code = workers.attended([sys.executable, *TUNER, str(file)], without=OF_MANY)
-        try:
-            found = read_object(file.with_suffix(".found"))
-        except OSError as error:
-            raise UserError(
-                f"runtime.tune=true: the process that tries techniques ended with code {code}; "
-                "what it said stands above. runtime=fast needs none."
-            ) from error
+    code, found = done_apart(job)
+    if found is None:
+        raise UserError(
+            f"runtime.tune=true: the process that tries techniques ended with code {code}; "
+            "what it said stands above. runtime=fast needs none."
+        )
     if refusal := found.get("refusal"):
         raise UserError(refusal)
     return found
 
 
-def keep(file: Path, found: Mapping[str, Any]) -> None:
-    """Writes the cache; a folder that cannot be written costs the next run another search, and a
-    warning."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, as_json(found, indent=1) + "\n")
-    except OSError as error:
-        warnings.warn(
-            f"{file} cannot be written ({error.strerror}), so the next run tries again.",
-            stacklevel=2,
-        )
+def done_apart(
+    job: Mapping[str, Any], seconds: float | None = None, log: IO[bytes] | None = None
+) -> tuple[int | None, dict[str, Any] | None]:
+    """The exit code of a process of its own that does a job, None if it took longer than `seconds`;
+    and what it found, None if nothing."""
+    with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps({**job, "parent": os.getpid()}))
+        command = [sys.executable, *TUNER, str(file)]
+        code = workers.attended(command, seconds, log, without=OF_MANY)
+        found = file.with_suffix(".found")
+        return code, read_object(found) if found.exists() else None
 
 
 def read(
@@ -146,12 +141,9 @@ def read(
 def changed(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """The configuration with the changes of a choice, tuning done; ValueError where they do not go
     together."""
-    runtime = {key: value for key, value in changes.items() if key != STEPS} | {"tune": False}
-    found = replace(
-        cfg,
-        accumulation_steps=changes.get(STEPS, cfg.accumulation_steps),
-        runtime=typed(RuntimeConfig, plain(asdict(cfg.runtime)) | runtime, []),
-    )
+    runtime = plain(asdict(cfg.runtime)) | changes | {"tune": False}
+    steps = runtime.pop(STEPS, cfg.accumulation_steps)
+    found = replace(cfg, accumulation_steps=steps, runtime=typed(RuntimeConfig, runtime, []))
     found.check()
     return found
 
@@ -176,11 +168,13 @@ def facts_of(cfg: TrainConfig, device: torch.device, processes: int, *latents: A
         spec = find_spec(name)
         folders += map(Path, (spec.submodule_search_locations if spec else None) or [])
     sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
-    machine = (device_name(device), memory_of(device), version("torch"), code)
+    machine = (device_name(device), memory_of(device), version("torch"))
     run = (cfg.model, cfg.objective, cfg.optim, cfg.max_grad_norm, cfg.runtime, cfg.deterministic)
     batch = (cfg.batch_size, cfg.accumulation_steps, processes)
-    return hashlib.sha256(repr((machine, latents, run, batch)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((machine, latents, run, batch)).encode())
+    for file in sources:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def ledger_row(found: Mapping[str, Any]) -> LedgerRow:

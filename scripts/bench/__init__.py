@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from training.config.compose import read_config
+from training.config.schema import Natural
 
 Figures: TypeAlias = dict[str, Any]
 """What a measure finds: names with units, such as step_ms, to numbers and texts."""
@@ -74,11 +75,11 @@ class BenchConfig:
 
     setting: str | None = None
     """tiny, s256, s32 or b256; null: s256 on a GPU, tiny without one."""
-    steps: int = 0
+    steps: Natural = 0
     """Steps in one round."""
-    repeats: int = 0
+    repeats: Natural = 0
     """Rounds."""
-    loss_steps: int = 0
+    loss_steps: Natural = 0
     """Steps after which losses are compared; 0: as many as a round has."""
     inductor: bool = True
     """False leaves out cases that compile with Inductor, which takes minutes on a CPU."""

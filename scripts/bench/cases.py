@@ -29,8 +29,9 @@ from scripts.bench import (
     step,
 )
 from scripts.capabilities import override
-from scripts.words import own_and_others
+from scripts.commands import own_and_others
 from training.config.compose import CONF, compose
+from training.config.schema import refuse_values
 
 SETTINGS = TABLES["settings"]
 ATTENTION = "dit"
@@ -190,8 +191,7 @@ def job(command: str, words: Words, help_text: str = "") -> Job:
     if setting not in SETTINGS:
         choices = ", ".join(SETTINGS)
         raise UserError(f"setting={setting}: there is no such setting; choose one of {choices}.")
-    if min(cfg.steps, cfg.repeats, cfg.loss_steps) < 0:
-        raise UserError("steps, repeats and loss_steps must be above 0, or 0 for the setting's.")
+    refuse_values(cfg)
     given = SETTINGS[setting]
     steps = cfg.steps or given["steps"]
     cfg = replace(

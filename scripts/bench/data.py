@@ -24,7 +24,7 @@ import torch
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from scripts.bench import Case, DataConfig, Figures
-from scripts.timing import Spread, seconds
+from scripts.timing import seconds, spread
 from training.environment import pick_device
 
 LATENTS = {"tiny": (2048, 64, 8)}
@@ -36,7 +36,7 @@ USUAL = (50_000, 256, 32)
 def latent_files(count: int, side: int) -> Path:
     """Writes random latents once a process: one array, an .npy a sample in tars, our shards."""
     os.environ.setdefault("WDS_SECURE", "1")
-    from webdataset.writer import TarWriter
+    from webdataset.writer import ShardWriter
 
     from encoding.foreign import open_foreign
     from encoding.foreign_samples import Asked
@@ -44,22 +44,21 @@ def latent_files(count: int, side: int) -> Path:
     from scripts.import_latents import ImportConfig, write
 
     folder = Path(tempfile.mkdtemp())
-    file = folder / "latents.npy"
-    labels = folder / "labels.npy"
-    ours = folder / "ours"
-    ours.mkdir()
     shape = (count, 4, side, side)
     latents = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(np.float16)
+    with ShardWriter(str(folder / "%08d.tar"), 2048, verbose=0, mtime=0) as tar:
+        for i, latent in enumerate(latents):
+            tar.write({"__key__": f"{i:08d}", "npy": latent, "cls": i % 1000})
+
+    file = str(folder / "latents.npy")
+    labels = str(folder / "labels.npy")
+    ours = folder / "ours"
+    ours.mkdir()
     np.save(file, latents)
     np.save(labels, np.arange(count) % 1000)
-    for start in range(0, count, 2048):
-        with (folder / f"{start:08d}.tar").open("wb") as stream, TarWriter(stream, mtime=0) as tar:
-            for i in range(start, min(start + 2048, count)):
-                tar.write({"__key__": f"{i:08d}", "npy": latents[i], "cls": i % 1000})
-
-    cfg = ImportConfig(str(file), labels=str(labels), scale=1.0, held_out=0.0)
-    foreign = open_foreign(str(file), Asked(labels=str(labels)))
+    cfg = ImportConfig(file, labels=labels, scale=1.0, held_out=0.0)
     encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
+    foreign = open_foreign(file, Asked(labels=labels))
     write(cfg, foreign, PixelAutoencoder(), encoder, ours).write(ours)
     return folder
 
@@ -126,7 +125,7 @@ def loader(case: Case, cfg: DataConfig) -> Figures:
 
     seconds(epoch, device)
     first = number * size / (time.perf_counter() - began)
-    warm = Spread.of([number * size / seconds(epoch, device) for _ in range(cfg.repeats)])
+    warm = [number * size / seconds(epoch, device) for _ in range(cfg.repeats)]
 
     busy = cfg.step_ms / 1e3
     waited = 0.0
@@ -136,7 +135,7 @@ def loader(case: Case, cfg: DataConfig) -> Figures:
         waited += time.perf_counter() - start
         time.sleep(busy)
     return {
-        **warm.as_json("samples_per_s"),
+        **spread("samples_per_s", warm),
         "first_samples_per_s": first,
         "wait": waited / (waited + cfg.steps * busy),
         "step_ms": cfg.step_ms,

@@ -24,7 +24,7 @@ from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.mixers.attention import axial_rotations
 from scripts.bench import BenchConfig, Case, Figures
-from scripts.timing import Spread, interleaved, rates
+from scripts.timing import interleaved, rates, ratios, spread
 from training.environment import pick_device
 
 SHAPES = {
@@ -197,9 +197,9 @@ def kernel(case: Case, cfg: BenchConfig) -> Figures:
         if way != "eager":
             runs["eager"] = runner(op.definition, sets, cfg.steps, backward)
         taken = interleaved(runs, cfg.repeats, device)
-        own = Spread.of([1e6 * s / cfg.steps for s in taken["own"]])
-        ratio = Spread.of_ratio(taken.get("eager", taken["own"]), taken["own"])
-        found |= own.as_json(f"{name}us") | ratio.as_json(f"{name}speed")
+        found |= spread(f"{name}us", [1e6 * s / cfg.steps for s in taken["own"]])
+        speed = ratios(taken.get("eager", taken["own"]), taken["own"])
+        found |= spread(f"{name}speed", speed)
 
     rate = measured_rates(device)
     gb_s = bytes_of(op, sets[0]) / found["us"] / 1e3

@@ -25,9 +25,9 @@ from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.capabilities import override
+from scripts.commands import table
 from scripts.plan.memory import Question, forecast
-from scripts.tables import table
-from scripts.timing import Spread, fresh_compiler, interleaved, synchronise
+from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
 from training.components import latents_of
@@ -131,9 +131,9 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
     times = time_steps(loops, cfg.steps, cfg.repeats)
     own_ms = times.get("own", times["base"])
     return {
-        **Spread.of(times["base"]).as_json("baseline_step_ms"),
+        **spread("baseline_step_ms", times["base"]),
         **own.figures(own_ms),
-        **Spread.of_ratio(times["base"], own_ms).as_json("speed"),
+        **spread("speed", ratios(times["base"], own_ms)),
         "baseline_memory_reserved_peak": base.memory_peak,
         "baseline_not_on": base.missing(),
         "final_loss": loss,
@@ -160,7 +160,7 @@ def seeds(case: Case, cfg: SeedsConfig) -> Figures:
         del workload
 
     for name, values in zip(("loss", "eval_loss"), zip(*losses, strict=True), strict=True):
-        found |= Spread.of(values).as_json(name)
+        found |= spread(name, values)
     return found
 
 
@@ -213,9 +213,9 @@ def saves(case: Case, cfg: BenchConfig) -> Figures:
         checkpoints.finish()
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     return {
-        **Spread.of(stall_ms[1:]).as_json("stall_ms"),
-        **Spread.of([1e3 * s / cfg.steps for s in taken["base"]]).as_json("step_ms_without"),
-        **Spread.of_ratio(taken["base"], taken["own"]).as_json("speed"),
+        **spread("stall_ms", stall_ms[1:]),
+        **spread("step_ms_without", [1e3 * s / cfg.steps for s in taken["base"]]),
+        **spread("speed", ratios(taken["base"], taken["own"])),
         "bytes": size,
     }
 

@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.files import write_atomically
 from scripts.bench import TABLES, Figures, Words
 from scripts.bench.runner import code_hash
-from scripts.tables import put_between, table
+from scripts.commands import put_between, table
 from scripts.timing import NO_DIFFERENCE, difference
 from training.environment import git_state
 

@@ -15,22 +15,21 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from math import inf
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 import scripts.bench
+from common import processes
 from common.errors import UserError
 from common.files import ROOT, lock_folder, write_atomically
 from scripts.bench import TABLES, Case, Figures, Words
@@ -41,6 +40,8 @@ from training.environment import describe_environment
 
 START = 300.0
 """Seconds in which a child must be ready to measure."""
+LONGEST = 1e6
+"""Seconds that the system can wait."""
 MEASURED = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
 """Folders whose code decides what is measured."""
 UNMEASURED = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
@@ -52,35 +53,29 @@ SPAWN = get_context("spawn")
 def code_hash() -> str:
     """Hashes the code that is measured, in 16 digits."""
     digest = hashlib.sha256()
-    files = [path for folder in MEASURED for path in (ROOT / folder).rglob("*")]
-    for path in sorted(files):
+    for path in sorted(path for folder in MEASURED for path in (ROOT / folder).rglob("*")):
         if path.suffix in (".py", ".yaml") and path.name not in UNMEASURED:
             digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def child(connection: Connection, words: Words, folder: Path) -> None:
-    """Says what machine this is, then measures the cases that it is sent, until the pipe ends."""
+    """Says what machine this is, then measures the cases that it is sent, as long as its parent
+    lives."""
     os.setsid()
+    parent = parent_process()
+    assert parent is not None
+    processes.end_with(parent.pid or 0)
     with (folder / "log.txt").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     tempfile.tempdir = str(folder / "tmp")
-    told: SimpleQueue[tuple[Case, Any]] = SimpleQueue()
-
-    def listen() -> None:
-        with suppress(EOFError):
-            while True:
-                told.put(connection.recv())
-        os.killpg(0, signal.SIGKILL)  # compilers and workers of this process go too
-
-    threading.Thread(target=listen, daemon=True).start()
     device = device_of(words)
     torch.zeros(1, device=device).item()  # a lost GPU is told here
     torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
     connection.send(describe_environment(device) | {"device": device.type})
     while True:
-        case, cfg = told.get()
+        case, cfg = connection.recv()
         connection.send("measuring")
         connection.send(result_of(case, cfg))
 
@@ -109,12 +104,11 @@ class Child:
 
     def receive(self, limit: float) -> Any:
         """Returns what the child sends; EOFError if it ended, TimeoutError after `limit`."""
-        until = time.monotonic() + limit
-        while not self.connection.poll(0.1):
-            if not self.process.is_alive() and not self.connection.poll():
-                raise EOFError
-            if time.monotonic() > until:
-                raise TimeoutError(f"not done after {limit:.0f} s")
+        ready = wait([self.connection, self.process.sentinel], min(limit, LONGEST))
+        if not ready:
+            raise TimeoutError(f"not done after {limit:.0f} s")
+        if self.connection not in ready:
+            raise EOFError
         return self.connection.recv()
 
     def measure(self, case: Case, cfg: Any, limit: float) -> Figures:

@@ -17,8 +17,8 @@ from accel.ledger import Ledger
 from accel.stack import TECHNIQUES, AccelerationStack
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
 from scripts.capabilities import capabilities
-from scripts.tables import table
-from scripts.timing import MemoryPeak, Spread, interleaved, profiler_activities, synchronise
+from scripts.commands import table
+from scripts.timing import MemoryPeak, interleaved, spread, synchronise
 from training.assemble import assemble
 from training.config.schema import KERNELS
 from training.environment import pick_device
@@ -68,11 +68,10 @@ class Loop:
 
     def figures(self, step_ms: Sequence[float]) -> Figures:
         """Returns what a result says of this loop, whose steps took `step_ms`."""
-        spread = Spread.of(step_ms)
-        return {
-            **spread.as_json("step_ms"),
+        found: Figures = spread("step_ms", step_ms)
+        return found | {
             "batch_size": self.batch_size,
-            "samples_per_s": 1e3 * self.batch_size / spread.median,
+            "samples_per_s": 1e3 * self.batch_size / found["step_ms"],
             "memory_reserved_peak": self.memory_peak,
             "warm_up_s": self.warm_up_seconds,
             "ledger": self.ledger.as_dict(),
@@ -146,10 +145,8 @@ class PhaseClock:
         synchronise(self.device)
         found = defaultdict(float)
         for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            if isinstance(start, float):
-                found[phase] += 1e3 * (end - start)
-            else:
-                found[phase] += start.elapsed_time(end)
+            on_host = isinstance(start, float)
+            found[phase] += 1e3 * (end - start) if on_host else start.elapsed_time(end)
         return found
 
 
@@ -181,8 +178,7 @@ def phases_of(workload: Workload, steps: int) -> dict[str, float]:
 def profiled(workload: Workload) -> torch.profiler.profile:
     """Profiles one step."""
     workload.prepare()
-    activities = profiler_activities()
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         workload.run(1)
         synchronise(workload.device)
     return profiler
@@ -193,11 +189,9 @@ def busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
     total = 0.0
     products = 0.0
     for event in events:
-        ms = event.self_cpu_time_total / 1e3
-        if cuda:
-            if event.device_type != DeviceType.CUDA or event.is_user_annotation:
-                continue  # an op's own row would count its kernels again
-            ms = event.self_device_time_total / 1e3
+        if cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
+            continue  # an op's own row would count its kernels again
+        ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
         name = event.key.lower()
         total += ms
         if not name.startswith(POINTWISE) and any(part in name for part in TABLES["products"]):
@@ -225,10 +219,10 @@ def verdict(
         fewer = [kind.override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
         return bound, reason, keys_for(bound, [word for word in fewer if word in left], data)
 
-    multiplies = share >= 0.5
-    bound = "compute-bound" if multiplies else "bandwidth-bound"
     reason = f"{share:.0%} of the busy time goes into products, the rest into moving data"
-    wanted = FASTER_PRODUCTS if multiplies else LESS_TRAFFIC
+    bound, wanted = (
+        ("compute-bound", FASTER_PRODUCTS) if share >= 0.5 else ("bandwidth-bound", LESS_TRAFFIC)
+    )
     keys = [f"runtime.{word}" for word in wanted if f"runtime.{word}" in left]
     return bound, reason, keys or ["a smaller model, a larger patch_size, or a faster device"]
 
@@ -236,7 +230,7 @@ def verdict(
 def phases(case: Case, cfg: BenchConfig) -> Figures:
     """Measures the whole step and its phases, and says what bounds it and what to try next."""
     workload = Workload(case.overrides)
-    step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
+    figures = workload.figures(time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"])
     found = phases_of(workload, cfg.steps)
     cuda = workload.device.type == "cuda"
     busy, products = busy_ms(profiled(workload).key_averages(), cuda)
@@ -245,7 +239,7 @@ def phases(case: Case, cfg: BenchConfig) -> Figures:
     offered = [c for c in capabilities(workload.device) if c.reason is None]
     left = {c.word for c in offered if active[c.key] != c.value}
     bound, reason, keys = verdict(
-        Spread.of(step_ms).median,
+        figures["step_ms"],
         found["data"],
         busy if cuda else None,
         products / busy,
@@ -254,8 +248,7 @@ def phases(case: Case, cfg: BenchConfig) -> Figures:
     )
 
     text = table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in found.items())])
-    return {
-        **workload.figures(step_ms),
+    return figures | {
         "phases_ms": found,
         "busy_ms": busy,
         "products_ms": products,

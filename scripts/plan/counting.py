@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from models.adapters import trained
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.schema import ParallelConfig, TrainConfig
-from training.failures import Bytes, lasting_bytes
+from training.failures import lasting_bytes
 from training.optimizers import parameter_groups
 from training.weights.pretrained import build_on_meta
 
@@ -59,7 +58,7 @@ class Tracker(TorchDispatchMode):
         self.on_host = False
         """Whether what is made now lies in host memory, and counts as nothing."""
         self.having_gradients: set[int] = set()
-        self.known: dict[int, Any] = {}
+        self.known: set[int] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -74,11 +73,15 @@ class Tracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.known:
                 size = 0 if self.on_host else storage.nbytes()
-                forget = self.forgetter(storage._cdata, size)
-                self.known[storage._cdata] = weakref.ref(storage, forget)
+                self.known.add(storage._cdata)
                 self.live += size
+                weakref.finalize(storage, self.forget, storage._cdata, size).atexit = False
         if self.live > self.peaks.get(self.place, Peak(-1, 0)).live:
             self.peaks[self.place] = Peak(self.live, self.gradients)
+
+    def forget(self, address: int, size: int) -> None:
+        self.known.remove(address)
+        self.live -= size
 
     @contextmanager
     def making_on_host(self) -> Iterator[None]:
@@ -88,17 +91,6 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             self.on_host = False
-
-    def host_copies(self, copy: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """`copy`, whose results lie in host memory."""
-        return self.making_on_host()(copy)
-
-    def forgetter(self, address: int, size: int) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            del self.known[address]
-            self.live -= size
-
-        return forget
 
     def at(self, phase: str, block: int | None = None) -> None:
         """What runs from now on runs there."""
@@ -118,31 +110,22 @@ class Tracker(TorchDispatchMode):
         return found
 
 
-class Placed(nn.Module):
-    """Stands in for a block and tells the tracker when its passes begin."""
+def placed(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]:
+    """The call of a block, compiled or not, which tells the tracker when its passes begin."""
+    call = block._compiled_call_impl or block._call_impl
 
-    def __init__(self, block: nn.Module, index: int, tracker: Tracker) -> None:
-        super().__init__()
-        self.block = block
-        self.index = index
-        self.tracker = tracker
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.block, name)  # switches that the model reads
-
-    def forward(self, *inputs: Tensor) -> Any:
-        self.tracker.at("forward", self.index)
-        if self.index == 0 and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: self.tracker.at("embedding"))
-        outputs = self.block(*inputs)
-        self.tracker.at("forward")
+    def told(*inputs: Tensor) -> Any:
+        tracker.at("forward", index)
+        if index == 0 and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: tracker.at("embedding"))
+        outputs = call(*inputs)
+        tracker.at("forward")
         for tensor in outputs:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.tracker.at("backward", self.index))
+                tensor.register_hook(lambda _: tracker.at("backward", index))
         return outputs
+
+    return told
 
 
 class CpuStack(AccelerationStack):
@@ -162,6 +145,50 @@ class GpuStack(AccelerationStack):
         technique.without_device()
 
 
+def planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
+    """The techniques of one process, whatever the others do."""
+    return build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else CpuStack)
+
+
+def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:
+    """The model with zeros for weights; with fake ones inside a FakeTensorMode."""
+    model = build_on_meta(node, spec)
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    zeros = torch.zeros_like(tensor, device=CPU)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    kept = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
+                    tensors[name] = kept
+    return model
+
+
+def built(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
+    """The parts of a run without its data; fused kernels are taken as proved, and an adapter's base
+    stays zero."""
+    parts = Parts(
+        loader=lambda *_: SimpleNamespace(spec=spec),
+        model=blank_model,
+        kernels=lambda *_: {},
+        stack=lambda cfg, _: planned_stack(cfg, gpu),
+        weights=lambda *_: None,
+    )
+    return assemble(cfg, CPU, parts=parts)
+
+
+def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
+    """The configuration of one process with another batch and another number of blocks; a model
+    whose depth is no key is counted whole."""
+    return replace(
+        cfg,
+        model=cfg.model | ({"depth": depth} if "depth" in cfg.model else {}),
+        batch_size=samples * micro_batches,
+        accumulation_steps=micro_batches,
+        runtime=replace(cfg.runtime, parallel=ParallelConfig()),
+    )
+
+
 class Passed(NamedTuple):
     """A forward and backward pass at some depth."""
 
@@ -171,126 +198,58 @@ class Passed(NamedTuple):
     """Bytes that a micro-batch keeps for its backward pass."""
 
 
-class Updated(NamedTuple):
-    """An update at some depth."""
-
-    lasting: Bytes
-    temporary: float
-    """Bytes that the optimizer takes beside what lasts."""
-    part: int
-    """Elements of the largest part of the parameters."""
-
-
-def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
-    """The configuration with another depth and batch, for one process."""
-    return replace(
-        cfg,
-        model=with_depth(cfg.model, depth),
-        batch_size=samples * micro_batches,
-        accumulation_steps=micro_batches,
-        runtime=replace(cfg.runtime, parallel=ParallelConfig()),
-    )
-
-
-def for_a_pass(cfg: TrainConfig, depth: int, samples: int) -> TrainConfig:
-    """The configuration whose passes are counted: two micro-batches stand for all, and no optimizer
-    plays a part."""
-    small = of_few_blocks(cfg, depth, samples, min(2, cfg.accumulation_steps))
-    return replace(small, optim={"_target_": "torch.optim.SGD"})
-
-
-def with_depth(node: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """The model's node with another number of blocks; the same where it is no key, and the model is
-    counted whole."""
-    return dict(node) | ({"depth": depth} if "depth" in node else {})
-
-
-def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:
-    """The model with zeros for weights; with fake ones inside a FakeTensorMode."""
-    model = build_on_meta(node, spec)
-    for module in model.modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                zeros = torch.zeros_like(tensor, device=CPU)
-                module._parameters[name] = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                module._buffers[name] = torch.zeros_like(tensor, device=CPU)
-    return model
-
-
-def built(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
-    """The parts of a run without its data."""
-
-    def loader(*_: Any) -> Any:
-        return SimpleNamespace(spec=spec)
-
-    def no_trial(*_: Any) -> dict[str, Any]:
-        """Fused kernels are taken as proved."""
-        return {}
-
-    def no_weights(*_: Any) -> None:
-        """Leaves the zeros."""
-
-    stack = partial(build_stack, alone=True, kind=GpuStack if gpu else CpuStack)
-    parts = Parts(loader, blank_model, no_trial, stack, no_weights)
-    return assemble(cfg, CPU, parts=parts)
-
-
 def passed(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Passed:
-    """Counts a forward and backward pass of a micro-batch of `for_a_pass`; the second, if gradients
-    are accumulated."""
+    """Counts a forward and backward pass of a micro-batch; the second, if gradients are
+    accumulated."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return passed_on_fakes(built(cfg, spec, gpu), spec)
+        training = built(cfg, spec, gpu)
+        model = training.model
+        step = training.step
+        tracker = Tracker()
+        samples = training.micro_batch
+        numbers = torch.zeros(samples, dtype=torch.int64)
+        latents = [
+            torch.zeros(samples, spec.channels, spec.height, spec.width)
+            for _ in range(cfg.accumulation_steps)
+        ]
+        batches = [Batch(some, numbers, numbers, numbers) for some in latents]
 
+        # What compiles does so before anything is counted.
+        if any(module._compiled_call_impl is not None for module in model.modules()):
+            step.accumulate(batches)
+            step.optimizer.zero_grad(set_to_none=True)
 
-def passed_on_fakes(training: Training, spec: LatentSpec) -> Passed:
-    """`passed`, inside a FakeTensorMode."""
-    model = training.model
-    step = training.step
-    tracker = Tracker()
-    samples = training.micro_batch
-    numbers = torch.zeros(samples, dtype=torch.int64)
-    latents = [
-        torch.zeros(samples, spec.channels, spec.height, spec.width)
-        for _ in range(training.cfg.accumulation_steps)
-    ]
-    batches = [Batch(some, numbers, numbers, numbers) for some in latents]
+        # The tracker is told where the step is, and what it moves to the host.
+        techniques = training.stack.techniques
+        if not any(technique.hides_blocks() for technique in techniques):
+            for i, block in enumerate(model.blocks):
+                block._compiled_call_impl = placed(block, i, tracker)
+        for technique in techniques:
+            technique.to_host = tracker.making_on_host()(technique.to_host)
+        for parameter in trained(model).values():
+            parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
+        tracker.know([*model.parameters(), *model.buffers(), *latents, numbers])
+        start = tracker.live
+        kept = 0.0
 
-    # What compiles does so before anything is counted.
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        step.accumulate(batches)
-        step.optimizer.zero_grad(set_to_none=True)
+        def mark(phase: str) -> None:
+            nonlocal kept
+            if phase == "forward":
+                kept = tracker.live - tracker.gradients - start
+                tracker.at("backward")
+            elif phase == "backward":
+                tracker.at("forward")
 
-    # The tracker is told where the step is, and what it moves to the host.
-    techniques = training.stack.techniques
-    if not any(technique.hides_blocks() for technique in techniques):
-        for i, block in enumerate(list(model.blocks)):
-            model.blocks[i] = Placed(block, i, tracker)
-    for technique in techniques:
-        technique.to_host = tracker.host_copies(technique.to_host)
-    for parameter in trained(model).values():
-        parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
-    tracker.know([*model.parameters(), *model.buffers(), *latents, numbers])
-    start = tracker.live
-    kept = 0.0
-
-    def mark(phase: str) -> None:
-        nonlocal kept
-        if phase == "forward":
-            kept = tracker.live - tracker.gradients - start
-            tracker.at("backward")
-        elif phase == "backward":
-            tracker.at("forward")
-
-    step.mark = mark
-    with tracker:
-        step.accumulate(batches)
+        step.mark = mark
+        with tracker:
+            step.accumulate(batches)
     return Passed(tracker.peaks, kept)
 
 
-def updated(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Updated:
-    """Counts an update of the optimizer, the second one: it finds its state."""
+def updated(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
+    """Counts an update of the optimizer, the second one, which finds its state: the bytes that
+    last, by name, those that are `temporary`, and the elements of the largest `part` of the
+    parameters."""
     training = built(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer
@@ -310,14 +269,14 @@ def updated(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Updated:
     state = [value for value in entries if isinstance(value, Tensor)]
     tracker.know([*step.parameters, *gradients, *state])
     start = tracker.live
-    lasting = lasting_bytes(training)
+    lasting = lasting_bytes(training)._asdict()
 
     one = torch.ones(())
     with tracker:
         tracker.at("optimizer")
         step.optimizer_step(gradients, one, one > 0)
-    return Updated(
-        lasting,
-        temporary=max(0.0, tracker.peaks["optimizer", None].live - start),
-        part=largest_part(parameter_groups(training.model, 0.0)),
-    )
+    temporary = max(0.0, tracker.peaks["optimizer", None].live - start)
+    return lasting | {
+        "temporary": temporary,
+        "part": largest_part(parameter_groups(training.model, 0.0)),
+    }

@@ -3,43 +3,32 @@ of its step.
 
 That is the peak of live tensors over a whole step, and where it occurs; to it come the driver's
 context, what the caching allocator loses, and latents that lie on the device. No constant here was
-checked on a GPU yet.
+checked on a GPU yet. Where a run does not fit, forecasts find the cheapest changes that make it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from accel.composite_optimizer import largest_part
+from accel.stack import TECHNIQUES
+from accel.technique import Saving, Technique
 from common.errors import UserError
 from common.text import first_line
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
-from scripts.plan.counting import (
-    CPU,
-    CpuStack,
-    GpuStack,
-    Passed,
-    Peak,
-    Place,
-    Updated,
-    for_a_pass,
-    of_few_blocks,
-    passed,
-    updated,
-)
-from training.assemble import build_stack
-from training.components import latents_of
+from scripts.plan.counting import Passed, Peak, Place, of_few_blocks, passed, planned_stack, updated
 from training.config.schema import TrainConfig
 from training.ema import EMA
-from training.environment import GIB, memory_of
+from training.environment import GIB
 from training.optimizers import parameter_groups
+from training.tune import STEPS
 from training.weights.adapter_base import find_base, put_on
 from training.weights.pretrained import build_on_meta
 
@@ -49,10 +38,17 @@ SLACK = 0.04
 """Share of the live bytes by which the caching allocator reserves more."""
 AWAY = ("weights", "gradients", "averages", "optimizer")
 """What sharding with cpu_offload keeps in host memory."""
+USEFUL = 0.99
+"""Share of the peak below which a change must bring it."""
+WORTH = 8
+"""Samples of a micro-batch below which recomputing is tried first."""
+SMALLER = 20
+"""The rank of more micro-batches; with few samples in each `MUCH_SMALLER`."""
+MUCH_SMALLER = 50
+EIGHT_BIT = Saving({"optim": "adamw_8bit"}, "8-bit moments", 60)
 COUNTED: dict[str, Any] = {}
 """All passes and updates that this process has counted. Forecasts of other optimizers, batches or
 more processes count few of them again."""
-Found = TypeVar("Found", Passed, Updated)
 
 
 class Needs(NamedTuple):
@@ -112,19 +108,18 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What was counted of models of few blocks, and the whole model, on the meta device."""
+class Forecast:
+    """What a run takes of one GPU, from what was counted of models of few blocks."""
 
+    question: Question
     model: Denoiser
-    depths: list[int]
+    """The whole one, on the meta device."""
+    techniques: list[Technique]
     period: int
     """Blocks after which the next ones are like the first."""
-    part: int
-    """Elements of the largest part of the parameters."""
-    part_bytes: float | None
-    """That an update in parts takes at least; None where the parameters are updated at once."""
+    depths: list[int]
     passes: list[Passed]
-    updates: list[Updated]
+    updates: list[dict[str, float]]
 
     def extended(self, values: Sequence[float]) -> float:
         """What all blocks take, from what those of the counted models do: a straight line."""
@@ -135,32 +130,6 @@ class Counted:
         return values[0] + slope * (self.model.depth - first)
 
     @property
-    def kept(self) -> float:
-        """Bytes that a micro-batch keeps for its backward pass."""
-        return self.extended([some.kept for some in self.passes])
-
-    @cached_property
-    def lasting(self) -> dict[str, float]:
-        """Bytes from one step to the next, of a process that has all of the model."""
-        names = (*AWAY, "on_host")
-        return {
-            name: self.extended([getattr(some.lasting, name) for some in self.updates])
-            for name in names
-        }
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a run takes of one GPU."""
-
-    question: Question
-    counted: Counted
-    lasting: dict[str, float]
-    """Bytes from one step to the next, of one GPU's share."""
-    phases: dict[str, Needs]
-    """Phase -> the bytes at its peak."""
-
-    @property
     def phase(self) -> str:
         """The phase of the peak."""
         return max(self.phases, key=lambda phase: self.phases[phase].total)
@@ -168,6 +137,118 @@ class Forecast:
     @property
     def needs(self) -> Needs:
         return self.phases[self.phase]
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes that a micro-batch keeps for its backward pass."""
+        return self.extended([some.kept for some in self.passes])
+
+    @cached_property
+    def lasting(self) -> dict[str, float]:
+        """Bytes from one step to the next, of one GPU's share."""
+        shards = self.question.shards
+        found = {name: self.whole(name) / shards for name in (*AWAY, "on_host")}
+        if self.question.cfg.runtime.parallel.cpu_offload and shards > 1:
+            found["on_host"] += sum(found[name] for name in AWAY)
+            found |= dict.fromkeys(AWAY, 0.0)
+        return found
+
+    def whole(self, name: str) -> float:
+        """The same, or an update's temporary bytes, of a process that has all of the model."""
+        return self.extended([some[name] for some in self.updates])
+
+    @property
+    def buckets(self) -> float:
+        """Copies of the gradients that ddp sends."""
+        copies = not self.question.cfg.runtime.parallel.gradient_as_bucket_view
+        return self.lasting["gradients"] if self.question.mode == "ddp" and copies else 0.0
+
+    @property
+    def gathered(self) -> float:
+        """Whole parameters that a sharded model holds: the block at work and the next one."""
+        if self.question.shards == 1:
+            return 0.0
+        if not self.question.cfg.runtime.parallel.reshard_after_forward:
+            return 4.0 * sum(p.numel() for p in self.model.parameters())
+        return 8.0 * max(sum(p.numel() for p in block.parameters()) for block in self.model.blocks)
+
+    @cached_property
+    def phases(self) -> dict[str, Needs]:
+        """Phase -> the bytes at its peak."""
+        question = self.question
+        steps = question.cfg.accumulation_steps
+        held = Needs(
+            weights=self.lasting["weights"] + self.gathered,
+            gradients=self.lasting["gradients"] + self.buckets,
+            optimizer=self.lasting["optimizer"],
+            averages=self.lasting["averages"],
+            latents=question.resident,
+        )
+
+        # Two micro-batches are counted; the batches of the others wait on the device too.
+        spec = question.spec
+        batch = 4.0 * math.prod((spec.channels, spec.height, spec.width)) + 8.0
+        batches = max(0, steps - 2) * question.samples * batch
+
+        found = {}
+        for phase, peak in self.peaks().items():
+            rest = max(0.0, peak.live - self.whole("weights") - peak.gradients)
+            # Gradients are whole until the last micro-batch, and there are none before the first.
+            gradients = peak.gradients / (question.shards if steps == 1 else 1) + self.buckets
+            found[phase] = held._replace(
+                gradients=0.0 if phase == "forward" and steps == 1 else gradients,
+                kept=min(self.kept, rest),
+                workspace=max(0.0, rest - self.kept) + batches,
+            )
+
+        # The averages are updated by one fp32 copy of the largest part.
+        parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
+        found["optimizer"] = held._replace(workspace=self.update_bytes())
+        found["ema"] = held._replace(workspace=4.0 * max(parts) / question.shards)
+        if not question.gpu:
+            return found
+        return {
+            phase: needs._replace(context=CONTEXT, slack=SLACK * needs.total)
+            for phase, needs in found.items()
+        }
+
+    def update_bytes(self) -> float:
+        """Temporary bytes of the optimizer. An update in parts takes what its largest part does."""
+        part = largest_part(parameter_groups(self.model, 0.0))
+        least = [technique.part_bytes(part) for technique in self.techniques]
+        in_parts = [size for size in least if size is not None]
+        if not in_parts:
+            return self.whole("temporary") / self.question.shards
+        last = self.updates[-1]
+        return max(*in_parts, last["temporary"] * part / last["part"])
+
+    def peaks(self) -> dict[str, Peak]:
+        """Phase -> the most that lives in it: weights, gradients, what is kept, workspace; not the
+        rest that lasts."""
+        places = [
+            by_role(some.peaks, depth, self.period)
+            for some, depth in zip(self.passes, self.depths, strict=True)
+        ]
+        found: dict[str, Peak] = {}
+        for place in (place for place in places[0] if place in places[-1]):
+            phase = place[0]
+            live = self.extended([by[place].live for by in places])
+            gradients = self.extended([by[place].gradients for by in places])
+            if phase not in found or live > found[phase].live:
+                found[phase] = Peak(live, gradients)
+        return found
+
+
+def by_role(found: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
+    """The places that models of every depth have: the first `period` blocks, and the last, counted
+    from the end."""
+    roles: dict[Place, Peak] = {}
+    for (phase, block), peak in found.items():
+        if block is None or block < period:
+            roles[phase, block] = peak
+        if block is not None and block >= depth - period:
+            roles[phase, block - depth] = peak
+    return roles
 
 
 def forecast(question: Question) -> Forecast:
@@ -183,7 +264,7 @@ def forecast(question: Question) -> Forecast:
         )
     try:
         with torch.random.fork_rng([]):
-            counted = count(question)
+            return counted(question)
     except (ValueError, ImportError):
         raise
     except Exception as error:
@@ -191,20 +272,9 @@ def forecast(question: Question) -> Forecast:
             f"model._target_={cfg.model.get('_target_')}: its step cannot be counted "
             f"without a device ({first_line(error)}); `python -m scripts.bench step` measures it."
         ) from error
-    lasting = share(question, counted)
-    return Forecast(question, counted, lasting, phases(question, counted, lasting))
 
 
-def planned_bytes(cfg: TrainConfig, gpu: bool = True) -> float:
-    """Bytes that a run of one process should reserve at its peak, latents on this machine's device
-    included; without the driver's context, which PyTorch's own figures leave out too."""
-    device = torch.device("cuda" if gpu and torch.cuda.is_available() else "cpu")
-    spec, resident = latents_of(cfg.data, cfg.seed, memory_of(device))
-    needs = forecast(Question(cfg, spec, resident=resident, gpu=gpu)).needs
-    return needs.total - needs.context
-
-
-def count(question: Question) -> Counted:
+def counted(question: Question) -> Forecast:
     """Counts passes and updates at two depths, or at the model's own where that is small or no
     key."""
     cfg = question.cfg
@@ -212,134 +282,90 @@ def count(question: Question) -> Counted:
     model = build_on_meta(cfg.model, spec)
     if cfg.adapter:
         put_on(model, cfg.adapter, find_base(cfg, spec).new_classes)
-    stack = build_stack(cfg, CPU, alone=True, kind=GpuStack if question.gpu else CpuStack)
-    period = max(technique.period for technique in stack.techniques)
+    techniques = planned_stack(cfg, question.gpu).techniques
+    period = max(technique.period for technique in techniques)
     first = period if period == 1 else period + model.depth % period
     few = "depth" in cfg.model and model.depth > first + period
     depths = [first, first + period] if few else [model.depth]
-    part = largest_part(parameter_groups(model, 0.0))
-    least = [technique.part_bytes(part) for technique in stack.techniques]
-    return Counted(
-        model,
-        depths,
-        period,
-        part,
-        max((size for size in least if size is not None), default=None),
-        [once(passed, question, for_a_pass(cfg, depth, question.samples)) for depth in depths],
-        [once(updated, question, of_few_blocks(cfg, depth, 1, 1)) for depth in depths],
-    )
 
+    def once(count: Callable[[TrainConfig, LatentSpec, bool], Any], cfg: TrainConfig) -> Any:
+        key = repr((count.__name__, cfg, spec.as_dict(), question.gpu))
+        if key not in COUNTED:
+            COUNTED[key] = count(cfg, spec, question.gpu)
+        return COUNTED[key]
 
-def once(
-    counter: Callable[[TrainConfig, LatentSpec, bool], Found], question: Question, cfg: TrainConfig
-) -> Found:
-    """What the counter finds, or found when it was asked the same before."""
-    key = repr((counter.__name__, cfg, question.spec.as_dict(), question.gpu))
-    if key not in COUNTED:
-        COUNTED[key] = counter(cfg, question.spec, question.gpu)
-    return COUNTED[key]
-
-
-def share(question: Question, counted: Counted) -> dict[str, float]:
-    """Lasting bytes of one GPU's share of the state."""
-    found = {name: size / question.shards for name, size in counted.lasting.items()}
-    if question.cfg.runtime.parallel.cpu_offload and question.shards > 1:
-        found["on_host"] += sum(found[name] for name in AWAY)
-        found |= dict.fromkeys(AWAY, 0.0)
-    return found
-
-
-def phases(question: Question, counted: Counted, lasting: Mapping[str, float]) -> dict[str, Needs]:
-    """Phase -> the bytes at its peak."""
-    steps = question.cfg.accumulation_steps
-    kept = counted.kept
-    copies = buckets(question, lasting)
-    held = Needs(
-        weights=lasting["weights"] + gathered(question, counted.model),
-        gradients=lasting["gradients"] + copies,
-        optimizer=lasting["optimizer"],
-        averages=lasting["averages"],
-        latents=question.resident,
-    )
-
-    # Two micro-batches are counted; the batches of the others wait on the device too.
-    spec = question.spec
-    batch = 4.0 * math.prod((spec.channels, spec.height, spec.width)) + 8.0
-    batches = max(0, steps - 2) * question.samples * batch
-
-    found = {}
-    for phase, peak in peaks(counted).items():
-        rest = max(0.0, peak.live - counted.lasting["weights"] - peak.gradients)
-        # Gradients are whole until the last micro-batch, and there are none before the first.
-        gradients = peak.gradients / (question.shards if steps == 1 else 1) + copies
-        found[phase] = held._replace(
-            gradients=0.0 if phase == "forward" and steps == 1 else gradients,
-            kept=min(kept, rest),
-            workspace=max(0.0, rest - kept) + batches,
-        )
-    found["optimizer"] = held._replace(workspace=update_bytes(question, counted))
-    found["ema"] = held._replace(workspace=average_bytes(question, counted.model))
-    if not question.gpu:
-        return found
-    return {
-        phase: needs._replace(context=CONTEXT, slack=SLACK * needs.total)
-        for phase, needs in found.items()
-    }
-
-
-def peaks(counted: Counted) -> dict[str, Peak]:
-    """Phase -> the most that lives in it: weights, gradients, what is kept, workspace; not the rest
-    that lasts."""
-    places = [
-        by_role(some.peaks, depth, counted.period)
-        for some, depth in zip(counted.passes, counted.depths, strict=True)
+    # Two micro-batches stand for all, and no optimizer plays a part in a pass.
+    plain = replace(cfg, optim={"_target_": "torch.optim.SGD"})
+    few_steps = min(2, cfg.accumulation_steps)
+    passes = [
+        once(passed, of_few_blocks(plain, depth, question.samples, few_steps)) for depth in depths
     ]
-    found: dict[str, Peak] = {}
-    for place in (place for place in places[0] if place in places[-1]):
-        phase = place[0]
-        live = counted.extended([by[place].live for by in places])
-        gradients = counted.extended([by[place].gradients for by in places])
-        if phase not in found or live > found[phase].live:
-            found[phase] = Peak(live, gradients)
-    return found
+    updates = [once(updated, of_few_blocks(cfg, depth, 1, 1)) for depth in depths]
+    return Forecast(question, model, techniques, period, depths, passes, updates)
 
 
-def by_role(found: Mapping[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
-    """The places that models of every depth have: the first `period` blocks, and the last, counted
-    from the end."""
-    roles: dict[Place, Peak] = {}
-    for (phase, block), peak in found.items():
-        if block is None or block < period:
-            roles[phase, block] = peak
-        if block is not None and block >= depth - period:
-            roles[phase, block - depth] = peak
-    return roles
+class Change(NamedTuple):
+    """Changes by key, what each costs, and what the run then takes."""
+
+    values: dict[str, Any]
+    costs: list[str]
+    forecast: Forecast
 
 
-def gathered(question: Question, model: Denoiser) -> float:
-    """Whole parameters that a sharded model holds: the block at work and the next one."""
-    if question.shards == 1:
-        return 0.0
-    if not question.cfg.runtime.parallel.reshard_after_forward:
-        return 4.0 * sum(p.numel() for p in model.parameters())
-    return 8.0 * max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+def words_of(changes: Mapping[str, Any]) -> list[str]:
+    """The overrides that changes amount to, of runtime keys, accumulation_steps or optim."""
+    names = {key: key if key in (STEPS, "optim") else f"runtime.{key}" for key in changes}
+    return [f"{names[key]}={str(value).lower()}" for key, value in changes.items()]
 
 
-def buckets(question: Question, lasting: Mapping[str, float]) -> float:
-    """Copies of the gradients that ddp sends."""
-    copies = not question.cfg.runtime.parallel.gradient_as_bucket_view
-    return lasting["gradients"] if question.mode == "ddp" and copies else 0.0
+def savings(question: Question, exact: bool = False) -> list[Saving]:
+    """Changes that save memory, the cheapest first; `exact` ones leave what is computed as it
+    is."""
+    found = [] if exact else [EIGHT_BIT]
+    for kind in TECHNIQUES:
+        if not exact or kind.loss_rtol == 0.0:
+            found += kind.savings
+    times = 2
+    while question.samples % times == 0:
+        rank = SMALLER if question.samples // times >= WORTH else MUCH_SMALLER
+        steps = times * question.cfg.accumulation_steps
+        found.append(Saving({STEPS: steps}, "smaller products", rank + times.bit_length()))
+        times *= 2
+
+    # What has one rank is tried together.
+    together: dict[int, Saving] = {}
+    for saving in sorted(found, key=lambda saving: saving.rank):
+        others = together.get(saving.rank, saving).values
+        together[saving.rank] = saving._replace(values={**others, **saving.values})
+    return list(together.values())
 
 
-def update_bytes(question: Question, counted: Counted) -> float:
-    """Temporary bytes of the optimizer. An update in parts takes what its largest part does."""
-    last = counted.updates[-1]
-    if counted.part_bytes is not None:
-        return max(counted.part_bytes, last.temporary * counted.part / last.part)
-    return counted.extended([some.temporary for some in counted.updates]) / question.shards
+def cheapest_change(
+    now: Forecast,
+    memory: float,
+    proposed: list[Saving],
+    applied: Callable[[Mapping[str, Any]], TrainConfig],
+) -> Change:
+    """The proposed changes, one on top of the other until the run fits, or all; those that save
+    less than a hundredth are left out, and so are those that do not go with the rest, for which
+    `applied` raises ValueError."""
+    taken: list[Saving] = []
+    for new in proposed:
+        if now.needs.total <= memory:
+            break
+        tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
+        try:
+            cfg = applied(merged(tried))
+            if cfg == now.question.cfg:
+                continue
+            found = forecast(replace(now.question, cfg=cfg))
+        except (ValueError, ImportError):  # an optimizer's library may be missing
+            continue
+        if found.needs.total < USEFUL * now.needs.total:
+            taken = tried
+            now = found
+    return Change(merged(taken), [saving.costs for saving in taken], now)
 
 
-def average_bytes(question: Question, model: Denoiser) -> float:
-    """Temporary bytes of the averages: one fp32 copy of the largest part."""
-    sizes = [sum(average.numel() for _, average in part) for part in EMA(model, 1.0).parts]
-    return 4.0 * max(sizes) / question.shards
+def merged(some: list[Saving]) -> dict[str, Any]:
+    return {key: value for saving in some for key, value in saving.values.items()}

@@ -8,29 +8,19 @@ stops paying. docs/scaling.md has formulas and sources.
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
+from annotated_types import Gt, Le
 
 from common.errors import UserError
 from models.adapters import passes
-from models.denoiser import Denoiser
-from models.mixers.convolution import Convolution
-from scripts.plan.memory import Forecast, Question, forecast
-from scripts.plan.report import check_mfu, known_card
-from scripts.tables import table
+from scripts.commands import table
+from scripts.plan.memory import Question, forecast
 from training.components import latents_of
-from training.config.schema import ParallelMode, TrainConfig
-from training.environment import GIB, Card
+from training.config.schema import ParallelMode, refuse_values
+from training.environment import CARDS, GIB, Card
 from training.weights.adapter_base import settled
 
 PAYS = 0.8
@@ -45,6 +35,9 @@ MACHINE_HOP = 5e-6
 tables."""
 
 
+Share = Annotated[float, Gt(0), Le(1)]
+
+
 @dataclass(frozen=True)
 class ScaleConfig:
     """What to predict; any other word is an override of the training configuration."""
@@ -52,7 +45,7 @@ class ScaleConfig:
     gpus: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 64, 256, 1024])
     batch_per_gpu: int = 32
     hardware: str = "h200"
-    mfu: float | None = None
+    mfu: Share | None = None
     """Model FLOPs utilisation of one GPU, from a run's summary or `bench step`."""
 
     def check(self) -> None:
@@ -61,12 +54,19 @@ class ScaleConfig:
             raise UserError(
                 f"gpus={self.gpus} and batch_per_gpu={self.batch_per_gpu} must be at least 1."
             )
-        check_mfu(self.mfu)
+        refuse_values(self)
         if self.mfu is None:
             raise UserError(
                 "mfu is missing: say which share of its peak one GPU reaches, as mfu=0.4; the "
                 "summary of a run on a GPU has it, and so has `python -m scripts.bench step`."
             )
+
+
+def known_card(hardware: str) -> Card:
+    """The card of a name; ValueError for one that is not in the table."""
+    if hardware not in CARDS:
+        raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
+    return CARDS[hardware]
 
 
 class Row(NamedTuple):
@@ -87,28 +87,26 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     train = replace(settled(words).cfg, batch_size=cfg.batch_per_gpu, accumulation_steps=1)
     spec, resident = latents_of(train.data, train.seed, card.memory)
     one = forecast(Question(train, spec, resident=resident))
-    model = one.counted.model
+    model = one.model
     parameters = sum(p.numel() for p in model.parameters())
     flops = passes(model) * model.flops_per_sample()
 
-    # What one GPU computes, and what it sends: collectives are counted at the most GPUs.
+    # What one GPU computes, and what it sends.
     compute = flops * cfg.batch_per_gpu / (card.half * cfg.mfu)
-    counted_at = max(2, *cfg.gpus)
-    counts = collectives(model.depth, counted_at)
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
-    step = Step(compute, parameters, width, counts["reduce_scatter"])
-    rows = [
-        row(one, way, gpus, step, card)
-        for way in WAYS
-        for gpus in cfg.gpus
-        if way != "hsdp" or (gpus > GPUS_A_MACHINE and gpus % GPUS_A_MACHINE == 0)
-    ]
+    step = Step(compute, parameters, width, model.depth + 1)
+    rows = []
+    for way in WAYS:
+        for gpus in cfg.gpus:
+            if way != "hsdp" or (gpus > GPUS_A_MACHINE and gpus % GPUS_A_MACHINE == 0):
+                memory = forecast(on_many(one.question, way, gpus)).needs.total
+                seconds = compute + exposed(way, gpus, step, card)
+                rows.append(Row(way, gpus, seconds, memory, compute / seconds))
     lines = [
         f"{parameters / 1e6:.0f} M parameters, {flops / 1e9:.0f} GFLOP a sample and step, "
-        f"{one.counted.kept / one.question.samples / 2**20:.1f} MiB kept a sample",
+        f"{one.kept / one.question.samples / 2**20:.1f} MiB kept a sample",
         f"assumed: {cfg.hardware}, MFU {cfg.mfu:.0%} on one GPU, {cfg.batch_per_gpu} samples a "
-        f"GPU, {GPUS_A_MACHINE} GPUs a machine; counted at {counted_at} GPUs with fsdp: "
-        f"{dict(counts)}",
+        f"GPU, {GPUS_A_MACHINE} GPUs a machine; with fsdp {step.scatters} reduce-scatters a step",
         "",
         shown(rows, cfg.batch_per_gpu, card),
         "",
@@ -117,39 +115,30 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     return "\n".join(lines)
 
 
-def row(one: Forecast, way: str, gpus: int, step: Step, card: Card) -> Row:
-    """What a way on so many GPUs comes to, each with as many samples as one has."""
-    train = on_many(one.question.cfg, way, gpus)
-    memory = forecast(replace(one.question, cfg=train, gpus=gpus)).needs.total
-    seconds = step.compute + exposed(way, gpus, step, card)
-    return Row(way, gpus, seconds, memory, step.compute / seconds)
-
-
-def on_many(train: TrainConfig, way: str, gpus: int) -> TrainConfig:
-    """The configuration of one GPU for many, which share the work in this way."""
-    parallel = replace(train.runtime.parallel, mode=ParallelMode(way))
-    runtime = replace(train.runtime, parallel=parallel)
-    return replace(train, batch_size=train.batch_size * gpus, runtime=runtime)
+def on_many(one: Question, way: str, gpus: int) -> Question:
+    """A question of one GPU for many, which share the work in this way, as many samples each."""
+    parallel = replace(one.cfg.runtime.parallel, mode=ParallelMode(way))
+    runtime = replace(one.cfg.runtime, parallel=parallel)
+    cfg = replace(one.cfg, batch_size=one.cfg.batch_size * gpus, runtime=runtime)
+    return replace(one, cfg=cfg, gpus=gpus)
 
 
 def shown(rows: list[Row], batch_per_gpu: int, card: Card) -> str:
     """The rows as a table."""
+    heads = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
     cells: list[tuple[object, ...]] = [
-        ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
-    ]
-    for way, gpus, seconds, memory, efficiency in rows:
-        cells.append(
-            (
-                way,
-                gpus,
-                f"{1e3 * seconds:.1f}",
-                f"{batch_per_gpu * gpus / seconds:.0f}",
-                f"{efficiency:.0%}",
-                f"{memory / GIB:.1f}",
-                "" if memory < card.memory else "does not fit",
-            )
+        (
+            row.way,
+            row.gpus,
+            f"{1e3 * row.seconds:.1f}",
+            f"{batch_per_gpu * row.gpus / row.seconds:.0f}",
+            f"{row.efficiency:.0%}",
+            f"{row.memory / GIB:.1f}",
+            "" if row.memory < card.memory else "does not fit",
         )
-    return table(cells)
+        for row in rows
+    ]
+    return table([heads, *cells])
 
 
 def verdict(way: str, found: list[Row], card: Card) -> str:
@@ -217,34 +206,3 @@ def exposed(way: str, gpus: int, step: Step, card: Card) -> float:
     if way == "hsdp":  # then each part with those of its like, all network cards at once
         reduction += all_reduce(gradients / shards, gpus // shards, card.inter, calls)
     return one + max(0.0, calls * one - forward) + max(0.0, calls * one + reduction - backward)
-
-
-@contextmanager
-def pretended_processes(count: int) -> Iterator[None]:
-    """This process is the first of so many inside; what it sends goes nowhere."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def collectives(depth: int, gpus: int) -> Counter[str]:
-    """The collectives of one step with fsdp: a model of this depth, tiny, sharded over pretended
-    GPUs."""
-    image: dict[str, Any] = {"channels": 1, "height": 4, "width": 4, "num_classes": 2}
-    model = Denoiser(**image, depth=depth, dim=32, head_dim=16, patch_size=2, mixer=Convolution)
-    with pretended_processes(gpus), CommDebugMode() as seen, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of FSDP2 on the block's views, which nobody writes to
-        mesh = dist.init_device_mesh("cpu", (gpus,))
-        for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh)
-        labels = torch.zeros(1, dtype=torch.long)
-        model(torch.zeros(1, 1, 4, 4), torch.zeros(1), labels).sum().backward()
-    counts = seen.get_comm_counts().items()
-    kinds = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "allreduce"}
-    return Counter(
-        {kind: sum(n for op, n in counts if part in str(op)) for kind, part in kinds.items()}
-    )

@@ -1,56 +1,49 @@
-"""`python -m scripts.plan tune`: measures which techniques make a run's step fastest on this
-machine, and writes them.
+"""Measures which techniques make a run's step fastest on this machine: what `runtime=auto` does
+before training, for which training/tune.py starts this file with a job.
 
-    python -m scripts.plan tune model=ssd_mlp_s data=synthetic batch_size=256 seconds=300
-    python train.py runtime=tuned model=ssd_mlp_s data=synthetic batch_size=256
-
-It is what `runtime=auto` does before training (training/tune.py starts this file with a job); the
-result can be read, changed and kept.
-
-Candidates are tried one after the other, each in a process of its own (scripts/plan/candidate.py)
-that builds and warms up the whole step: one that crashes, hangs or exhausts the memory costs
-itself. Each technique's values are tried on top of the best so far. A candidate may change how a
-step is computed, never what: its losses must be those of the settings as given, within the
-tolerances that the techniques state.
+Candidates are tried one after the other, each in a process of its own (this file again) that builds
+and warms up the whole step: one that crashes, hangs or exhausts the memory costs itself. Each
+technique's values are tried on top of the best so far. A candidate may change how a step is
+computed, never what: its losses must be those of the settings as given, within the tolerances that
+the techniques state.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accel.ledger import UNUSED
 from accel.stack import AccelerationStack
+from accel.techniques.fused_kernels import FusedKernel
 from common import workers
 from common.errors import UserError
 from common.files import read_object, write_atomically
+from common.text import first_line
 from data.loader import LatentSpec
-from scripts.plan.fit import cheapest_change, savings, words_of
-from scripts.plan.memory import Question, buckets, forecast
-from scripts.plan.scale import pretended_processes
-from scripts.tables import table
-from training.assemble import plain
+from data.synthetic import SyntheticLatents
+from scripts import timing
+from scripts.plan.memory import Question, cheapest_change, forecast, savings, words_of
+from training.assemble import Parts, Training, assemble, plain
 from training.config import build
-from training.config.compose import as_yaml, typed
-from training.config.schema import TrainConfig
-from training.config.words import CONF
-from training.distributed.ranks import SINGLE
-from training.environment import GIB, describe_environment, memory_of, pick_device
-from training.tune import STEPS, can_be_had, changed, tuned
-from training.weights.adapter_base import settled
+from training.config.compose import typed
+from training.config.schema import ParallelConfig, TrainConfig
+from training.environment import GIB, memory_of, set_deterministic
+from training.tune import STEPS, can_be_had, changed, done_apart
 
 GAIN = 0.98
 """Share of the best step time so far that a candidate must stay below."""
@@ -59,43 +52,29 @@ PATIENCE = 0.75
 USABLE = 0.95
 """Share of the device's memory that a forecast may take."""
 LATE = "the budget was over before it was measured"
-CANDIDATE = ["-m", "scripts.plan.candidate"]
+PROBES = 3
+"""Steps whose losses and gradient norms are compared with those of the first candidate."""
+TIMED = 16
+"""Steps that are timed, at most."""
+AT_A_TIME = 4
+"""Steps of a GPU that are timed as one, so that launches run ahead as they do in training."""
+LEAST = 1e-3
+"""Relative difference that is always allowed: sums in another order, seen through a few updates."""
 Changes = dict[str, Any]
 """Runtime key, or accumulation_steps -> plain value."""
 
 
-@dataclass(frozen=True)
-class TuneConfig:
-    """Where the choice goes; any other word is an override of the training configuration."""
-
-    out: str | None = None
-    """Null: conf/runtime/tuned.yaml, so that runtime=tuned asks for it."""
-    seconds: float = 120.0
-
-
-@dataclass
-class Job:
-    """What is tuned: the run, on one of `processes` like devices, until `deadline` (of
-    time.monotonic); `resident` are bytes of its latents on the device."""
-
-    cfg: TrainConfig
-    spec: LatentSpec
-    device: torch.device
-    processes: int
-    resident: float
-    deadline: float
-
-    @property
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-
 class Search:
-    """Tries candidates; `held` are bytes that each of them lacks beside its own."""
+    """Tries candidates for a job, which training/tune.py tells: a run on one of `processes` like
+    devices, until a `deadline` (of time.monotonic)."""
 
-    def __init__(self, job: Job, held: float) -> None:
-        self.job = job
-        self.held = held
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.told = told
+        self.cfg = typed(TrainConfig, told["cfg"], [])
+        self.device = torch.device(told["device"])
+        self.processes: int = told["processes"]
+        self.held: float = told["resident"]
+        """Bytes that each candidate lacks beside its own."""
         self.tried: list[dict[str, Any]] = []
         self.known: list[TrainConfig] = []
         self.reference: dict[str, Any] = {}
@@ -103,15 +82,86 @@ class Search:
         self.longest = 0.0
         """Seconds that a candidate took."""
 
+    def run(self) -> dict[str, Any]:
+        """`words`, `changes` and `tried`: the fastest candidate, and all of them."""
+        best = dict(ChainMap(self.fitting(), *(values[0] for values in self.ways())))
+        fastest = self.step_time(best)
+
+        def choose(some: list[Changes]) -> None:
+            nonlocal best, fastest
+            for values in some:
+                candidate = best | values
+                if self.can_have(candidate):
+                    taken = self.step_time(candidate)
+                    if taken < GAIN * fastest:
+                        best, fastest = candidate, taken
+
+        for values in self.ways():
+            choose(values[1:])
+        choose(batches(changed(self.cfg, best)))
+        return {"words": named(best), "changes": best, "tried": self.tried}
+
+    @property
+    def left(self) -> float:
+        return self.told["deadline"] - time.monotonic()
+
+    def can_have(self, changes: Mapping[str, Any]) -> bool:
+        return can_be_had(self.cfg, changes, self.device, self.processes)
+
+    def fitting(self) -> Changes:
+        """What the memory demands, of changes that leave the result as it is. Candidates lack the
+        run's latents, and copies that ddp sends. ValueError if nothing makes the step fit."""
+        memory = memory_of(self.device)
+
+        def applied(changes: Mapping[str, Any]) -> TrainConfig:
+            if not self.can_have(changes):
+                raise UserError(f"{changes} cannot be had here.")
+            return changed(self.cfg, changes)
+
+        spec = LatentSpec(**self.told["spec"])
+        gpu = self.device.type == "cuda"
+        question = Question(changed(self.cfg, {}), spec, self.processes, self.held, gpu)
+        try:
+            now = forecast(question)
+        except ValueError as error:
+            warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
+            return {}
+        change = cheapest_change(now, USABLE * memory, savings(question, exact=True), applied)
+        needed = change.forecast.needs.total
+        if needed > USABLE * memory:
+            raise UserError(
+                f"runtime.tune=true: a step needs {needed / GIB:.3g} GiB at least, of "
+                f"{memory / GIB:.3g}; use a smaller model or batch_size, or ask `python -m "
+                "scripts.plan` for what makes it fit."
+            )
+        self.held += change.forecast.buckets
+        return change.values
+
+    def ways(self) -> list[list[Changes]]:
+        """The values of each technique among which time decides, those to begin with first; a
+        technique that the model has no use for has none. What launches less comes first."""
+        values = self.cfg.runtime.values()
+        stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
+        unused = self.reference.get("unused", ())
+        together: dict[str, list[Any]] = {}
+        for technique in reversed(stack.techniques):
+            tried = technique.tried()
+            if tried and technique.key not in unused:
+                together.setdefault(technique.tried_with or technique.key, []).append(tried)
+        return [
+            [dict(ChainMap(*some)) for some in zip(*alternatives, strict=True)]
+            for alternatives in together.values()
+        ]
+
     def step_time(self, changes: Changes) -> float:
         """Tries a candidate: its median milliseconds a step, infinite if it is refused or was
         tried before."""
-        cfg = changed(self.job.cfg, changes)
+        cfg = changed(self.cfg, changes)
         if cfg in self.known:
             return math.inf
         self.known.append(cfg)
         said: dict[str, Any] = {"refusal": LATE}
-        if self.longest < self.job.left:
+        if self.longest < self.left:
             began = time.monotonic()
             said = self.outcome(cfg, [key for key in changes if key != STEPS])
             self.longest = max(self.longest, time.monotonic() - began)
@@ -124,31 +174,19 @@ class Search:
 
     def outcome(self, cfg: TrainConfig, asked: list[str]) -> dict[str, Any]:
         """What the process of a candidate says in the end; `asked` are the keys that must be on."""
-        limit = self.job.left * (PATIENCE if self.reference else 1.0)
-        told = {
-            "cfg": plain(asdict(cfg)),
-            "asked": asked,
-            "spec": self.job.spec.as_dict(),
-            "device": str(self.job.device),
-            "processes": self.job.processes,
-            "held": int(self.held),
-            "until": time.monotonic() + 0.95 * limit,
-            "parent": os.getpid(),
-        }
-        with tempfile.TemporaryDirectory(prefix="fastlatent-candidate-") as folder:
-            file = Path(folder) / "job.json"
-            file.write_text(json.dumps(told))
-            log = Path(folder) / "log"
-            with log.open("wb") as output:
-                command = [sys.executable, *CANDIDATE, str(file)]
-                code = workers.attended(command, limit, output)
-            if (found := file.with_suffix(".found")).exists():
-                return read_object(found)
+        limit = self.left * (PATIENCE if self.reference else 1.0)
+        until = time.monotonic() + 0.95 * limit
+        candidate = {"cfg": plain(asdict(cfg)), "asked": asked, "held": self.held, "until": until}
+        with tempfile.TemporaryFile() as log:
+            code, found = done_apart({**self.told, **candidate}, limit, log)
+            if found is not None:
+                return found
             if code is None:
                 return {"refusal": f"it was not measured after {limit:.0f} s"}
-            lines = log.read_text(errors="replace").strip().splitlines()
-            why = f" ({lines[-1][:200]})" if lines else ""
-            return {"refusal": f"its process ended{why}"}
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        why = f" ({lines[-1][:200]})" if lines else ""
+        return {"refusal": f"its process ended{why}"}
 
     def difference(self, said: dict[str, Any]) -> str | None:
         """Why its losses are not those of the first candidate; None where they are, within what it
@@ -170,144 +208,111 @@ def named(changes: Changes) -> str:
     return " ".join(words_of(changes)) or "as given"
 
 
-def ways(job: Job, unused: Collection[str] = ()) -> list[list[Changes]]:
-    """The values of each technique among which time decides, those to begin with first; a
-    technique that the model has no use for has none. What launches less comes first."""
-    cfg = job.cfg
-    stack = AccelerationStack(cfg.runtime.values(), job.device, deterministic=cfg.deterministic)
-    together: dict[str, list[Any]] = {}
-    for technique in reversed(stack.techniques):
-        values = technique.tried()
-        if values and technique.key not in unused:
-            together.setdefault(technique.tried_with or technique.key, []).append(values)
-    return [
-        [dict(ChainMap(*values)) for values in zip(*alternatives, strict=True)]
-        for alternatives in together.values()
-    ]
-
-
 def batches(cfg: TrainConfig) -> list[Changes]:
     """Micro-batches of half the size, and of twice it."""
     steps = cfg.accumulation_steps
     return [{STEPS: 2 * steps}, *([{STEPS: steps // 2}] if steps % 2 == 0 else [])]
 
 
-def fitting(job: Job) -> tuple[Changes, float]:
-    """What the memory demands, of changes that leave the result as it is; and the bytes that
-    candidates lack, which are the run's latents and copies that ddp sends. ValueError if nothing
-    makes the step fit."""
-    memory = memory_of(job.device)
-    gpu = job.device.type == "cuda"
-
-    def applied(changes: Mapping[str, Any]) -> TrainConfig:
-        if not can_be_had(job.cfg, changes, job.device, job.processes):
-            raise UserError(f"{changes} cannot be had here.")
-        return changed(job.cfg, changes)
-
-    question = Question(changed(job.cfg, {}), job.spec, job.processes, job.resident, gpu)
-    try:
-        now = forecast(question)
-    except ValueError as error:
-        warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
-        return {}, job.resident
-    change = cheapest_change(now, USABLE * memory, savings(question, exact=True), applied)
-    found = change.forecast
-    if found.needs.total > USABLE * memory:
-        raise UserError(
-            f"runtime.tune=true: a step needs {found.needs.total / GIB:.3g} GiB at least, of "
-            f"{memory / GIB:.3g}; use a smaller model or batch_size, or ask `python -m "
-            "scripts.plan` for what makes it fit."
-        )
-    return dict(change.changes), job.resident + buckets(found.question, found.lasting)
-
-
-def search(job: Job) -> dict[str, Any]:
-    """`words`, `changes` and `tried`: the fastest candidate, and all of them."""
-    needed, held = fitting(job)
-    searching = Search(job, held)
-    best = dict(ChainMap(needed, *(values[0] for values in ways(job))))
-    fastest = searching.step_time(best)
-
-    def choose(some: list[Changes]) -> None:
-        nonlocal best, fastest
-        for values in some:
-            candidate = best | values
-            if can_be_had(job.cfg, candidate, job.device, job.processes):
-                taken = searching.step_time(candidate)
-                if taken < GAIN * fastest:
-                    best, fastest = candidate, taken
-
-    for values in ways(job, searching.reference.get("unused", ())):
-        choose(values[1:])
-    choose(batches(changed(job.cfg, best)))
-    return {"words": named(best), "changes": best, "tried": searching.tried}
-
-
-def read_job(told: Mapping[str, Any]) -> Job:
-    """The job that training/tune.py describes."""
+def prepared(told: Mapping[str, Any]) -> Training:
+    """A candidate's step, of one of the processes, on normal latents and with weights at which
+    every part matters."""
     cfg = typed(TrainConfig, told["cfg"], [])
     spec = LatentSpec(**told["spec"])
-    device = torch.device(told["device"])
-    return Job(cfg, spec, device, told["processes"], told["resident"], told["deadline"])
+
+    def loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
+        made = SyntheticLatents(
+            **{name: getattr(spec, name) for name in ("channels", "height", "width")},
+            num_classes=max(1, spec.num_classes),
+            count=max(64, micro_batch * cfg.accumulation_steps),
+            batch_size=micro_batch,
+            seed=seed,
+            device=device,
+        )
+        made.spec = spec
+        return made
+
+    set_deterministic(cfg.deterministic)
+    torch.manual_seed(cfg.seed)
+    runtime = replace(cfg.runtime, parallel=ParallelConfig())
+    alone = replace(cfg, batch_size=cfg.batch_size // told["processes"], runtime=runtime)
+    training = assemble(alone, torch.device(told["device"]), parts=Parts(loader=loader))
+
+    # A new model returns zero whatever its blocks do.
+    generator = torch.Generator().manual_seed(1)
+    ema = training.state.ema
+    with torch.no_grad():
+        for parameter, average in zip(ema.parameters, ema.averages, strict=True):
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
+            average.copy_(parameter)
+    return training
+
+
+def probed(training: Training, asked: list[str]) -> dict[str, Any]:
+    """Warms up; returns the losses and norms of a few steps, how far they may be off, which
+    techniques the model has no use for, and why not to take it: a technique that makes this
+    candidate is not on, other than a kernel, without which a run goes on."""
+    ledger = training.warm_up()
+    outputs = [training.take_step() for _ in range(PROBES)]
+    techniques = [t for t in training.stack.techniques if t.key in asked]
+    needed = {t.key for t in techniques if not isinstance(t, FusedKernel)}
+    wrong = [row for row in ledger if row.missing and row.key in needed]
+    return {
+        "losses": [float(output.loss) for output in outputs],
+        "norms": [float(output.grad_norm) for output in outputs],
+        "tolerance": max([LEAST, *(t.loss_rtol for t in techniques if t.enabled)]),
+        "unused": [row.key for row in ledger if row.active == UNUSED],
+        "refusal": "; ".join(f"{row.key} is not on: {row.evidence}" for row in wrong) or None,
+    }
+
+
+def seconds_of(training: Training, until: float) -> list[float]:
+    """Seconds of each step, as many as are timed before `until` (of time.monotonic); one at
+    least."""
+    steps = AT_A_TIME if training.device.type == "cuda" else 1
+    taken: list[float] = []
+
+    def run() -> None:
+        for _ in range(steps):
+            training.take_step()
+
+    while not taken or (len(taken) * steps < TIMED and time.monotonic() < until):
+        taken.append(timing.seconds(run, training.device) / steps)
+    return taken
+
+
+def try_out(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to be known of a candidate."""
+    try:
+        # In the place of what the run holds besides.
+        held = 0 if told["device"] == "cpu" else int(told["held"])
+        room = torch.empty(held, dtype=torch.uint8, device=told["device"])
+        training = prepared(told)
+        found = probed(training, told["asked"])
+        if found["refusal"] is None:
+            found["seconds"] = seconds_of(training, told["until"])
+        del room
+    except torch.OutOfMemoryError:
+        return {"refusal": "memory ran out"}
+    except Exception as error:
+        return {"refusal": first_line(error)}
+    return found
 
 
 def main(file: Path) -> None:
-    """Does the job in a file, and writes beside it what was found, or what stands against the
-    run."""
+    """Does the job in a file, a search or one candidate of it, and writes beside it what was found,
+    or what stands against the run."""
     told = read_object(file)
     workers.end_with(told["parent"])
     build.admit([f"{build.EXTENSIONS}=[{','.join(told['cfg']['extensions'])}]"])
-    job = read_job(told)
-
-    # Techniques that do not go with several processes see that there are some.
-    several = pretended_processes(job.processes) if job.processes > 1 else nullcontext()
+    # Techniques that do not go with several processes see in a search that there are some.
+    if "asked" not in told and told["processes"] > 1:
+        dist.init_process_group("fake", rank=0, world_size=told["processes"], store=FakeStore())
     try:
-        with several:
-            found = search(job)
+        found = try_out(told) if "asked" in told else Search(told).run()
     except ValueError as error:
         found = {"refusal": str(error)}
     write_atomically(file.with_suffix(".found"), json.dumps(found))
-
-
-def tune(cfg: TuneConfig, words: list[str]) -> str:
-    """Tries techniques, writes the fastest as a runtime file, and returns the table of all.
-
-    ValueError if nothing was measured, or the file cannot be where it was asked for.
-    """
-    composed = settled([*words, f"runtime.tune_seconds={cfg.seconds}"])
-    file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
-    if not file.parent.is_dir():
-        raise UserError(
-            f"out={file}: there is no folder {file.parent}; make it, or choose another file."
-        )
-    base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
-    if base == file.stem:
-        raise UserError(
-            f"runtime={base} would be based on itself in {file}; start from another one, as "
-            "runtime=fast."
-        )
-    device = pick_device(composed.cfg.runtime.device.value)
-    _, found = tuned(composed.cfg, device, SINGLE)
-    if not any(row["step_ms"] for row in found["tried"]):
-        told = "; ".join(f"{row['words']}: {row['refusal']}" for row in found["tried"])
-        raise UserError(f"seconds={cfg.seconds}: nothing was measured ({told}); give more seconds.")
-    file.write_text(runtime_file(found, base, device, words))
-    rows: list[tuple[object, ...]] = [("candidate", "ms/step", "steps", "")]
-    rows += [
-        (row["words"], row["step_ms"], row["steps"] or None, row["refusal"] or "")
-        for row in found["tried"]
-    ]
-    return f"{table(rows)}\n\n{found['words']}: written to {file}"
-
-
-def runtime_file(found: dict[str, Any], base: str, device: torch.device, words: list[str]) -> str:
-    """The choice as a file of conf/runtime."""
-    hardware = describe_environment(device)["hardware"]
-    text = f"# The fastest of {len(found['tried'])} on {hardware}, for: {' '.join(words)}\n"
-    runtime = {key: value for key, value in found["changes"].items() if key != STEPS}
-    if STEPS in found["changes"]:
-        text += f"# It goes with accumulation_steps={found['changes'][STEPS]}.\n"
-    return text + as_yaml({"defaults": [base, "_self_"]} | runtime)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.files import ROOT
-from scripts.tables import put_between
+from scripts.commands import put_between
 from training.environment import cpu_name
 
 PAGE = ROOT / "docs" / "reliability.md"

@@ -1,10 +1,23 @@
-"""Tables of text, and parts of pages that a command makes anew."""
+"""What commands of this folder share: keys of their own among a training's overrides, tables of
+text, and parts of pages that they make anew."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from common.errors import UserError
+from training.config.compose import from_words
+
+Keys = TypeVar("Keys")
+
+
+def own_and_others(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
+    """Reads the words that set a key of `schema`, and returns the others, which are overrides."""
+    own = {field.name for field in fields(cast(Any, schema))}
+    others = [word for word in words if "=" in word and word.partition("=")[0] not in own]
+    return from_words(schema, [word for word in words if word not in others], help_text), others
 
 
 def put_between(text: str, start: str, end: str, content: str, page: str) -> str:
