@@ -20,9 +20,8 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from common.files import write_atomically
 from common.progress import Progress
-from encoding.images import Decoded, DecodedImages, ImageEntry, collate, decoding_loader
+from encoding.images import Decoded, DecodedImages, ImageEntry, ImageList, collate, decoding_loader
 from encoding.job import ChannelSums, Numbered, Plan, digest_of, finished
-from encoding.listing import ImageList
 from encoding.shards import ShardWriter
 from models.autoencoders import Autoencoder
 from models.images import psnr

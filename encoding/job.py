@@ -22,8 +22,7 @@ from common import lock
 from common.errors import UserError
 from common.files import file_sha256, make_folder, read_object, write_atomically
 from data.manifest import NAME, Manifest, Shard
-from encoding.images import RESIZE, ImageEntry
-from encoding.listing import ImageList
+from encoding.images import RESIZE, ImageEntry, ImageList
 from models.autoencoders import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment

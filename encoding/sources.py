@@ -13,12 +13,21 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from common.errors import UserError
-from encoding.images import EXTENSIONS, ImageEntry, opened_dataset
-from encoding.listing import ImageList, Unused, few_of, is_image, kind_of, readable
-from encoding.tars import limit_of, list_tars, numbered
+from encoding.images import (
+    EXTENSIONS,
+    ImageEntry,
+    ImageList,
+    Unused,
+    few_of,
+    is_image,
+    kind_of,
+    opened_dataset,
+    readable,
+)
+from encoding.tars import list_tars, named_classes
 
 Classes = int | Literal["given", "none"]
 SPLIT = re.compile(
@@ -232,36 +241,28 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
             f"source={path / splits[0]}."
         )
     dataset, images, columns = opened_dataset(str(path))
+    labels: list[Any] = [0] * len(dataset)
+    names: list[str] = []
+    if classes != "none":
+        if len(columns) != 1:
+            raise UserError(
+                f"source={path} has {len(columns)} columns of class labels among "
+                f"{', '.join(dataset.features)}; keep exactly one, or take classes=none to train "
+                "without classes."
+            )
+        labels = list(dataset[columns[0]])
+        given = getattr(dataset.features[columns[0]], "names", None)
+        if given and classes not in ("given", len(given)):
+            raise UserError(
+                f"source={path} names {len(given)} classes; leave classes={classes} out."
+            )
+        told = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
+        names = named_classes(told, classes, given)
+
     # of the data, so that another set of the same length is another job
     content = dataset._fingerprint
-    if classes == "none":
-        return ImageList(
-            [
-                ImageEntry(f"{content}:{images}:{i}", 0, str(path), i, 0)
-                for i in range(len(dataset))
-            ],
-            [],
-        )
-    if len(columns) != 1:
-        raise UserError(
-            f"source={path} has {len(columns)} columns of class labels among "
-            f"{', '.join(dataset.features)}; keep exactly one, or take classes=none to train "
-            "without classes."
-        )
-    column = dataset[columns[0]]
-    names = getattr(dataset.features[columns[0]], "names", None)
-    limit = len(names) if names else limit_of(classes, len(column))
-    if names and classes not in ("given", limit):
-        raise UserError(f"source={path} names {limit} classes; leave classes={classes} out.")
-    for i, label in enumerate(column):
-        if not isinstance(label, int) or not 0 <= label < limit:
-            more = "" if names else ", or say how many classes there are: classes=<n>"
-            raise UserError(
-                f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend "
-                f"it{more}."
-            )
     entries = [
         ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0)
-        for i, label in enumerate(column)
+        for i, label in enumerate(labels)
     ]
-    return ImageList(entries, names or numbered(classes, column))
+    return ImageList(entries, names)
