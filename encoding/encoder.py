@@ -48,7 +48,9 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
 
 
 def decoding(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
-    return DecodedImages(entries, cfg.resolution, cfg.background, cfg.max_megapixels)
+    return DecodedImages(
+        entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
+    )
 
 
 def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
