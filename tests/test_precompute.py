@@ -679,10 +679,7 @@ def test_a_source_without_images_is_refused(job: Job, tmp_path: Path):
             ["source=x", "out=y", "background='#ffffff80'"],
             "background=#ffffff80 is no opaque colour",
         ),
-        (
-            ["source=x", "out=y", "max_megapixels=-1"],
-            "max_megapixels=-1.0 must be above 0",
-        ),
+        (["source=x", "out=y", "max_megapixels=-1"], "max_megapixels=-1.0 must be above 0"),
         (["source=x", "out=y", "max_megapixels=nan"], "max_megapixels=nan is no finite number"),
         (["source=x", "out=y", "classes=some"], "classes=some must be given, none, or a number"),
         (["source=x", "out=y", "min_psnr=nan"], "min_psnr=nan is no finite number"),
