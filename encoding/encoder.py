@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -20,10 +20,8 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from common.files import write_atomically
 from common.terminal import Progress
-from encoding.images import Decoded, DecodedImages, ImageEntry, collate, decoding_loader
-from encoding.job import ChannelSums, Numbered, Plan, digest_of, finished
-from encoding.listing import ImageList
-from encoding.shards import ShardWriter
+from encoding.images import Decoded, DecodedImages, ImageEntry, ImageList, collate, decoding_loader
+from encoding.job import ChannelSums, Numbered, Plan, ShardWriter, digest_of, finished, narrowed
 from models.autoencoders import Autoencoder
 from models.images import psnr
 from training.config.schema import PrecomputeConfig
@@ -50,7 +48,9 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
 
 
 def decoding(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
-    return DecodedImages(entries, cfg.resolution, cfg.background, cfg.max_megapixels)
+    return DecodedImages(
+        entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
+    )
 
 
 def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
@@ -107,7 +107,6 @@ class ShardEncoder:
         self.out = out
         self.device = device
         self.ranks = ranks
-        self.dtype = getattr(torch, cfg.dtype.value)
         self.seconds: dict[str, float] = {"decode": 0.0, "encode": 0.0, "write": 0.0}
         """Time of each step; decoding counts only while the encoder waits for it."""
 
@@ -198,32 +197,24 @@ class ShardEncoder:
     def encode(self, batch: list[Numbered], decoded: Decoded) -> dict[str, Tensor]:
         """Encodes the decoded images of a batch to the tensors that a block holds."""
         images = to_input(decoded.pixels, self.device)
-        kept = [batch[i] for i in decoded.places]
-        tensors = self.latents(images, kept, "latents", "std")
+        numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)
+        tensors = self.latents(images, numbers, "latents", "std")
         if self.cfg.flips:
-            tensors |= self.latents(images.flip(3), kept, "mirrored", "mirrored_std")
-        return tensors | {"labels": torch.tensor([entry.label for _, entry in kept])}
+            tensors |= self.latents(images.flip(3), numbers, "mirrored", "mirrored_std")
+        tensors["labels"] = torch.tensor([entry.label for entry in entries])
+        return narrowed(tensors, self.cfg.dtype.value, [entry.key for entry in entries])
 
     def latents(
-        self, images: Tensor, kept: list[Numbered], name: str, std_name: str
+        self, images: Tensor, numbers: Sequence[int], name: str, std_name: str
     ) -> dict[str, Tensor]:
         mean, std = self.step(images)
-        if self.cfg.kind.value == "sample" and std is not None:
-            position = torch.tensor([number for number, _ in kept], device=mean.device)
-            mean = mean + std * counter_normal(
-                self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:]
-            )
-            std = None
-        tensors = {name: mean} if std is None else {name: mean, std_name: std}
-        tensors = {key: tensor.to(self.dtype).cpu() for key, tensor in tensors.items()}
-        for tensor in tensors.values():
-            bad = ~tensor.isfinite().flatten(1).all(1)
-            if bad.any():
-                raise UserError(
-                    f"{kept[int(bad.nonzero()[0])][1].key}: its latents are not finite in "
-                    f"dtype={self.cfg.dtype.value}; use dtype=bfloat16 or float32, and another out."
-                )
-        return tensors
+        if std is None:
+            return {name: mean}
+        if self.cfg.kind.value == "mean_std":
+            return {name: mean, std_name: std}
+        position = torch.tensor(numbers, device=mean.device)
+        noise = counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:])
+        return {name: mean + std * noise}
 
 
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:

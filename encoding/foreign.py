@@ -3,28 +3,72 @@ samples as members.
 
 It unpickles nothing: `.npy` without objects, `.pt` with `weights_only=True`, safetensors, and
 `.cls` or `.json` labels. Labels and latents that do not pair one to one are refused here;
-encoding/foreign_samples.py checks the samples.
+scripts/import_latents.py checks the samples.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import reprlib
+import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from common.errors import UserError
-from encoding.foreign_samples import CHUNK, PLAIN, Asked, Foreign, Sample, reading
-from encoding.foreign_tars import of_tars
+from common.text import first_line
+from encoding.images import Unused
+from encoding.tars import samples_of
 
+PLAIN = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
 MIRRORED = ("mirrored", "latents_flip", "flip")
 """Names of the latents of mirrored images; the second is LightningDiT's."""
+Sample = tuple[str, Mapping[str, Any]]
+"""Its place, and unchecked arrays of numpy or PyTorch: `latents`, and where the source has them
+`labels`, or whatever stands for its label, and `mirrored`."""
+
+
+class Asked(NamedTuple):
+    """Names of the tensors, a file of labels, and the number of classes: None is not known, 0 is
+    without labels."""
+
+    latents_key: str = "latents"
+    labels_key: str = "labels"
+    labels: str | None = None
+    classes: int | None = None
+
+
+class Foreign(NamedTuple):
+    """Latents of another tool, and their number."""
+
+    what: str
+    count: int
+    samples: Callable[[], Iterator[Sample]]
+
+
+@contextmanager
+def reading(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
+    """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one
+    ValueError."""
+    try:
+        if isinstance(what, Path) and not what.is_file():
+            raise FileNotFoundError("it is no file, or a link to none")
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{what} cannot be read ({first_line(error).partition('. ')[0]}); {remedy}."
+        ) from error
 
 
 def open_foreign(source: str, asked: Asked) -> Foreign:
@@ -33,33 +77,23 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
     path = Path(source).expanduser()
     if not path.exists():
         raise UserError(f"source={source} does not exist; give a file or a folder of latents.")
-    if path.is_dir() and (path / "manifest.json").is_file():
+    if (path / "manifest.json").is_file():
         raise UserError(
             f"source={source} is a latent set of ours already; use it: data.path={source}."
         )
-
-    def ending(suffix: str) -> list[Path]:
-        return (
-            sorted(path.glob(f"*{suffix}"))
-            if path.is_dir()
-            else [path]
-            if path.suffix == suffix
-            else []
-        )
-
-    tensors = [path] if path.is_file() and path.suffix in (".npy", ".pt", ".pth") else []
-    features = [*path.glob("*_features"), *path.glob("*_labels")]
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    tensors = [file for file in files if file == path and file.suffix in (".npy", ".pt", ".pth")]
     pair = path / "latents.npy", path / "labels.npy"
     if all(file.is_file() for file in pair):
         tensors = [pair[0]]
-        asked = asked._replace(
-            labels=asked.labels or (None if asked.classes == 0 else str(pair[1]))
-        )
+        if asked.classes != 0:
+            asked = asked._replace(labels=asked.labels or str(pair[1]))
+    features = [file for file in files if file.name.endswith(("_features", "_labels"))]
     loose = asked.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
     known = {
         of_tensors: tensors,
-        of_safetensors: ending(".safetensors"),
-        of_tars: ending(".tar"),
+        of_safetensors: [file for file in files if file.suffix == ".safetensors"],
+        of_tars: [file for file in files if file.suffix == ".tar"],
         of_listed_files: [path] if loose or (path / "dataset.json").is_file() else [],
         of_feature_folders: features,
     }
@@ -89,50 +123,55 @@ def array(file: Path) -> np.ndarray:
         return np.lib.format.open_memmap(file, mode="c")
 
 
-def rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
-    """Yields the samples of arrays of one length, or of slices of safetensors, reading `CHUNK` of
-    them at a time."""
-    for start in range(0, length(file, columns), CHUNK):
-        with reading(file):
-            parts = {name: column[start : start + CHUNK] for name, column in columns.items()}
-        for i in range(len(parts["latents"])):
-            one = {name: part[i] for name, part in parts.items()}
-            yield Sample(
-                f"sample {start + i} of {file}",
-                one["latents"],
-                one.get("labels"),
-                one.get("mirrored"),
-            )
+def plain_tensors(file: Path) -> Any:
+    """What a .pt file holds, if those are tensors in plain containers."""
+    with reading(file, PLAIN):
+        return torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
 
 
-def length(file: Path, columns: dict[str, Any]) -> int:
-    """The number of samples; ValueError if `columns` do not have as many of each."""
-    shapes = {n: c.get_shape() if hasattr(c, "get_shape") else c.shape for n, c in columns.items()}
-    counts = {name: shape[0] if shape else "a single" for name, shape in shapes.items()}
-    if len(set(counts.values())) > 1 or "a single" in counts.values():
-        held = " and ".join(f"{count} {name}" for name, count in counts.items())
-        raise UserError(f"{file} has {held}; give as many of each.")
-    return int(shapes["latents"][0])
+def is_dense(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    )
 
 
 def named(held: Iterable[Any], asked: Asked, file: Path) -> dict[str, str]:
     """Maps latents, labels and mirrored to the names by which `file` holds them."""
-    names = {"latents": asked.latents_key} | (
-        {} if asked.classes == 0 else {"labels": asked.labels_key}
-    )
     held = list(held)
     if asked.latents_key not in held:
         raise UserError(
             f"{file} holds {', '.join(map(str, held))}; say which are the latents: "
             "latents_key=<name>."
         )
-    if asked.classes != 0 and asked.labels_key not in held:
-        raise UserError(
-            f"{file} has no {asked.labels_key}; set labels_key=<name>, for .npy and .pt also "
-            "labels=<file>, or import without labels: classes=none."
-        )
-    mirrored = [name for name in MIRRORED if name in held]
-    return names | ({"mirrored": mirrored[0]} if mirrored else {})
+    names = {"latents": asked.latents_key}
+    if asked.classes != 0:
+        names["labels"] = asked.labels_key
+        if asked.labels_key not in held:
+            raise UserError(
+                f"{file} has no {asked.labels_key}; set labels_key=<name>, for .npy and .pt also "
+                "labels=<file>, or import without labels: classes=none."
+            )
+    for name in MIRRORED:
+        if name in held:
+            names.setdefault("mirrored", name)
+    return names
+
+
+def length(file: Path, columns: dict[str, Any]) -> int:
+    """The number of samples; ValueError if `columns` do not have as many of each."""
+    counts = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
+    if len(set(counts.values())) > 1:
+        held = " and ".join(f"{count} {name}" for name, count in counts.items())
+        raise UserError(f"{file} has {held}; give as many of each.")
+    return counts["latents"]
+
+
+def rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
+    """Yields the samples of arrays of one length."""
+    for i in range(length(file, columns)):
+        yield f"sample {i} of {file}", {name: column[i] for name, column in columns.items()}
 
 
 def of_tensors(files: list[Path], asked: Asked) -> Foreign:
@@ -140,27 +179,16 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
     (path,) = files
 
     def table(file: Path, key: str) -> dict[Any, Any]:
-        if file.suffix == ".npy":
-            return {key: array(file)}
-        with reading(file, PLAIN):
-            found = torch.load(
-                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-            )
+        found = array(file) if file.suffix == ".npy" else plain_tensors(file)
         return found if isinstance(found, dict) else {key: found}
 
     content = table(path, asked.latents_key)
     if asked.labels is not None:
-        other = Path(asked.labels).expanduser()
-        content |= {
-            k: v for k, v in table(other, asked.labels_key).items() if k == asked.labels_key
-        }
+        other = table(Path(asked.labels).expanduser(), asked.labels_key)
+        content |= {key: value for key, value in other.items() if key == asked.labels_key}
     columns = {name: content[key] for name, key in named(content, asked, path).items()}
     for name, column in columns.items():
-        if (
-            isinstance(column, Tensor)
-            and column.layout == torch.strided
-            and column.device.type == "cpu"
-        ):
+        if is_dense(column):
             if 0 in column.stride():  # a file of bytes could hold 10^12 samples
                 raise UserError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()
@@ -168,39 +196,43 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
             raise UserError(
                 f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one."
             )
-    return Foreign(
-        f"tensors of {path}", length(path, columns), asked.classes, lambda: rows(path, columns)
-    )
+    count = length(path, columns)
+    return Foreign(f"tensors of {path}", count, lambda: rows(path, columns))
 
 
 def of_safetensors(files: list[Path], asked: Asked) -> Foreign:
     """Reads LightningDiT's files, and others with latents and labels in them."""
-    from safetensors import safe_open
 
     def columns(file: Path) -> dict[str, Any]:
         with reading(file):
             tensors = safe_open(file, "pt")
-        return {
-            name: tensors.get_slice(key) for name, key in named(tensors.keys(), asked, file).items()
-        }
+        names = named(tensors.keys(), asked, file)
+        return {name: tensors.get_tensor(key) for name, key in names.items()}  # mapped, not read
+
+    def samples() -> Iterator[Sample]:
+        for file in files:
+            yield from rows(file, columns(file))
 
     count = sum(length(file, columns(file)) for file in files)
-    what = f"{len(files)} safetensors files"
-    return Foreign(
-        what,
-        count,
-        asked.classes,
-        lambda: (row for file in files for row in rows(file, columns(file))),
-    )
+    return Foreign(f"{len(files)} safetensors files", count, samples)
+
+
+def of_files(labels: Mapping[Path, Any]) -> Foreign:
+    """Reads .npy files, a sample each, of which each has a label or a .npy file with one."""
+
+    def samples() -> Iterator[Sample]:
+        for file, label in labels.items():
+            found = array(label) if isinstance(label, Path) else label
+            yield str(file), {"latents": array(file), "labels": found}
+
+    return Foreign(f"{len(labels)} .npy files", len(labels), samples)
 
 
 def of_feature_folders(folders: list[Path], asked: Asked) -> Foreign:
     """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W),
     `<name>_labels/<i>.npy`."""
-    pairs = []
-    for stem in sorted(
-        {str(folder).removesuffix("_features").removesuffix("_labels") for folder in folders}
-    ):
+    found: dict[Path, Any] = {}
+    for stem in sorted({str(folder).rpartition("_")[0] for folder in folders}):
         features, labels = (
             {file.name for file in Path(f"{stem}_{kind}").glob("*.npy")}
             for kind in ("features", "labels")
@@ -211,16 +243,10 @@ def of_feature_folders(folders: list[Path], asked: Asked) -> Foreign:
                 f"{len(alone)} files of {stem}_features and {stem}_labels have no partner: "
                 f"{alone[0]} lacks {stem}_{kind}/{alone[0]}; restore it, or take both away."
             )
-        pairs += [
-            (Path(f"{stem}_features", name), Path(f"{stem}_labels", name))
-            for name in sorted(features)
-        ]
-
-    def samples() -> Iterator[Sample]:
-        for file, label in pairs:
-            yield Sample(str(file), array(file), None if asked.classes == 0 else array(label))
-
-    return Foreign(f"{len(pairs)} .npy files in *_features", len(pairs), asked.classes, samples)
+        for name in sorted(features):
+            label = Path(f"{stem}_labels", name)
+            found[Path(f"{stem}_features", name)] = label if asked.classes != 0 else None
+    return of_files(found)
 
 
 def of_listed_files(folders: list[Path], asked: Asked) -> Foreign:
@@ -228,22 +254,16 @@ def of_listed_files(folders: list[Path], asked: Asked) -> Foreign:
     …]}."""
     (folder,) = folders
     found = sorted(folder.rglob("*.npy"))
-    labels = {}
-    if asked.classes != 0:
-        labels = listed(folder)
-        if alone := [file for file in found if file not in labels]:
-            raise UserError(
-                f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} "
-                "…; add them."
-            )
-        found = list(labels)
-    what = f"{len(found)} .npy files in {folder}"
-    return Foreign(
-        what,
-        len(found),
-        asked.classes,
-        lambda: (Sample(str(f), array(f), labels.get(f)) for f in found),
-    )
+    if asked.classes == 0:
+        return of_files(dict.fromkeys(found))
+    labels = listed(folder)
+    alone = [file for file in found if file not in labels]
+    if alone:
+        raise UserError(
+            f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} "
+            "…; add them."
+        )
+    return of_files(labels)
 
 
 def listed(folder: Path) -> dict[Path, Any]:
@@ -252,7 +272,7 @@ def listed(folder: Path) -> dict[Path, Any]:
     labels = {}
     with reading(file):
         content = json.loads(file.read_bytes())
-    pairs = content.get("labels") if isinstance(content, dict) else None
+    pairs = isinstance(content, dict) and content.get("labels")
     if not isinstance(pairs, list) or not pairs:
         raise UserError(
             f'{file} has no "labels": [[file, label], …]; add them, or import without: '
@@ -262,9 +282,93 @@ def listed(folder: Path) -> dict[Path, Any]:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise UserError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
         latents = folder / pair[0]
-        if not latents.is_relative_to(folder) or ".." in latents.relative_to(folder).parts:
+        if Path(pair[0]).is_absolute() or ".." in Path(pair[0]).parts:
             raise UserError(f"{file} names a file outside its folder: {pair[0]}; correct it.")
         if latents in labels:
             raise UserError(f"{file} names {pair[0]} twice; each file has one label.")
         labels[latents] = pair[1]
     return labels
+
+
+def of_tars(tars: list[Path], asked: Asked) -> Foreign:
+    """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or
+    `<key>.json`."""
+
+    def members() -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
+        for file in tars:
+            with reading(file), file.open("rb") as stream:
+                for where, latents, label in paired(file, stream, asked):
+                    yield stream, where, latents, label
+
+    def samples() -> Iterator[Sample]:
+        for stream, where, latents, label in members():
+            found = {"latents": latents_in(content_of(stream, latents), latents, asked, where)}
+            if label is not None:
+                found["labels"] = label_in(content_of(stream, label), label, where)
+            yield where, found
+
+    count = sum(1 for _ in members())
+    return Foreign(f"{count} samples in {len(tars)} tars", count, samples)
+
+
+def paired(
+    file: Path, stream: BinaryIO, asked: Asked
+) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarInfo | None]]:
+    """Yields the place of each sample of a tar, and its members of latents and label; ValueError
+    for one without them."""
+    unused = Unused()
+    samples, cut = samples_of(file, stream, unused)
+    if cut:
+        raise UserError(f"{cut}; copy or write it again.")
+    if unused.kinds.keys() - {"hidden"}:
+        raise UserError(f"{file} holds {unused}; write each member as a plain file.")
+    for key, parts in samples.items():
+        where = f"{file}: {key}"
+        held = ", ".join(sorted(parts))
+        arrays = [name for name in parts if name.endswith((".npy", ".safetensors"))]
+        if len(arrays) > 1:
+            arrays = [name for name in arrays if name.rpartition(".")[0] == f".{asked.latents_key}"]
+        if len(arrays) != 1:
+            raise UserError(
+                f"{where} has {held}, of which not one alone can be the latents; give each sample "
+                "one .npy or .safetensors, or set latents_key=<name> for <key>.<name>.npy."
+            )
+        label = None
+        if asked.classes != 0:
+            label = parts.get(".cls") or parts.get(".json")
+            if label is None:
+                raise UserError(
+                    f"{where} has {held}, and no class index in a .cls or a .json member; add one, "
+                    "or import without labels: classes=none."
+                )
+        yield where, parts[arrays[0]], label
+
+
+def content_of(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
+    stream.seek(member.offset_data)
+    return stream.read(member.size)
+
+
+def latents_in(content: bytes, member: tarfile.TarInfo, asked: Asked, where: str) -> Any:
+    with reading(where, PLAIN):
+        if member.name.lower().endswith(".npy"):
+            return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        tensors = load(content)
+    if asked.latents_key not in tensors:
+        raise UserError(f"{where} holds {', '.join(tensors)}; set latents_key=<name>.")
+    return tensors[asked.latents_key]
+
+
+def label_in(content: bytes, member: tarfile.TarInfo, where: str) -> Any:
+    """What stands for the label: the number in a .cls, or in a .json under label, cls or class."""
+    with reading(f"{where}: {member.name}"):
+        text = content.decode().strip()
+        if not member.name.lower().endswith(".json"):
+            return int(text) if text.isdecimal() else text
+        found = json.loads(text)
+    for name in ("label", "cls", "class"):
+        if isinstance(found, dict) and name in found:
+            return found[name]
+    raise UserError(
+        f"{where}: {member.name} has no label, cls or class; add one, or set classes=none."
+    )

@@ -1,4 +1,4 @@
-"""Reads, decodes and crops images. encoding/sources.py finds them.
+"""Lists, reads, decodes and crops images. encoding/sources.py and encoding/tars.py find them.
 
 Letters: S side of the square output in pixels.
 """
@@ -6,26 +6,28 @@ Letters: S side of the square output in pixels.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import io
 import re
+import textwrap
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import UInt8
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UserError
-from common.text import first_line
+from common.text import first_line, printable
 from common.workers import refuse_small_shared_memory
 from training.config.schema import PrecomputeConfig
-
-if TYPE_CHECKING:
-    from PIL import Image, ImageFile
 
 FORMATS = {
     "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
@@ -55,10 +57,9 @@ AHEAD = 2
 """Batches that each process decodes ahead, PyTorch's default."""
 PATIENCE = 1800.0
 """Seconds to wait for a batch of images."""
-
-
-class UnusableError(ValueError):
-    """An image that is left out; its text is the reason."""
+FEW = 20
+MANY = 100
+"""So many kinds of unused files, and classes, are named one by one."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,108 @@ class ImageEntry:
     size: int
 
 
-def sample_key(name: str) -> tuple[str, str]:
-    """Splits the name of a tar's member as WebDataset does: the sample's key ends at the first dot
-    of the file name."""
-    folder, _, file = name.rpartition("/")
-    stem, _, extension = file.partition(".")
-    return f"{folder}/{stem}".lstrip("/"), extension
+class Unused:
+    """Counts the files that no image is read from, by kind, with one example of each."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, tuple[int, str]] = {}
+
+    def add(self, kind: str, name: str) -> None:
+        """Counts one more; the example is the first by name."""
+        number, example = self.kinds.get(kind, (0, name))
+        self.kinds[kind] = (number + 1, min(name, example))
+
+    def __str__(self) -> str:
+        """Such as "2 .txt (e.g. cat/a.txt); 1 hidden (e.g. .cache)"; the largest number comes
+        first."""
+        ordered = sorted(self.kinds.items(), key=lambda item: (-item[1][0], item[0]))
+        shown = [
+            f"{number} {kind} (e.g. {readable(name)})" for kind, (number, name) in ordered[:FEW]
+        ]
+        if rest := ordered[FEW:]:
+            shown.append(f"{sum(number for _, (number, _) in rest)} of {len(rest)} more kinds")
+        return "; ".join(shown)
+
+
+@dataclass(frozen=True)
+class ImageList:
+    """The images of a source in a fixed order."""
+
+    entries: list[ImageEntry]
+    class_names: list[str]
+    """Empty: there are no classes, and every label is 0."""
+    unused: Unused = field(default_factory=Unused)
+    notes: list[str] = field(default_factory=list)
+    """What the user may not have meant, a sentence each."""
+
+    def sha256(self) -> str:
+        """Hashes names, labels and sizes, in order."""
+        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def stated(self, source: str, planned: int) -> str:
+        """The part of a job's plan that tells what the source was taken for; `planned` images are
+        to be encoded."""
+        counts = Counter(entry.label for entry in self.entries)
+        numbers = [(counts[label], name) for label, name in enumerate(self.class_names)]
+        images = f"{len(self.entries)} image{'s' * (len(self.entries) != 1)}"
+        classes = (
+            f"of {len(numbers)} class{'es' * (len(numbers) != 1)}" if numbers else "without classes"
+        )
+        lines = [f"{images} {classes} in {source}, {planned} to encode"]
+        if len(numbers) > MANY:
+            (fewest, rare), (most, common) = min(numbers), max(numbers)
+            lines.append(f"  from {fewest} images ({rare}) to {most} ({common})")
+        elif numbers:
+            named = ", ".join(f"{name}: {number}" for number, name in numbers)
+            lines.append(textwrap.fill(named, 120, initial_indent="  ", subsequent_indent="  "))
+        if without := [name for number, name in numbers if not number]:
+            lines.append(f"  classes without images: {few_of(without)}")
+        if self.unused.kinds:
+            lines.append(f"  not used: {self.unused}")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def few_of(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def is_image(extension: str) -> bool:
+    """Whether files with this extension, in lower case, are read as images."""
+    return extension in EXTENSIONS and not lacks_codec(extension)
+
+
+def kind_of(name: str) -> str:
+    """What an unused file is, by its extension."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    if not suffixes:
+        return "without extension"
+    if suffixes[-1] not in EXTENSIONS:
+        return "".join(suffixes[-2:]) if suffixes[-2:-1] == [".tar"] else suffixes[-1]
+    codec = lacks_codec(suffixes[-1])
+    return (
+        f"{suffixes[-1]} (this Pillow has no {codec})"
+        if codec
+        else "images with two dots in their names"
+    )
+
+
+def readable(name: str) -> str:
+    r"""The name of a file as one line that can be printed, hashed and stored: bytes that are not
+    UTF-8 become \xff."""
+    return printable(name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
 
 
 @functools.cache
 def lacks_codec(extension: str) -> str | None:
     """The format of images with this extension, if the Pillow at hand cannot read it."""
-    from PIL import features
-
     name = next(name for name, extensions in FORMATS.items() if extension in extensions)
     return name if name in OPTIONAL and not features.check(OPTIONAL[name]) else None
+
+
+class UnusableError(ValueError):
+    """An image that is left out; its text is the reason."""
 
 
 @functools.cache
@@ -161,9 +249,6 @@ def decode_image(
     (Dhariwal & Nichol 2021), which DiT and its successors made their latents with. UnusableError,
     before anything is decoded, for an image of more than `max_megapixels`.
     """
-    import numpy as np
-    from PIL import Image, ImageOps
-
     Image.MAX_IMAGE_PIXELS = None  # max_megapixels is the limit, and it can be higher than Pillow's
     with Image.open(io.BytesIO(content), formats=list(FORMATS)) as image:
         if image.width * image.height > 1e6 * max_megapixels:
@@ -200,36 +285,28 @@ def in_rgb(image: Image.Image, background: str) -> Image.Image:
 
     UnusableError for grey of 32 bits or floats, whose range no file states.
     """
-    import numpy as np
-    from PIL import Image
-
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         # of 16 bits; Pillow would clip them at 255: nearly all of it white
         values = np.asarray(image)
-        grey = Image.fromarray((values >> 8).astype(np.uint8))
         key = image.info.get("transparency")
-        image = (
-            grey
-            if key is None
-            else Image.merge("LA", (grey, Image.fromarray(values != key).convert("L")))
-        )
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+        if key is not None:
+            image.putalpha(Image.fromarray(values != key))
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         raise UnusableError(
             f"grey of mode {image.mode} has no known range; save it with 8 or 16 bits"
         )
     if image.has_transparency_data:
         canvas = Image.new("RGB", image.size, background)
-        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = image.convert("RGBA")
         canvas.paste(image, mask=image)
         return canvas
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image.convert("RGB")
 
 
 def reason(error: Exception) -> str:
     """Why an image cannot be decoded, in one line without anything that differs from run to run or
     between machines."""
-    from PIL import UnidentifiedImageError
-
     if isinstance(error, UnusableError):
         return str(error)
     if isinstance(error, UnidentifiedImageError):  # its text is the address of an object in memory
@@ -244,18 +321,11 @@ class DecodedImages(Dataset):
     both if no attempt read it, or if memory does not suffice.
     """
 
-    def __init__(
-        self,
-        entries: list[ImageEntry],
-        side: int,
-        background: str = PrecomputeConfig.background,
-        max_megapixels: float = PrecomputeConfig.max_megapixels,
-    ) -> None:
+    def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
+        """`settings` are those of `decode_image`."""
         self.entries = entries
         self.side = side
-        self.decode = functools.partial(
-            decode_image, side=side, background=background, max_megapixels=max_megapixels
-        )
+        self.decode = functools.partial(decode_image, side=side, **settings)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -274,9 +344,7 @@ class DecodedImages(Dataset):
             return OSError(
                 f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"
             )
-        except (
-            Exception
-        ) as error:  # Pillow raises many kinds for damaged files; the caller lists them
+        except Exception as error:  # Pillow raises many kinds for damaged files
             return f"{entry.key}: {reason(error)}"
 
 

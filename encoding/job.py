@@ -1,21 +1,26 @@
-"""The plan, the folder and the manifest of an encoding job, so that the same command continues a
-stopped one.
+"""The plan, the folder, the shards and the manifest of an encoding job, so that the same command
+continues a stopped one.
 
-The content of a shard is a function of (image list, job, shard number). Each finished shard has a
-sidecar `<shard>.json` with its description and sums; the job does not encode a shard with a valid
-sidecar again.
+The content of a shard, a WebDataset tar of blocks (data/manifest.py says what they hold), is a
+function of (image list, job, shard number). Each finished shard has a sidecar `<shard>.json` with
+its description and sums; the job does not encode a shard with a valid sidecar again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
+import tarfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
@@ -26,11 +31,12 @@ from common.files import (
     lock_folder,
     make_folder,
     read_object,
+    rename,
+    sync_folder,
     write_atomically,
 )
-from data.manifest import NAME, Manifest, Shard
-from encoding.images import RESIZE, ImageEntry
-from encoding.listing import ImageList
+from data.manifest import NAME, Block, Manifest, Shard
+from encoding.images import RESIZE, ImageEntry, ImageList
 from models.autoencoders import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
@@ -47,35 +53,26 @@ class Plan:
     shards: list[tuple[str, str, list[Numbered]]]
     """(file name, split, images)"""
     held_out: int
-
-    @property
-    def images(self) -> int:
-        return sum(len(entries) for _, _, entries in self.shards)
+    images: int
 
 
 def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     """Cuts the shuffled list into shards of `shard_size`; ValueError if no image is left to train
     on."""
-    order = torch.randperm(
-        len(images.entries), generator=torch.Generator().manual_seed(cfg.seed)
-    ).tolist()[: cfg.limit]
+    generator = torch.Generator().manual_seed(cfg.seed)
+    order = torch.randperm(len(images.entries), generator=generator).tolist()[: cfg.limit]
     numbered = [(index, images.entries[i]) for index, i in enumerate(order)]
     held_out = round(cfg.held_out * len(numbered))
-    shards = []
-    for split, part in (("held_out", numbered[:held_out]), ("train", numbered[held_out:])):
-        for start in range(0, len(part), cfg.shard_size):
-            shards.append(
-                (
-                    f"{split}-{start // cfg.shard_size:05d}.tar",
-                    split,
-                    part[start : start + cfg.shard_size],
-                )
-            )
     if held_out == len(numbered):
         raise UserError(
             f"held_out={cfg.held_out} of {len(numbered)} images leaves none to train on; lower it."
         )
-    return Plan(shards, held_out)
+    shards = []
+    for split, part in (("held_out", numbered[:held_out]), ("train", numbered[held_out:])):
+        for number, start in enumerate(range(0, len(part), cfg.shard_size)):
+            file = f"{split}-{number:05d}.tar"
+            shards.append((file, split, part[start : start + cfg.shard_size]))
+    return Plan(shards, held_out, len(numbered))
 
 
 def job_description(
@@ -145,19 +142,13 @@ def locked(out: Path) -> FolderLock:
 
 def finished(out: Path, name: str) -> dict[str, Any] | None:
     """The sidecar of a shard, if both are complete and undamaged; else None."""
-    sidecar = out / f"{name}.json"
-    file = out / name
-    if not (sidecar.is_file() and file.is_file()):
-        return None
     try:
-        described = read_object(sidecar)
+        described = read_object(out / f"{name}.json")
         told = described.pop("sha256", None)  # earlier versions wrote none
-        whole = told in (None, digest_of(described)) and described["shard"][
-            "sha256"
-        ] == file_sha256(file)
-    except (ValueError, TypeError, KeyError):
+        whole = file_sha256(out / name) == described["shard"]["sha256"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return described if whole else None
+    return described if whole and told in (None, digest_of(described)) else None
 
 
 def digest_of(sidecar: dict[str, Any]) -> str:
@@ -240,6 +231,26 @@ def write_manifest(
     return manifest
 
 
+def narrowed(
+    tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
+) -> dict[str, Tensor]:
+    """The tensors of a block on the CPU, all but the labels in `dtype`; ValueError names the first
+    of the `samples` that overflows."""
+    found = {}
+    for name, tensor in tensors.items():
+        found[name] = tensor.cpu()
+        if name == "labels":
+            continue
+        found[name] = tensor.to(getattr(torch, dtype)).cpu()
+        bad = ~found[name].isfinite().flatten(1).all(1)
+        if bad.any():
+            raise UserError(
+                f"{samples[int(bad.nonzero()[0])]} has {name} that are too large for "
+                f"dtype={dtype}; use dtype=bfloat16 or float32 and another out, or leave it out."
+            )
+    return found
+
+
 class ChannelSums:
     """Sums values and squares per channel in fp64, as training sees them (the posterior's variance
     included)."""
@@ -275,3 +286,70 @@ def channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[fl
     mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
     square = torch.tensor([s["squares"] for s in sums], dtype=torch.float64).sum(0) / count
     return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()
+
+
+class ShardWriter:
+    """Writes one shard to a temporary name; `close()` syncs it to disk and renames it.
+
+    Without `close()` (an exception, a kill) no file is there that a reader would take for a shard.
+    """
+
+    def __init__(self, file: Path, split: str, block_size: int) -> None:
+        self.file = file
+        self.split: Any = split
+        self.block_size = block_size
+        self.temporary = file.with_name(f"{file.name}.tmp")
+        self.stream = self.temporary.open("wb")
+        self.tar = tarfile.TarFile(fileobj=self.stream, mode="w")
+        self.pending: dict[str, Tensor] = {}
+        self.blocks: list[Block] = []
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Appends samples: tensors of one length n along their first axis, on the CPU."""
+        self.pending = {
+            name: torch.cat([self.pending[name], tensor]) if self.pending else tensor
+            for name, tensor in tensors.items()
+        }
+        while len(self.pending["labels"]) >= self.block_size:
+            self.write_block()
+
+    def write_block(self) -> None:
+        block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
+        self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
+        payload = save(block)
+        size = len(payload)
+        member = tarfile.TarInfo(f"{self.file.stem}-{len(self.blocks):06d}.safetensors")
+        member.size = size
+        member.mode = 0o444
+        member.uname = member.gname = "fastlatent"
+        self.tar.addfile(member, io.BytesIO(payload))
+
+        # The tar goes on at a multiple of 512 bytes.
+        offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
+        digest = hashlib.sha256(payload).hexdigest()
+        self.blocks.append(Block(offset, size, len(block["labels"]), digest))
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Deletes the unfinished file after an exception."""
+        if kind is not None:
+            with contextlib.suppress(OSError):  # a full disk raises once more
+                self.stream.close()
+            self.temporary.unlink(missing_ok=True)
+
+    def close(self) -> Shard:
+        """Finishes the file and describes it."""
+        if len(self.pending.get("labels", ())):
+            self.write_block()
+        self.tar.close()
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        size = self.stream.tell()
+        self.stream.close()
+        digest = file_sha256(self.temporary)
+        rename(self.temporary, self.file)
+        sync_folder(self.file.parent)
+        count = sum(block.samples for block in self.blocks)
+        return Shard(self.file.name, self.split, count, size, digest, self.blocks)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from encoding.foreign_samples import PLAIN, reading
+from encoding.foreign import PLAIN, reading
 from models.mixers.attention import axial_rotations
 from training.weights.pretrained import read_tensors
 

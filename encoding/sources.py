@@ -10,15 +10,23 @@ import errno
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from common.errors import UserError
-from encoding.images import EXTENSIONS, ImageEntry, opened_dataset
-from encoding.listing import ImageList, Unused, few_of, is_image, kind_of, readable
-from encoding.tars import limit_of, list_tars, numbered
+from encoding.images import (
+    EXTENSIONS,
+    ImageEntry,
+    ImageList,
+    Unused,
+    few_of,
+    is_image,
+    kind_of,
+    opened_dataset,
+    readable,
+)
+from encoding.tars import list_tars, named_classes
 
 Classes = int | Literal["given", "none"]
 SPLIT = re.compile(
@@ -28,11 +36,8 @@ SPLIT = re.compile(
 """Names of folders that hold a part of a set, not a class."""
 LIKE_SPLIT = re.compile(r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I)
 """Names that may be such ones."""
-WHAT_THEY_ARE = {
-    errno.ENOENT: "symlinks to nothing",
-    errno.ENOTDIR: "symlinks to nothing",
-    errno.ELOOP: "symlinks in a circle",
-}
+BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Of a symlink: what it names is not there, or is itself."""
 
 
 def list_images(
@@ -48,17 +53,19 @@ def list_images(
     `allow_cut`.
     """
     path = Path(source).expanduser()
-    if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".tar"):
-        compressed = path.is_file() and ".tar" in path.suffixes
+    plain = path.is_file() and path.suffix.lower() == ".tar"
+    if not path.is_dir() and not plain:
+        if path.is_file() and ".tar" in path.suffixes:
+            raise UserError(
+                f"source={source} is a compressed tar, and images are read from their place in the "
+                "file; decompress it."
+            )
         raise UserError(
-            f"source={source} is a compressed tar, and images are read from their place in the "
-            "file; decompress it."
-            if compressed
-            else f"source={source} is no folder and no tar; "
-            f"give a folder with one subfolder a class, WebDataset tars, or a folder of datasets."
+            f"source={source} is no folder and no tar; give a folder with one subfolder a class, "
+            "WebDataset tars, or a folder of datasets."
         )
     try:
-        if path.is_file():
+        if plain:
             images = list_tars([path], classes, allow_cut, Unused())
         elif any(path.glob("dataset_info.json")) or any(path.glob("*/dataset_info.json")):
             images = list_rows(path, classes)
@@ -82,7 +89,7 @@ def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
     """Name below `root` and size of every plain file that is not hidden; follows symlinks, except
     in circles."""
     found = root.stat()
-    todo = [("", frozenset({(found.st_dev, found.st_ino)}))]
+    todo = [("", {(found.st_dev, found.st_ino)})]
     while todo:
         folder, above = todo.pop()
         with os.scandir(root / folder) as entries:
@@ -94,28 +101,27 @@ def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                 try:
                     found = entry.stat()
                 except OSError as error:
-                    if not entry.is_symlink() or error.errno not in WHAT_THEY_ARE:
+                    if not entry.is_symlink() or error.errno not in BROKEN:
                         raise
-                    unused.add(WHAT_THEY_ARE[error.errno], name)
+                    unused.add("symlinks to nothing or in a circle", name)
                     continue
-                if not stat.S_ISDIR(found.st_mode):
-                    if stat.S_ISREG(found.st_mode):
-                        yield name, found.st_size
-                    else:
-                        unused.add("neither file nor folder", name)
-                elif (found.st_dev, found.st_ino) in above:
-                    unused.add("symlinks in a circle", name)
+                place = (found.st_dev, found.st_ino)
+                if stat.S_ISREG(found.st_mode):
+                    yield name, found.st_size
+                elif not stat.S_ISDIR(found.st_mode):
+                    unused.add("neither file nor folder", name)
+                elif place in above:
+                    unused.add("symlinks to nothing or in a circle", name)
                 else:
-                    if is_image(PurePosixPath(entry.name).suffix.lower()):
+                    if is_image(PurePosixPath(name).suffix.lower()):
                         unused.add("folders named like images (only what is in them)", name)
-                    todo.append((f"{name}/", above | {(found.st_dev, found.st_ino)}))
+                    todo.append((f"{name}/", above | {place}))
 
 
 def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
     """Lists a folder of tars, or one with a subfolder per class; without classes: images anywhere
     below it."""
     unused = Unused()
-    labelled = classes != "none"
     tars, found = sorted_out(path, unused)
     if tars and found:
         raise UserError(
@@ -125,15 +131,15 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
         )
     if tars:
         return list_tars(tars, classes, allow_cut, unused)
-    if not labelled:
-        files = [file for folder in found.values() for file in folder]
-        splits = [name for name in names_of(found) if SPLIT.fullmatch(name)]
+    names = [readable(name) for name in sorted(found) if name]
+    if classes == "none":
+        splits = [name for name in names if SPLIT.fullmatch(name)]
+        notes = [f"images of {few_of(splits)} are all used"] if splits else []
         return of_files(
-            path,
-            {"": files},
-            [f"images of {few_of(splits)} are all used"] if splits else [],
-            unused,
+            path, [[file for files in found.values() for file in files]], [], unused, notes
         )
+
+    # The top folders are the classes.
     in_root = found.pop("", [])
     if in_root and not found:
         raise UserError(
@@ -149,14 +155,19 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
         raise UserError(
             f"source={path} has {len(found)} class folders; leave classes={classes} out."
         )
-    return of_files(path, found, notes_on(path, found), unused)
+    folders = [found[name] for name in sorted(found)]
+    return of_files(path, folders, names, unused, notes_on(path, folders, names))
 
 
-def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, list[tuple[str, int]]]]:
+Files = list[tuple[str, int]]
+"""Names below the source, and sizes."""
+
+
+def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
     """The tars right in a folder, and the images below it by top folder ("" for those right in
     it)."""
     tars = []
-    found = {}
+    found: dict[str, Files] = {}
     for name, size in files_of(path, unused):
         top, slash, _ = name.partition("/")
         extension = PurePosixPath(name).suffix.lower()
@@ -172,50 +183,41 @@ def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, list[t
 
 
 def of_files(
-    path: Path, found: dict[str, list[tuple[str, int]]], notes: list[str], unused: Unused
+    path: Path, folders: list[Files], names: list[str], unused: Unused, notes: list[str]
 ) -> ImageList:
-    """The list of files in class folders; the folder "" is no class."""
+    """The list of the files in folders, one a class; `names` are those of the classes, if any."""
     entries = [
         ImageEntry(readable(name), label, str(path / name), 0, size)
-        for label, folder in enumerate(sorted(found))
-        for name, size in sorted(found[folder], key=lambda file: file[0].split("/"))
+        for label, files in enumerate(folders)
+        for name, size in sorted(files, key=lambda file: file[0].split("/"))
     ]
-    return ImageList(entries, [name for name in names_of(found) if name], unused, notes)
+    return ImageList(entries, names, unused, notes)
 
 
-def names_of(found: dict[str, list[tuple[str, int]]]) -> list[str]:
-    return [readable(name) for name in sorted(found)]
-
-
-def notes_on(path: Path, found: dict[str, list[tuple[str, int]]]) -> list[str]:
+def notes_on(path: Path, folders: list[Files], names: list[str]) -> list[str]:
     """What the class folders could be instead; ValueError if most of them have the names of
     splits."""
-    names = names_of(found)
     splits = [name for name in names if SPLIT.fullmatch(name)]
-    first = min(splits, key=lambda name: (not name.lower().startswith("train"), name), default="")
     if 2 * len(splits) > len(names):
+        first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
         raise UserError(
             f"source={path} holds {few_of(splits)}, which are parts of a set and no classes; name "
             f"one: source={path / first}."
         )
     odd = [name for name in names if SPLIT.fullmatch(name) or LIKE_SPLIT.fullmatch(name)]
     notes = [f"{few_of(odd)} among the class folders: parts of a set, or classes?"] if odd else []
-    inside = {
-        tuple(name.split("/")[:2])
-        for files in found.values()
-        for name, _ in files
-        if name.count("/") > 1
-    }
-    merged = {
-        folder: number for folder, number in Counter(top for top, _ in inside).items() if number > 1
-    }
+
+    # Of each class, the subfolders that have images.
+    inside = [
+        len({name.split("/")[1] for name, _ in files if name.count("/") > 1}) for files in folders
+    ]
+    merged = [name for name, number in zip(names, inside, strict=True) if number > 1]
     if merged:
-        classes = sorted(merged)
         notes.append(
-            f"{sum(merged.values())} subfolders are merged into {len(merged)} "
-            f"class{'es' * (len(merged) > 1)} ({few_of([readable(name) for name in classes])}); "
+            f"{sum(number for number in inside if number > 1)} subfolders are merged into "
+            f"{len(merged)} class{'es' * (len(merged) > 1)} ({few_of(merged)}); "
             "if the subfolders are the classes, take one folder, "
-            f"source={path / readable(classes[0])}, or move them up one level"
+            f"source={path / merged[0]}, or move them up one level"
         )
     return notes
 
@@ -232,36 +234,28 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
             f"source={path / splits[0]}."
         )
     dataset, images, columns = opened_dataset(str(path))
+    labels: list[Any] = [0] * len(dataset)
+    names: list[str] = []
+    if classes != "none":
+        if len(columns) != 1:
+            raise UserError(
+                f"source={path} has {len(columns)} columns of class labels among "
+                f"{', '.join(dataset.features)}; keep exactly one, or take classes=none to train "
+                "without classes."
+            )
+        labels = list(dataset[columns[0]])
+        given = getattr(dataset.features[columns[0]], "names", None)
+        if given and classes not in ("given", len(given)):
+            raise UserError(
+                f"source={path} names {len(given)} classes; leave classes={classes} out."
+            )
+        told = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
+        names = named_classes(told, classes, given)
+
     # of the data, so that another set of the same length is another job
     content = dataset._fingerprint
-    if classes == "none":
-        return ImageList(
-            [
-                ImageEntry(f"{content}:{images}:{i}", 0, str(path), i, 0)
-                for i in range(len(dataset))
-            ],
-            [],
-        )
-    if len(columns) != 1:
-        raise UserError(
-            f"source={path} has {len(columns)} columns of class labels among "
-            f"{', '.join(dataset.features)}; keep exactly one, or take classes=none to train "
-            "without classes."
-        )
-    column = dataset[columns[0]]
-    names = getattr(dataset.features[columns[0]], "names", None)
-    limit = len(names) if names else limit_of(classes, len(column))
-    if names and classes not in ("given", limit):
-        raise UserError(f"source={path} names {limit} classes; leave classes={classes} out.")
-    for i, label in enumerate(column):
-        if not isinstance(label, int) or not 0 <= label < limit:
-            more = "" if names else ", or say how many classes there are: classes=<n>"
-            raise UserError(
-                f"source={path}: row {i} has the label {label}, not 0 to {limit - 1}; mend "
-                f"it{more}."
-            )
     entries = [
         ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0)
-        for i, label in enumerate(column)
+        for i, label in enumerate(labels)
     ]
-    return ImageList(entries, names or numbered(classes, column))
+    return ImageList(entries, names)

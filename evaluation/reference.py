@@ -23,8 +23,7 @@ from common.errors import UserError
 from common.files import cache_folder
 from common.terminal import Progress
 from data.loader import LatentSpec
-from encoding.images import RESIZE, DecodedImages, ImageEntry, decoding_loader, read_again
-from encoding.listing import is_image
+from encoding.images import RESIZE, DecodedImages, ImageEntry, decoding_loader, is_image, read_again
 from encoding.sources import list_images
 from evaluation.distances import FeatureStats
 from evaluation.features import Features, exact

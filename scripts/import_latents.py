@@ -18,14 +18,17 @@ line; classes=none imports latents without labels.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import math
+import reprlib
 import shutil
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Lt
 
 from common.errors import UserError
 from training.config.compose import CONF, from_words, from_yaml, one_sentence
@@ -33,14 +36,20 @@ from training.config.paths import refuse_missing
 from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
     from torch import Tensor
 
     from data.manifest import Manifest, Shard
-    from encoding.foreign_samples import Foreign
+    from encoding.foreign import Foreign
     from models.autoencoders import Autoencoder
 
 MOST_SHARDS = 256
 """All of them are open at once, because samples go to them at random."""
+CHUNK = 256
+MOST_CLASSES = 1_000_000
+"""The manifest names every class."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class ImportConfig:
     """The number of classes, a text file with the name of a class a line, "none" for latents
     without labels, or null: one more than the highest label."""
     dtype: str = "float16"
-    held_out: float = 0.02
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
     seed: int = 0
     shard_size: Positive = 2048
     block_size: Positive = 256
@@ -75,19 +84,17 @@ class ImportConfig:
 
 def checked(cfg: ImportConfig) -> ImportConfig:
     hints = {
-        "source": "source=<file or folder of latents>",
-        "out": "out=<new folder>",
-        "encoder": (
-            "encoder=<sd, sdxl, flux, …, a folder or a hub id>; it is not guessed from the latents"
-        ),
+        "source": "<file or folder of latents>",
+        "out": "<new folder>",
+        "encoder": "<sd, sdxl, flux, …, a folder or a hub id>; it is not guessed from the latents",
         "scale": (
-            "scale=<what they were multiplied by>, 1 for latents as the encoder gives them; it "
-            "is not guessed"
+            "<what they were multiplied by>, 1 for latents as the encoder gives them; it is not "
+            "guessed"
         ),
     }
     for key, hint in hints.items():
         if getattr(cfg, key) is None:
-            raise UserError(f"{key} is not set; say {hint}.")
+            raise UserError(f"{key} is not set; say {key}={hint}.")
     choices = {
         "moments": ("none", "mean_std", "mean_logvar"),
         "dtype": ("float16", "bfloat16", "float32"),
@@ -98,56 +105,37 @@ def checked(cfg: ImportConfig) -> ImportConfig:
                 f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}."
             )
     refuse_values(cfg)
-    if (
-        cfg.scale == 0.0
-        or not math.isfinite(cast("float", cfg.scale))
-        or not math.isfinite(cfg.shift or 0.0)
-    ):
+    if not cfg.scale or not math.isfinite(cfg.scale) or not math.isfinite(cfg.shift or 0.0):
         raise UserError(f"scale={cfg.scale} and shift={cfg.shift} must be finite, and scale not 0.")
-    if not 0.0 <= cfg.held_out < 1.0:
-        raise UserError(f"held_out={cfg.held_out} must be at least 0 and below 1.")
-    class_count(cfg)
+    class_names(cfg)
     return cfg
 
 
-def class_count(cfg: ImportConfig) -> int | None:
-    """The number of classes: 0 for classes=none, None if it is not stated."""
-    if cfg.classes is None or cfg.classes == "none":
-        return None if cfg.classes is None else 0
-    from encoding.foreign_samples import MOST_CLASSES
-
+def class_names(cfg: ImportConfig) -> list[str] | None:
+    """The names of the classes, none for classes=none, None if nothing is stated."""
+    if cfg.classes is None:
+        return None
     if isinstance(cfg.classes, str):
-        names = names_in(cfg.classes)
-        if len(set(names)) < len(names):
-            raise UserError(f"classes={cfg.classes} must name each class once, one a line.")
-        return len(names)
+        return [] if cfg.classes == "none" else names_in(cfg.classes)
     if not 1 <= cfg.classes <= MOST_CLASSES:
         raise UserError(
             f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, a text file, or "
             "none."
         )
-    return cfg.classes
+    return [str(i) for i in range(cfg.classes)]
 
 
 def names_in(file: str) -> list[str]:
     """The names of classes in a text file, one a line; ValueError where there are none."""
-    refuse_missing(
-        "classes", file, "give a number, none, or a text file with the name of a class a line"
-    )
+    remedy = "give a number, none, or a text file with the name of a class a line"
+    refuse_missing("classes", file, remedy)
     try:
-        names = [
-            line.strip()
-            for line in Path(file).expanduser().read_text().splitlines()
-            if line.strip()
-        ]
+        lines = Path(file).expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"classes={file} is no text file; give one with the name of a class a line."
-        ) from error
-    if not names:
-        raise UserError(
-            f"classes={file} is empty; give a text file with the name of a class a line."
-        )
+        raise UserError(f"classes={file} is no text file; {remedy}.") from error
+    names = [line.strip() for line in lines if line.strip()]
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"classes={file} must name each class once, one a line.")
     return names
 
 
@@ -155,20 +143,18 @@ def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the manifest's path."""
     refuse_missing("source", cfg.source, "name a file or folder of latents")
     from common.files import rename
-    from encoding.foreign import open_foreign
-    from encoding.foreign_samples import Asked
+    from encoding.foreign import Asked, open_foreign
     from models.autoencoders import Autoencoder
     from training.config.build import build
     from training.environment import pick_device
 
-    assert cfg.source is not None
-    assert cfg.out is not None
-    out = Path(cfg.out).expanduser()
+    out = Path(str(cfg.out)).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
-    foreign = open_foreign(
-        cfg.source, Asked(cfg.latents_key, cfg.labels_key, cfg.labels, class_count(cfg))
-    )
+    names = class_names(cfg)
+    classes = None if names is None else len(names)
+    asked = Asked(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
+    foreign = open_foreign(str(cfg.source), asked)
     if round(cfg.held_out * foreign.count) == foreign.count:
         raise UserError(
             f"held_out={cfg.held_out} of {foreign.count} latents leaves none to train on; lower it."
@@ -180,7 +166,7 @@ def import_latents(cfg: ImportConfig) -> Path:
             f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say "
             f"whether it was subtracted: shift={autoencoder.shift_factor}, or shift=0."
         )
-    check(cfg, raw(cfg, next(foreign.chunks())), autoencoder)
+    check(cfg, raw(cfg, next(chunks(foreign, classes))), autoencoder)
     print(f"{foreign.what}: {foreign.count} latents", flush=True)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an import that was killed
@@ -191,15 +177,12 @@ def import_latents(cfg: ImportConfig) -> Path:
         rename(unfinished, out)  # in the place of an empty folder, if there is one
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"out={cfg.out}: no space is left ({error.strerror}); free some and try again."
-            ) from error
-        if isinstance(error, OSError):
-            raise UserError(
-                f"out={cfg.out} cannot be written ({error.strerror}); choose another folder."
-            ) from error
-        raise
+        if not isinstance(error, OSError):
+            raise
+        raise UserError(
+            f"out={cfg.out} cannot be written ({error.strerror}); choose another folder, or free "
+            "some space."
+        ) from error
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
     print(f"next: python -m scripts.verify_latents path={out}", flush=True)
     return out / "manifest.json"
@@ -212,6 +195,88 @@ def encoder_node(name: str) -> dict[str, Any]:
     return {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": name}
 
 
+def chunks(foreign: Foreign, classes: int | None) -> Iterator[dict[str, Tensor]]:
+    """Yields `latents` (n, C, H, W), `labels` (n,), and `mirrored` where there are some, for n up
+    to `CHUNK`.
+
+    ValueError names the first sample whose label is no class index, or whose latents are not finite
+    floating-point numbers in the shape of the samples before.
+    """
+    import torch
+
+    limit = classes or min(foreign.count, MOST_CLASSES)
+    samples = foreign.samples()
+    first = None
+    while group := list(islice(samples, CHUNK)):
+        tensors = []
+        for where, parts in group:
+            found = {
+                name: floats(parts[name], where)
+                for name in ("latents", "mirrored")
+                if name in parts
+            }
+            shapes = " and ".join(f"{name} of shape {tuple(found[name].shape)}" for name in found)
+            first = first or shapes
+            if shapes != first:
+                raise UserError(
+                    f"{where} has {shapes}, and the first sample {first}; all samples of a set are "
+                    "alike, so import each kind as a set of its own."
+                )
+            label = 0 if classes == 0 else class_index(parts.get("labels"), limit, where)
+            tensors.append(found | {"labels": torch.tensor(label)})
+        yield {name: torch.stack([found[name] for found in tensors]) for name in tensors[0]}
+
+
+def class_index(label: Any, limit: int, where: str) -> int:
+    """Converts a label to its class index; ValueError for all but whole numbers (3.0 is one) below
+    `limit`."""
+    label = label.tolist() if hasattr(label, "tolist") else label
+    while isinstance(label, list) and len(label) == 1:
+        label = label[0]
+    # NaN and inf are not their own floor
+    if type(label) not in (int, float) or label // 1 != label or label < 0:
+        raise UserError(
+            f"{where} has the label {reprlib.repr(label)}; number the classes from 0 on, one "
+            "number a sample (of one-hot labels argmax(1)), or import without labels: "
+            "classes=none."
+        )
+    if label >= limit:
+        raise UserError(
+            f"{where} has the label {reprlib.repr(int(label))}, and only {limit} classes are "
+            "stated, or samples are there; correct the label, or set classes=<n> to one more than "
+            "the highest."
+        )
+    return int(label)
+
+
+def floats(values: Any, where: str) -> Tensor:
+    """Converts an array to a tensor (C, H, W) in fp32; ValueError for one that holds no latents, or
+    NaN or infinity."""
+    import numpy as np
+    import torch
+
+    kind = getattr(values, "dtype", type(values).__name__)
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+        values = torch.from_numpy(values.astype(np.float64))
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        raise UserError(
+            f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
+            "numbers; save them as float32."
+        )
+    found = (values[0] if values.ndim == 4 and len(values) == 1 else values).double()
+    if found.ndim != 3 or not found.numel():
+        raise UserError(
+            f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W)."
+        )
+    bad = found[~found.isfinite()]
+    if len(bad):
+        raise UserError(
+            f"{where} has {float(bad[0])} in the source itself; encode that sample again, or leave "
+            "it out."
+        )
+    return found.float()
+
+
 def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts a chunk to the tensors of a block: latents as the encoder gives them, in fp32."""
     assert cfg.scale is not None
@@ -219,7 +284,7 @@ def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
         if name not in chunk:
             continue
-        values = chunk[name].float()
+        values = chunk[name]
         if cfg.moments != "none":
             if values.shape[1] % 2:
                 raise UserError(
@@ -262,118 +327,82 @@ def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder)
             )
 
 
-@dataclass
-class Written:
-    """What the shards of an import hold."""
-
-    shards: list[Shard]
-    sums: dict[str, Any]
-    """Sums per channel over the training latents."""
-    first: dict[str, Tensor]
-    """The first tensors, whose shapes all others have."""
-    highest: int
-    """The highest label."""
-    labelled: set[int]
-    """Classes that have a training sample."""
-    labels_sha256: str
-
-
 def write(
     cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: dict[str, Any], out: Path
 ) -> Manifest:
     """Writes the shards to the folder `out` and returns their manifest."""
+    import torch
+
     from data.manifest import Manifest
     from encoding.job import facts
 
-    written = write_shards(cfg, foreign, out)
-    classes = written.highest + 1 if foreign.classes is None else foreign.classes
-    empty = classes - len(written.labelled)
-    said = f"{classes} classes, {empty} of them without a training sample"
-    print(said if classes else "no labels", flush=True)
-    names = [str(i) for i in range(classes)]
-    if isinstance(cfg.classes, str) and classes:
-        names = names_in(cfg.classes)
-    return Manifest(
-        **facts(autoencoder, node, written.shards, [written.sums]),
-        height=written.first["latents"].shape[2],
-        width=written.first["latents"].shape[3],
-        class_names=names,
-        kind="mean_std" if cfg.moments != "none" else "sample",
-        dtype=cfg.dtype,  # pyright: ignore[reportArgumentType]
-        flips="mirrored" in written.first,
-        resize="not known: imported",
-        precision="not known: imported",
-        source=str(cfg.source),
-        source_sha256=written.labels_sha256,
-        seed=cfg.seed,
-    )
-
-
-def write_shards(cfg: ImportConfig, foreign: Foreign, out: Path) -> Written:
-    """Deals the latents to shards at random by `cfg.seed`, the held-out ones to a shard of their
-    own."""
-    import torch
-
-    from encoding.job import ChannelSums
-    from encoding.shards import ShardWriter
-
-    # Shard 0 is the held-out one.
+    # Of the shards, to which samples go at random, 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.count)
     shards = max(1, min(MOST_SHARDS, -(-(foreign.count - held_out) // cfg.shard_size)))
     order = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed))
     place = order.argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
 
+    names = class_names(cfg)
+    latents = chunks(foreign, None if names is None else len(names))
+    written, sums, labels, shape = write_shards(cfg, latents, target, out)
+    if names is None:
+        names = [str(i) for i in range(int(labels.max()) + 1)]
+    empty = len(names) - len(labels[target > 0].unique())
+    said = f"{len(names)} classes, {empty} of them without a training sample"
+    print(said if names else "no labels", flush=True)
+    return Manifest(
+        **facts(autoencoder, node, written, [sums]),
+        height=shape["latents"][2],
+        width=shape["latents"][3],
+        class_names=names,
+        kind="mean_std" if cfg.moments != "none" else "sample",
+        dtype=cfg.dtype,  # pyright: ignore[reportArgumentType]
+        flips="mirrored" in shape,
+        resize="not known: imported",
+        precision="not known: imported",
+        source=str(cfg.source),
+        source_sha256=hashlib.sha256(labels.numpy().tobytes()).hexdigest(),
+        seed=cfg.seed,
+    )
+
+
+def write_shards(
+    cfg: ImportConfig, latents: Iterator[dict[str, Tensor]], target: Tensor, out: Path
+) -> tuple[list[Shard], dict[str, Any], Tensor, dict[str, torch.Size]]:
+    """Deals latents to the shards that `target` numbers.
+
+    Returns the shards, the sums per channel over the training latents, all labels, and the shape of
+    a chunk of each tensor.
+    """
+    import torch
+
+    from encoding.job import ChannelSums, ShardWriter, narrowed
+
     sums = ChannelSums()
-    labelled = set[int]()
-    highest = -1
+    labels = []
     start = 0
-    first = {}
-    digest = hashlib.sha256()
+    shape = {}
     with contextlib.ExitStack() as stack:
         files: dict[int, ShardWriter] = {}
-        for number in range(0 if held_out else 1, shards + 1):
+        for number in target.unique().tolist():
             split = "train" if number else "held_out"
             file = out / f"{split}-{max(0, number - 1):05d}.tar"
             files[number] = stack.enter_context(ShardWriter(file, split, cfg.block_size))
-        for chunk in foreign.chunks():
-            tensors = stored(cfg, raw(cfg, chunk), start)
-            first = first or tensors
-            highest = max(highest, int(tensors["labels"].max()))
-            digest.update(tensors["labels"].numpy().tobytes())
-            goes_to = target[start : start + len(tensors["labels"])]
+        for chunk in latents:
+            told = [f"sample {start + i} of {cfg.source}" for i in range(len(chunk["labels"]))]
+            tensors = narrowed(raw(cfg, chunk), cfg.dtype, told)
+            shape = {name: tensor.shape for name, tensor in tensors.items()}
+            labels.append(tensors["labels"])
+            goes_to = target[start : start + len(told)]
             for number in goes_to.unique().tolist():
                 part = {name: tensor[goes_to == number] for name, tensor in tensors.items()}
                 files[number].add(part)
                 if number:
                     sums.add(part)
-                    labelled.update(part["labels"].tolist())
-            start += len(goes_to)
+            start += len(told)
         described = [file.close() for file in files.values()]
-    return Written(described, sums.as_dict(), first, highest, labelled, digest.hexdigest())
-
-
-def stored(cfg: ImportConfig, tensors: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-    """Converts latents to the dtype of the shards; ValueError if that overflows (the source itself
-    is finite)."""
-    import torch
-
-    kind = getattr(torch, cfg.dtype)
-    found = {name: t if name == "labels" else t.to(kind) for name, t in tensors.items()}
-    for name, tensor in found.items():
-        if (bad := ~tensor.isfinite().reshape(len(tensor), -1).all(1)).any():
-            row = int(bad.nonzero()[0])
-            fits = bool(tensors[name][row].isfinite().all())
-            remedy = (
-                "use dtype=bfloat16 or float32"
-                if fits
-                else f"they are so in float32 too: check scale={cfg.scale}"
-            )
-            raise UserError(
-                f"sample {start + row} of {cfg.source} has {name} that are too large for "
-                f"dtype={cfg.dtype}; {remedy}, or leave that sample out."
-            )
-    return found
+    return described, sums.as_dict(), torch.cat(labels), shape
 
 
 def main() -> None:

@@ -162,7 +162,7 @@ def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
     """Mean and std of each channel from LightningDiT's `latents_stats.pt`."""
     import torch
 
-    from encoding.foreign_samples import PLAIN, reading
+    from encoding.foreign import PLAIN, reading
 
     with reading(file, PLAIN):
         found = torch.load(file, map_location="cpu", weights_only=True)

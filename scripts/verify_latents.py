@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from training.config.compose import from_words, one_sentence, typed
 from training.config.paths import refuse_no_set
+from training.config.schema import PrecomputeConfig
 
 if TYPE_CHECKING:
-    from data.blocks import BlockReader
+    from torch import Tensor
+
     from data.manifest import Manifest
     from data.source import Source
 
@@ -52,16 +54,13 @@ def verify(cfg: VerifyConfig) -> list[str]:
         raise UserError("path is not set; say which latent set: path=<folder with manifest.json>.")
     refuse_no_set("path", cfg.path)
     from data.manifest import read_manifest
-    from data.source import open_source
+    from data.source import LocalSource, open_source
 
     source = open_source(cfg.path)
     manifest = read_manifest(source)
-    problems = [
-        problem
-        for split in ("train", "held_out")
-        for problem in check_split(source, manifest, split)
-    ]
-    problems += check_files(source, manifest)
+    problems = check_split(source, manifest, "train") + check_split(source, manifest, "held_out")
+    if isinstance(source, LocalSource):
+        problems += check_files(source.folder, manifest)
     for problem in problems:
         print(f"  ! {problem}")
     shape = f"{manifest.channels}×{manifest.height}×{manifest.width}"
@@ -86,11 +85,9 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     sums = ChannelSums()
     for number in range(len(blocks.places)):
         try:
-            tensors = blocks.checked(number)
+            sums.add(blocks.checked(number))
         except DamagedBlockError as error:
             problems.append(str(error).partition(";")[0])
-            continue
-        sums.add(tensors)
     if split == "train" and not problems:
         mean, std = channel_statistics([sums.as_dict()])
         for what, found, said in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
@@ -102,30 +99,26 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     return problems
 
 
-def check_files(source: Source, manifest: Manifest) -> list[str]:
+def check_files(folder: Path, manifest: Manifest) -> list[str]:
     """Checks size and hash of the files of a local set, and that there are no others."""
     from common.files import file_sha256, read_object
-    from data.source import LocalSource
 
-    if not isinstance(source, LocalSource):
-        return []
     problems = []
-    known = {shard.file for shard in manifest.shards}
-    for sidecar in source.folder.glob("*.tar.json"):
+    known = set()
+    for shard in manifest.shards:
+        file = folder / shard.file
+        known.add(file)
+        if file.is_file() and file_sha256(file) != shard.sha256:
+            problems.append(f"{file}: size or sha256 differs from the manifest's")
+    for sidecar in folder.glob("*.tar.json"):
         try:
             # Pillow could decode none of the shard's images
             if read_object(sidecar)["shard"]["count"] == 0:
-                known.add(sidecar.stem)
+                known.add(sidecar.with_suffix(""))
         except (OSError, ValueError, KeyError, TypeError):
             problems.append(f"{sidecar} is no description of a shard")
-    for shard in manifest.shards:
-        file = source.folder / shard.file
-        if file.is_file() and (
-            file.stat().st_size != shard.bytes or file_sha256(file) != shard.sha256
-        ):
-            problems.append(f"{file}: size or sha256 differs from the manifest's")
-    found = sorted(source.folder.glob("*.tar")) + sorted(source.folder.glob("*.tmp"))
-    return problems + [f"{file} is not in the manifest" for file in found if file.name not in known]
+    found = {*folder.glob("*.tar"), *folder.glob("*.tmp")}
+    return problems + [f"{file} is not in the manifest" for file in sorted(found - known)]
 
 
 def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
@@ -133,7 +126,6 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     import numpy as np
     import torch
 
-    from data.blocks import BlockReader
     from data.manifest import spec_of
     from models.images import psnr, to_uint8, write_grid
     from training.environment import pick_device
@@ -141,90 +133,78 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
 
     device = pick_device(cfg.device)
     autoencoder = build_autoencoder(spec_of(manifest, source, "channel"), device, cfg.encoder)
-    latents = first_latents(BlockReader(source, manifest, "train"), cfg.count)
+    latents = first_latents(source, manifest, cfg.count)
     with torch.no_grad():
-        decoded = torch.cat(
-            [autoencoder.decode(part.to(device).float()) for part in latents.split(8)]
-        ).cpu()
+        parts = [autoencoder.decode(part.to(device).float()) for part in latents.split(8)]
+    decoded = torch.cat(parts).cpu()
     pixels = to_uint8(decoded)
     columns = min(8, len(latents))
     said = ""
     if cfg.source is not None:
-        originals = originals_of(cfg, source, manifest, len(latents))
+        originals = originals_of(cfg.source, source, manifest, len(latents))
         pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
         columns = 2 * min(4, len(latents))
         said = f", each right of its original, at {psnr(decoded, originals):.1f} dB"
     folder = Path(str(cfg.path)).expanduser()
-    writable = folder.is_dir() and os.access(folder, os.W_OK)
-    out = (
-        Path(cfg.out).expanduser()
-        if cfg.out
-        else (folder if writable else Path("runs")) / "latents_check.png"
-    )
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        folder = Path("runs")
+    out = Path(cfg.out or folder / "latents_check.png").expanduser()
     write_grid(out, pixels, columns=columns)
     return f"{out}: the first {len(latents)} training latents decoded{said}"
 
 
-def first_latents(blocks: BlockReader, count: int) -> Any:
+def first_latents(source: Source, manifest: Manifest, count: int) -> Tensor:
     import torch
 
-    parts = [
-        blocks.read(i)["latents"] for i, place in enumerate(blocks.places) if place.first < count
-    ]
-    return torch.cat(parts)[:count]
+    from data.blocks import BlockReader
+
+    blocks = BlockReader(source, manifest, "train")
+    wanted = [i for i, place in enumerate(blocks.places) if place.first < count]
+    return torch.cat([blocks.read(i)["latents"] for i in wanted])[:count]
 
 
-def originals_of(cfg: VerifyConfig, source: Source, manifest: Manifest, count: int) -> Any:
-    """The images of the first training latents, in [-1, 1]; ValueError if `cfg.source` has other
+def originals_of(folder: str, source: Source, manifest: Manifest, count: int) -> Tensor:
+    """The images of the first training latents, in [-1, 1]; ValueError if `folder` has other
     images."""
     import torch
 
     from common.text import first_line
-    from encoding.encoder import to_input
-    from encoding.images import decode_image, read_image
+    from encoding.encoder import decoding, to_input
     from encoding.job import plan_shards
     from encoding.sources import list_images
-    from training.config.schema import PrecomputeConfig
 
     if manifest.resolution is None:
         raise UserError(
-            f"source={cfg.source}: {source} was imported, and its images are not known; leave "
+            f"source={folder}: {source} was imported, and its images are not known; leave "
             "source out."
         )
     try:
         job: dict[str, Any] = json.loads(source.read("job.json"))
-        keys = (
-            "seed",
-            "limit",
-            "held_out",
-            "shard_size",
-            "resolution",
-            "background",
-            "max_megapixels",
-            "classes",
-        )
-        # there were fewer once
-        was = typed(PrecomputeConfig, {key: job[key] for key in keys if key in job}, [])
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        # there were fewer keys once
+        own = {key: job[key] for key in job.keys() & PrecomputeConfig.__dataclass_fields__.keys()}
+        was = typed(PrecomputeConfig, own, [])
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
             f"{source}/job.json cannot be read ({first_line(error)}); leave source out."
         ) from error
-    images = list_images(str(cfg.source), was.classes, allow_cut=True)
+    images = list_images(folder, was.classes, allow_cut=True)
     if images.sha256() != manifest.source_sha256:
         raise UserError(
-            f"source={cfg.source} is not what {source} was made of ({manifest.source}), or an "
+            f"source={folder} is not what {source} was made of ({manifest.source}), or an "
             f"earlier version listed it, which knew fewer formats; leave it out."
         )
-    plan = plan_shards(images, was)
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
-    entries = [
-        entry for _, split, of_shard in plan.shards if split == "train" for _, entry in of_shard
+    used = [
+        entry
+        for _, split, of_shard in plan_shards(images, was).shards
+        for _, entry in of_shard
+        if split == "train" and entry.key not in skipped
     ]
-    used = [entry for entry in entries if entry.key not in skipped][:count]
-    pixels = [
-        decode_image(read_image(entry), was.resolution, was.background, was.max_megapixels)
-        for entry in used
-    ]
+    pixels = []
+    for item in decoding(used[:count], was):
+        if not isinstance(item, torch.Tensor):
+            raise UserError(f"source={folder}: {item}; mend it, or leave source out.")
+        pixels.append(item)
     return to_input(torch.stack(pixels), torch.device("cpu"))
 
 

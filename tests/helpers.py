@@ -17,7 +17,7 @@ from PIL import Image
 from accel.saved_tensors import keeping
 from data.loader import Batch
 from data.manifest import Manifest, Shard
-from encoding.shards import ShardWriter
+from encoding.job import ShardWriter
 from models.autoencoders import add_global_branch
 from training.assemble import Training
 

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from common.files import file_sha256
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
-from encoding.shards import ShardWriter
+from encoding.job import ShardWriter
 from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 

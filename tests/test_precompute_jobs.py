@@ -22,8 +22,7 @@ from common.files import ROOT
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
-from encoding.job import Plan
-from encoding.shards import ShardWriter
+from encoding.job import Plan, ShardWriter
 from tests.helpers import TINY_JOB, Job
 from tests.test_precompute import all_of, contents, load_set, matches
 from training.distributed.ranks import Ranks

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image, features
 
 from encoding import images
-from encoding.images import EXTENSIONS
-from encoding.listing import ImageList
+from encoding.images import EXTENSIONS, ImageList
 from encoding.sources import list_images
 
 PICTURE = io.BytesIO()
@@ -91,8 +90,7 @@ def test_the_plan_states_classes_and_what_is_not_used(tmp_path: Path):
     assert set(unused.removeprefix("  not used: ").split("; ")) == {
         "2 .txt (e.g. cat/a.txt)",
         "2 hidden (e.g. .git)",
-        "2 symlinks in a circle (e.g. dog/again)",
-        "1 symlinks to nothing (e.g. dog/gone.png)",
+        "3 symlinks to nothing or in a circle (e.g. dog/again)",
         "1 empty files (e.g. dog/empty.png)",
         "1 neither file nor folder (e.g. dog/pipe.png)",
         "1 images in the root beside class folders (e.g. top.png)",
@@ -197,9 +195,8 @@ def test_rows_whose_labels_are_no_class_indices_are_refused(tmp_path: Path, labe
         {"image": [{"bytes": PNG, "path": None}] * 2, "label": labels}
     )
     made.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "rows")
-    with pytest.raises(
-        ValueError, match=r"row \d has the label .*, not 0 to 1; mend it, or say how many"
-    ):
+    said = r"row \d has the label .*, and there are 2 images; number the classes .* say how many"
+    with pytest.raises(ValueError, match=said):
         list_images(tmp_path / "rows")
     assert len(list_images(tmp_path / "rows", "none").entries) == 2
 
@@ -318,7 +315,7 @@ def test_tars_appended_to_a_tar_are_read_and_other_bytes_refused(tmp_path: Path)
     for classes in ("given", "none"):
         (tmp_path / "both.tar").write_bytes(one[:2048] + bytes(1500) + one[3548:])
         with pytest.raises(
-            ValueError, match=r"both.tar is damaged: from byte \d+ of \d+ on it is no tar"
+            ValueError, match=r"both.tar was cut or is damaged: byte \d+ of \d+ is no member"
         ):
             list_images(tmp_path / "both.tar", classes)
         assert len(list_images(tmp_path / "both.tar", classes, allow_cut=True).entries) == 1
@@ -363,8 +360,7 @@ def test_what_is_no_sample_of_a_tar_is_said(tmp_path: Path):
         "1 images with two dots in their names (e.g. a.tar:1.seg.png)",
         "1 empty files (e.g. a.tar:2.png)",
         "1 .json (e.g. a.tar:/../3.json)",
-        "1 links and devices in tars (e.g. a.tar:4.png)",
-        "1 sparse members of tars (e.g. a.tar:5.png)",
+        "2 links, devices and sparse members of tars (e.g. a.tar:4.png)",
         "1 tars without images (e.g. b.tar)",
     ):
         assert said in found.stated("x", 1)
@@ -405,13 +401,12 @@ def test_a_compressed_tar_is_refused(tmp_path: Path, name: str):
     content = tar_of(tmp_path / "whole" / "whole.tar", labelled(0)).read_bytes()
     (tmp_path / name).write_bytes(gzip.compress(content))
     with pytest.raises(
-        ValueError,
-        match=r"compressed.*; (gunzip it|decompress it)\.|1 \.tar\.gz \(e\.g\. a\.tar\.gz\)",
+        ValueError, match=r"compressed.*; decompress it\.|1 \.tar\.gz \(e\.g\. a\.tar\.gz\)"
     ):
         list_images(tmp_path / name)
     folder_of(tmp_path, "sub/x.txt")
     (tmp_path / "whole" / "whole.tar").unlink()
-    with pytest.raises(ValueError, match=r"gunzip it\.|What is there: .*1 \.tar\.gz"):
+    with pytest.raises(ValueError, match=r"decompress it\.|What is there: .*1 \.tar\.gz"):
         list_images(tmp_path)
 
 

@@ -38,8 +38,7 @@ def latent_files(count: int, side: int) -> Path:
     os.environ.setdefault("WDS_SECURE", "1")
     from webdataset.writer import ShardWriter
 
-    from encoding.foreign import open_foreign
-    from encoding.foreign_samples import Asked
+    from encoding.foreign import Asked, open_foreign
     from models.autoencoders import PixelAutoencoder
     from scripts.import_latents import ImportConfig, write
 

@@ -9,10 +9,10 @@
                                         measures the fastest runtime keys here, and writes them
                                         to conf/runtime/tuned.yaml, for runtime=tuned
 
-`hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU. Where
-the run does not fit, the cheapest change that makes it fit is looked for. Hours and cost come from
-a rate: that of a run of yours (`rate_of`), one that you give (`samples_per_s`), or a share of the
-card's peak (`mfu`). Any word that is none of a command's keys is an override of the training
+`hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU.
+Where the run does not fit, the cheapest change that makes it fit is looked for. Hours and cost come
+from a rate: that of a run of yours (`rate_of`), one that you give (`samples_per_s`), or a share of
+the card's peak (`mfu`). Any word that is none of a command's keys is an override of the training
 configuration. `--json` prints one object.
 """
 
