@@ -83,23 +83,16 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     evaluator = Evaluator(
         compared, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
-    job.announce()
 
     # where the result goes: its name tells figures of different settings apart
-    protocol = job.protocol() | evaluator.protocol()
+    compared_by = evaluator.protocol()
+    protocol = job.protocol() | compared_by
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"out={out} cannot be written ({error.strerror}); choose another."
-        ) from error
-
     chunks = job.run(
         out.with_name(out.name + ".parts"),
-        evaluator.protocol() | {"reference": evaluator.source.identity},
+        compared_by | {"reference": evaluator.source.identity},
         lambda labels, latents: evaluator.of_latents(latents),
     )
     result: dict[str, Any] = {}

@@ -232,7 +232,7 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
         "features=[encoder]",
     ]
     program = (
-        "import os, sys, sampling.resumable_chunks as p; write = p.ResumableChunks.write\n"
+        "import os, sys, sampling.draw as p; write = p.ResumableChunks.write\n"
         "def dying(self, number, tensors):\n"
         "    if 'samples.parts' in str(self.folder) and number == 1: os.kill(os.getpid(), 9)\n"
         "    write(self, number, tensors)\n"
@@ -391,7 +391,7 @@ def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
     """One waits; a command without a right to wait is refused."""
     from common import lock
-    from sampling.resumable_chunks import ResumableChunks
+    from sampling.draw import ResumableChunks
 
     calls = []
     held = lock.held
