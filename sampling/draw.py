@@ -7,7 +7,6 @@ features. A command that was killed goes on from the chunks that are on the disk
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 SAMPLER = ("guidance", "guidance_interval", "solver", "steps", "shift")
 CHUNK = 512
 """Samples in a chunk, or a batch where that is larger."""
-
-# the profiled warm-up is ours; its messages help no user
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 @dataclass(frozen=True)
@@ -167,8 +163,9 @@ class SampleJob:
     ) -> ResumableChunks:
         """Draws all samples into chunks in `folder`, of which some may be there, and returns them.
 
-        First it prints what it draws, and the ledger. `content(labels, latents)` makes the tensors to keep of a batch; `job` says what else they
-        depend on. ValueError for latents that are not finite.
+        First it prints what it draws, and the ledger. `content(labels, latents)` makes the tensors
+        to keep of a batch; `job` says what else they depend on. ValueError for latents that are not
+        finite.
         """
         import torch
 

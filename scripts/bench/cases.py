@@ -28,7 +28,7 @@ from scripts.bench import (
     measure,
     step,
 )
-from scripts.capabilities import override
+from scripts.doctor import override
 from scripts.words import own_and_others
 from training.config.compose import CONF, compose
 

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from accel.ledger import Ledger
 from accel.stack import TECHNIQUES, AccelerationStack
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
-from scripts.capabilities import capabilities
+from scripts.doctor import capabilities
 from scripts.tables import table
 from scripts.timing import MemoryPeak, Spread, interleaved, profiler_activities, synchronise
 from training.assemble import assemble
