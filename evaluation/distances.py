@@ -6,7 +6,7 @@ Letters: N M samples of the two sets, B of a batch, D features, S subsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -278,6 +278,17 @@ class FeatureStats:
     def rows(self) -> Float[Tensor, "N D"]:
         """The features of the first `ROWS` samples."""
         return torch.cat(self.first)
+
+
+def stats_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
+    """Sums up features of samples, by space, that arrive in batches."""
+    stats: dict[str, FeatureStats] = {}
+    for batch in batches:
+        for name, features in batch.items():
+            if name not in stats:
+                stats[name] = FeatureStats(features.shape[1])
+            stats[name].add(features)
+    return stats
 
 
 def distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:

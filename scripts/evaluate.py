@@ -62,7 +62,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.files import write_atomically
-    from evaluation.distances import figures
+    from evaluation.distances import figures, stats_of
     from evaluation.evaluator import Evaluator
     from sampling.load import run_folder_of
     from training.distributed.ranks import Ranks
@@ -97,7 +97,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     )
     result: dict[str, Any] = {}
     if ranks.first:
-        stats = evaluator.stats_of(map(chunks.read, range(chunks.count)))
+        stats = stats_of(map(chunks.read, range(chunks.count)))
         result = {
             "features": figures(stats, evaluator.reference),
             "protocol": protocol,

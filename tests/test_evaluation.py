@@ -509,7 +509,7 @@ def test_inception_that_is_none(tmp_path, monkeypatch):
     other.write_bytes(b"other weights")
     for weights, sentence in (
         (None, "needs inception=<file>"),
-        (str(tmp_path / "nowhere.pth"), "does not exist"),
+        (str(tmp_path / "nowhere.pth"), "is not weights-inception"),
         (str(other), "is not weights-inception-2015-12-05-6726825d.pth"),
     ):
         with pytest.raises(ValueError, match=sentence):
