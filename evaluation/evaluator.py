@@ -55,7 +55,7 @@ class Source:
     told: dict[str, Any]
     """`kind`, `sha256` of what determines them, `count`, `resize`, and the `name` of a folder."""
     images: Callable[[Iterable[range]], Iterator[Images]]
-    """Yields for each range of numbers the batches of those images, to be used one after another."""
+    """Yields for each range of numbers the batches of those images, to be used in turn."""
 
     @property
     def count(self) -> int:
@@ -87,11 +87,11 @@ def folder_source(folder: str, side: int, limit: int) -> Source:
     def batches(wanted: range) -> Images:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
         parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH)]
-        for decoded in decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
-            for trouble in (*decoded.reasons, decoded.unread):
+        for batch in decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
+            for trouble in (*batch.reasons, batch.unread):
                 if trouble:
                     raise UserError(f"reference={folder}: {trouble}; remove or mend it.")
-            yield decoded.pixels.permute(0, 2, 3, 1)
+            yield batch.pixels.permute(0, 2, 3, 1)
 
     told = {
         "kind": "images",
@@ -202,7 +202,7 @@ class Evaluator:
         The processes share the work. Every space has a folder of its own in the cache, so that one
         more space costs only its own features.
         """
-        kept: dict[str, ResumableChunks] = {}
+        kept = {}
         count = self.source.count
         for name in sorted(self.spaces):  # so that two commands never wait for each other
             job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
@@ -219,8 +219,9 @@ class Evaluator:
                 f"{cache_folder('references')}"
             )
             ranges = [range(n * CHUNK, min((n + 1) * CHUNK, count)) for n in todo]
-            total = sum(map(len, ranges))
-            progress = Progress(total, "images", silent=not ranks.first, lasting=False)
+            progress = Progress(
+                sum(map(len, ranges)), "images", silent=not ranks.first, lasting=False
+            )
             for number, batches in zip(todo, self.source.images(ranges), strict=True):
                 wanted = [name for name in kept if number in missing[name]]
                 found = []
@@ -319,7 +320,7 @@ class InRun:
         """
         began = time.perf_counter()
         ranks = self.training.ranks
-        found: list[tuple[int, dict[str, Tensor]]] = []
+        found = []
         with self.training.state.averaged(), torch.no_grad():
             count = -(-self.count // self.stream.batch_size)
             for number, mine in dealt_and_shown(range(count), count, "batches of distances", ranks):
@@ -329,7 +330,7 @@ class InRun:
                     found.append((number, self.evaluator.of_latents(latents) if finite else {}))
 
         drawn = in_order(found, ranks)
-        figures: dict[str, float] = {}
+        figures = {}
         if not all(drawn):
             ranks.say("warning: samples are not finite, so they have no distances")
         elif ranks.first:

@@ -335,9 +335,7 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
 
 
 def test_figures_of_two_protocols_stand_apart(plant: Plant):
-    html = page(
-        [History(plant("mine")), History(plant("theirs", steps=50))]
-    )
+    html = page([History(plant("mine")), History(plant("theirs", steps=50))])
     for name in ("distance", "evaluations"):
         shown = section(html, name)
         said = "Another protocol, not to be compared with the first: steps (20 or 50)."
@@ -352,7 +350,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 ):
     with pytest.raises(ValueError, match=r"other=.* has no config.yaml; name the run_dir"):
         report(ReportConfig(run_dir=str(plant("whole")), other=str(tmp_path)))
-    with pytest.raises(ValueError, match="is no run folder: it has no config.yaml"):
+    with pytest.raises(ValueError, match=r"is no run folder: it has no config\.yaml"):
         History(tmp_path)
     with pytest.raises(ValueError, match="run_dir is not set"):
         report(ReportConfig())

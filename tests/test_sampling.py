@@ -18,9 +18,8 @@ from data.loader import LatentSpec
 from data.resident import ChunkedLatents
 from models.sampler import sample
 from sampling import load as sampling
-from sampling.draw import DrawConfig, SampleJob
+from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 from sampling.load import draw_latents, labels_of_data, load_run, numbers_of
-from sampling.draw import ResumableChunks
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.helpers import CPU, random_samples, save_latent_set
 from train import train
