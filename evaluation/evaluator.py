@@ -31,7 +31,7 @@ from evaluation.distances import NEIGHBOURS, ROWS, FeatureStats, distances, floo
 from evaluation.features import build_features, decoded
 from models.autoencoders import Autoencoder
 from sampling.draw import ResumableChunks
-from sampling.load import SampleStream, labels_in_turn, protocol_of
+from sampling.load import SampleStream, labels_in_turn
 from training.assemble import Training
 from training.checkpoint.load import difference
 from training.components import build_loader
@@ -295,7 +295,7 @@ class InRun:
 
     def write(self, file: Path) -> None:
         """Writes the protocol and the floors, unless `file` has them of another protocol."""
-        samples = protocol_of(self.training.stack, self.stream, self.count, "balanced")
+        samples = self.stream.protocol(self.training.stack, self.count, "balanced")
         told = json.loads(json.dumps(samples | self.evaluator.protocol() | {"weights": "ema"}))
         if file.is_file():
             found = read_object(file)

@@ -113,18 +113,17 @@ class RandomFeatures(Features):
     def __init__(self) -> None:
         super().__init__()
         draw = np.random.RandomState(0)
-        convolutions = []
+        self.weights = nn.ParameterList()
         for C_in, C_out in pairwise((3, 32, 64, 64, 64)):
             # He et al. 2015
             weight = draw.standard_normal((C_out, C_in, 3, 3)) * math.sqrt(2.0 / (9 * C_in))
-            convolution = nn.Conv2d(C_in, C_out, 3, stride=2, padding=1, bias=False, device="meta")
-            convolution.weight = nn.Parameter(torch.from_numpy(weight).float(), requires_grad=False)
-            convolutions += [convolution, nn.ReLU()]
-        self.network = nn.Sequential(*convolutions)
+            self.weights.append(torch.from_numpy(weight).float())
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 256"]:
-        x = F.interpolate(planes(images), (64, 64), mode="bilinear", antialias=True)
-        return F.adaptive_avg_pool2d(self.network(x / 127.5 - 1.0), 2).flatten(1)
+        x = F.interpolate(planes(images), (64, 64), mode="bilinear", antialias=True) / 127.5 - 1.0
+        for weight in self.weights:
+            x = F.conv2d(x, weight, stride=2, padding=1).relu()
+        return F.adaptive_avg_pool2d(x, 2).flatten(1)
 
     def describe(self) -> dict[str, Any]:
         resize = "bilinear antialiased 64"

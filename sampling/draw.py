@@ -90,7 +90,6 @@ class SampleJob:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
-        cfg.check()
         ranks.wait_for_all()  # connects them
         device = ranks.device(pick_device(cfg.device))
         key = "weights" if cfg.weights else "run_dir"
@@ -134,13 +133,13 @@ class SampleJob:
             return cfg.labels, dealt
         if cfg.labels == "balanced":
             return cfg.labels, labels_in_turn(trained.spec.labels, trained.device)
-        if not isinstance(cfg.labels, list) or not cfg.labels:
-            raise UserError(
-                f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
-                "name, such as [3,apple]."
-            )
-        numbers = numbers_of(cfg.labels, trained.spec)
-        return numbers, labels_in_turn(numbers, trained.device)
+        if isinstance(cfg.labels, list) and cfg.labels:
+            numbers = numbers_of(cfg.labels, trained.spec)
+            return numbers, labels_in_turn(numbers, trained.device)
+        raise UserError(
+            f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
+            "name, such as [3,apple]."
+        )
 
     def classes(self) -> dict[str, str]:
         """Returns number -> name of each class that is drawn."""
@@ -150,9 +149,7 @@ class SampleJob:
 
     def protocol(self) -> dict[str, Any]:
         """Returns all that a figure of these samples depends on."""
-        from sampling.load import protocol_of
-
-        settings = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.labels)
+        settings = self.stream.protocol(self.trained.stack, self.cfg.count, self.labels)
         return settings | {"weights": self.trained.weights}
 
     def run(
@@ -295,12 +292,12 @@ class ResumableChunks:
         return f"{number:06d}-{sha256[:32]}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a chunk; ValueError where the disk does not take it."""
+        """Writes a chunk of tensors of the host; ValueError where the disk does not take it."""
         from training.checkpoint.tensor_file import write_tensors
 
         temporary = self.folder / f"{number:06d}-tmp"
         try:
-            written = write_tensors(temporary, {name: t.cpu() for name, t in tensors.items()}, {})
+            written = write_tensors(temporary, tensors, {})
             rename(temporary, self.folder / self.name(number, written["sha256"]))
             sync_folder(self.folder)
         except OSError as error:

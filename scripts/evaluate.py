@@ -31,6 +31,7 @@ from annotated_types import Ge
 
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
+from scripts.tables import table
 from training.config.compose import from_words
 from training.config.paths import refuse_drawing, refuse_missing
 from training.config.schema import FdConfig, Positive, Several
@@ -106,27 +107,21 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         }
         file = out.with_name(out.name + ".json")
         write_atomically(file, json.dumps(result, indent=1) + "\n")
-        print(f"\n{table(result['features'])}\n{file}", flush=True)
+        print(f"\n{shown(result['features'])}\n{file}", flush=True)
     chunks.remove()
     return result
 
 
-def table(features: Mapping[str, Mapping[str, Any]]) -> str:
+def shown(features: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the figures as aligned lines, and a sentence where one is refused."""
     columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
-    rows = [["features", *columns]]
+    rows = [("features", *columns)]
     for name, found in features.items():
-        rows.append([name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += [f"{name}: {found['why']}" for name, found in features.items() if "why" in found]
-    return "\n".join(lines)
-
-
-def main(words: list[str]) -> None:
-    with resumable_command():
-        evaluate_run(from_words(EvaluateConfig, words, __doc__ or ""))
+        rows.append((name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)))
+    whys = [f"{name}: {found['why']}" for name, found in features.items() if "why" in found]
+    return "\n".join([table(rows), *whys])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with resumable_command():
+        evaluate_run(from_words(EvaluateConfig, sys.argv[1:], __doc__ or ""))

@@ -24,9 +24,12 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 from annotated_types import Ge, Le
+from PIL import Image
 
 from common.errors import UserError
+from common.files import rename, write_atomically
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 from training.config.compose import from_words
 from training.config.paths import refuse_drawing
@@ -68,7 +71,6 @@ def sample_run(cfg: SampleConfig) -> Path:
     refuse_drawing(cfg)
     import torch
 
-    from common.files import write_atomically
     from models.images import to_uint8
     from training.distributed.ranks import Ranks
 
@@ -111,10 +113,6 @@ def sample_run(cfg: SampleConfig) -> Path:
 
 def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> None:
     """Writes one .npz with `name` (count, …) and `labels` (count,), a chunk in memory at a time."""
-    import numpy as np
-
-    from common.files import rename
-
     temporary = file.with_name(file.name + ".tmp")
     like = chunks.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
@@ -134,8 +132,6 @@ def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> Non
 
 def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
     """Writes this process's images as <folder>/<label>/<number>.png, a folder a class."""
-    from PIL import Image
-
     for number in chunks.mine():
         found = chunks.read(number)
         pairs = zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)
@@ -150,8 +146,6 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
 
     A row is a label, with its name, where that fits; else the picture is a square.
     """
-    import numpy as np
-
     from models.images import write_grid
 
     first = [chunks.read(number) for number in range(-(-count // job.size))]

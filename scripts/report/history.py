@@ -153,22 +153,21 @@ class History:
 
     def facts(self) -> dict[str, Any]:
         """Returns what ran where, with which versions."""
-        environment = self.environment
-        commit = environment.get("git.commit")
-        changed = " with uncommitted changes" if environment.get("git.uncommitted_changes") else ""
-        argv = environment.get("argv")
+        get = self.environment.get
+        changed = " with uncommitted changes" if get("git.uncommitted_changes") else ""
+        argv = get("argv")
         files = (self.folder / "config.yaml", *self.folder.glob("*.json*"))
         written = max(file.stat().st_mtime for file in files)
         versions = [f"{name} {value}" for name, value in self.part("versions").items()]
         found = {
-            **{key: environment.get(f"choices.{key}") for key in ("model", "data", "runtime")},
+            **{key: get(f"choices.{key}") for key in ("model", "data", "runtime")},
             "data fingerprint": self.state.get("spec.fingerprint"),
             "batch (global)": self.config.get("batch_size"),
             "precision": next((row.active for row in self.ledger if row.key == "precision"), None),
-            "hardware": environment.get("hardware"),
+            "hardware": get("hardware"),
             "processes": self.state.get("world_size"),
             "versions": ", ".join(versions),
-            "git commit": f"{commit}{changed}" if commit else None,
+            "git commit": f"{get('git.commit')}{changed}" if get("git.commit") else None,
             "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
             "time": told(self.read("time.json").get("seconds")),
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
