@@ -6,7 +6,7 @@ Letters: N M samples of the two sets, B of a batch, D features, S subsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +50,18 @@ class Moments:
 
         ValueError for another width, or a NaN or infinity.
         """
+        if features.ndim != 2 or features.shape[1] != len(self.mean):
+            raise UserError(
+                f"features of shape {tuple(features.shape)} do not fit: rows of {len(self.mean)} "
+                "are needed."
+            )
+        if not bool(features.isfinite().all()):
+            raise UserError(
+                "features have a NaN or infinity; look at the images that they were made of."
+            )
         if not len(features):
             return
-        batch = checked(features, len(self.mean)).cpu().double()
+        batch = features.cpu().double()
         count = self.count + len(batch)
         mean = batch.mean(0)
         deviations = batch - mean
@@ -66,7 +75,6 @@ class Moments:
     @property
     def covariance(self) -> Float[Tensor, "D D"]:
         """The covariance with N - 1 in the denominator, of two samples or more."""
-        assert self.count > 1
         return self.scatter / (self.count - 1)
 
 
@@ -88,12 +96,10 @@ def frechet(a: Moments, b: Moments) -> float:
     squared as usual, in squared units of the features.
 
     |mu1 - mu2|² + tr S1 + tr S2 - 2 tr((S1^½ S2 S1^½)^½): the symmetric form, whose eigenvalues are
-    real. ValueError where `too_few` says so of either, and where a covariance has a clearly
-    negative eigenvalue.
+    real. Neither has `too_few` samples. ValueError where a covariance has a clearly negative
+    eigenvalue.
     """
-    why = too_few(min(a.count, b.count), len(a.mean))
-    if why:
-        raise UserError(why)
+    assert too_few(min(a.count, b.count), len(a.mean)) is None
     first = a.covariance
     second = b.covariance
     values, vectors = torch.linalg.eigh(first)
@@ -127,12 +133,10 @@ def kernel_distance(
     the subsets are half of the smaller set: larger ones would nearly coincide, and their spread
     would say nothing. The mean is unbiased at any size.
 
-    Both sets have four samples or more. ValueError for another width, or a NaN or infinity.
+    Both sets have four samples or more.
     """
     fewest = min(len(a), len(b))
     assert fewest >= 4
-    a = checked(a).double()
-    b = checked(b, a.shape[1]).double()
     size = min(SUBSET_SIZE, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
 
@@ -141,9 +145,9 @@ def kernel_distance(
         rows = torch.zeros(SUBSETS, count, dtype=torch.float64)
         for row in rows:
             row[torch.randperm(count, generator=generator)[:size]] = 1.0
-        return rows.to(a.device)
+        return rows
 
-    distances = squared_mmd(a, b, members(len(a)), members(len(b)))
+    distances = squared_mmd(a.double(), b.double(), members(len(a)), members(len(b)))
     return float(distances.mean()), float(distances.std(correction=0))
 
 
@@ -200,15 +204,12 @@ def nearness(
     the distances to the training set of samples and of images left out of it; here each real image
     is left out once, and the tails of the distances are compared.
 
-    Both sets have more than `neighbours` samples. ValueError for another width, or a NaN or
-    infinity.
+    Both sets have more than `neighbours` samples.
     """
     assert min(len(real), len(fake)) > neighbours
-    real = checked(real).double()
-    fake = checked(fake, real.shape[1]).double()
-    centre = real.mean(0)
-    real = real - centre
-    fake = fake - centre
+    centre = real.double().mean(0)
+    real = real.double() - centre
+    fake = fake.double() - centre
 
     among_real = nearest_others(real, neighbours)
     among_fake = nearest_others(fake, neighbours)
@@ -252,20 +253,6 @@ def squared_distances(
         yield torch.addmm(lengths, chunk, columns.T, alpha=-2.0)
 
 
-def checked(features: Tensor, dim: int | None = None) -> Tensor:
-    """Returns `features`; ValueError unless they are finite rows, of `dim` values if given."""
-    if features.ndim != 2 or dim not in (None, features.shape[1]):
-        raise UserError(
-            f"features of shape {tuple(features.shape)} do not fit: rows of {dim or 'values'} are "
-            "needed."
-        )
-    if not bool(features.isfinite().all()):
-        raise UserError(
-            "features have a NaN or infinity; look at the images that they were made of."
-        )
-    return features
-
-
 class FeatureStats:
     """What distances need of one set: moments of all and of both halves, and the first features.
 
@@ -291,6 +278,17 @@ class FeatureStats:
     def rows(self) -> Float[Tensor, "N D"]:
         """The features of the first `ROWS` samples."""
         return torch.cat(self.first)
+
+
+def stats_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
+    """Sums up features of samples, by space, that arrive in batches."""
+    stats: dict[str, FeatureStats] = {}
+    for batch in batches:
+        for name, features in batch.items():
+            if name not in stats:
+                stats[name] = FeatureStats(features.shape[1])
+            stats[name].add(features)
+    return stats
 
 
 def distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
@@ -322,22 +320,19 @@ def figures(
     """All figures of each feature space; `why` tells of those that are left out, and of copies."""
     found = {}
     for space, stats in fake.items():
-        near = nearness(real[space].rows, stats.rows)
-        shares = {"precision": near.precision, "recall": near.recall, "copied": near.copied}
-        found[space] = floor(real[space]) | distances(stats, real[space]) | shares
-        if many := too_many_copies(near, len(stats.rows), len(real[space].rows)):
-            why = found[space].get("why")
-            found[space]["why"] = f"{why}; {many}" if why else many
+        fakes = stats.rows
+        reals = real[space].rows
+        row = floor(real[space]) | distances(stats, real[space]) | nearness(reals, fakes)._asdict()
+        expected = row.pop("expected")
+
+        # a share of copies far above the expected one, and above chance
+        variance = expected * (1 - expected)
+        error = math.sqrt(variance * (1 / len(fakes) + 1 / len(reals)))
+        if row["copied"] > max(FAR * expected, expected + 5 * error):
+            many = (
+                f"copied={row['copied']:.2g}, and {expected:.2g} is expected: the model may repeat "
+                "images of the reference"
+            )
+            row["why"] = f"{row['why']}; {many}" if "why" in row else many
+        found[space] = row
     return found
-
-
-def too_many_copies(near: Nearness, fakes: int, reals: int) -> str | None:
-    """Says that a share of copies is far above the expected one and above chance; else None."""
-    variance = near.expected * (1 - near.expected)
-    error = math.sqrt(variance * (1 / fakes + 1 / reals))
-    if near.copied <= max(FAR * near.expected, near.expected + 5 * error):
-        return None
-    return (
-        f"copied={near.copied:.2g}, and {near.expected:.2g} is expected: the model may repeat "
-        "images of the reference"
-    )

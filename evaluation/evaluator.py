@@ -1,10 +1,18 @@
-"""Compares samples with a reference: for `scripts.evaluate`, and for a run while it trains."""
+"""Compares samples with a reference: for `scripts.evaluate`, and for a run while it trains.
+
+The reference is a folder's images, or a run's training latents, decoded. Its features are made once
+and kept below ~/.cache/fastlatent, so the set itself may be read-only.
+
+Letters: B images, H W their size.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +21,140 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import read_object, write_atomically
+from common.files import cache_folder, read_object, write_atomically
+from common.terminal import Progress
 from common.text import as_json
 from data.loader import LatentSpec
-from evaluation.distances import NEIGHBOURS, ROWS, FeatureStats, distances, floor, too_few
-from evaluation.features import build_features
-from evaluation.reference import decoded, folder_source, reconstructions, reference_stats
+from encoding.images import RESIZE, DecodedImages, decoding_loader, read_again
+from encoding.sources import list_images
+from evaluation.distances import NEIGHBOURS, ROWS, FeatureStats, distances, floor, stats_of, too_few
+from evaluation.features import build_features, decoded
 from models.autoencoders import Autoencoder
-from sampling.load import SampleStream, labels_in_turn, protocol_of
+from sampling.draw import ResumableChunks
+from sampling.load import SampleStream, labels_in_turn
 from training.assemble import Training
 from training.checkpoint.load import difference
+from training.components import build_loader
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
 from training.evaluate import dealt_and_shown, in_order
 from training.goodput import CLOCK
 
 PROTOCOL = "fd_protocol.json"
-QUANTISATION = "uint8, rounded to the nearest value"
+CHUNK = 512
+"""Images whose features lie in one file."""
+BATCH = 64
+FEWEST = 8
+Images = Iterator[UInt8[Tensor, "B H W 3"]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Images to compare with: what they are, how many, and how to get them."""
+
+    told: dict[str, Any]
+    """`kind`, `sha256` of what determines them, `count`, `resize`, and the `name` of a folder."""
+    images: Callable[[Iterable[range]], Iterator[Images]]
+    """Yields for each range of numbers the batches of those images, to be used in turn."""
+
+    @property
+    def count(self) -> int:
+        return self.told["count"]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What `told` says but for the name: the same images may lie in another folder."""
+        return {key: value for key, value in self.told.items() if key != "name"}
+
+
+def folder_source(folder: str, side: int, limit: int) -> Source:
+    """Takes the images of a folder, tars or `datasets`, cropped to squares of `side` pixels.
+
+    Classes do not matter. Of more than `limit` a fixed order draws some. ValueError if there are
+    none, or one cannot be decoded.
+    """
+    path = Path(folder).expanduser()
+    try:
+        listed = list_images(path, "none").entries
+    except ValueError as error:
+        raise UserError(str(error).replace(f"source={path}", f"reference={folder}", 1)) from error
+    order = torch.randperm(len(listed), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
+    entries = [listed[i] for i in order]
+    digest = hashlib.sha256()
+    for entry in entries:  # all bytes: a file of the same name and size may be another image
+        digest.update(hashlib.sha256(read_again(entry)).digest())
+
+    def batches(wanted: range) -> Images:
+        dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
+        parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH)]
+        for batch in decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
+            for trouble in (*batch.reasons, batch.unread):
+                if trouble:
+                    raise UserError(f"reference={folder}: {trouble}; remove or mend it.")
+            yield batch.pixels.permute(0, 2, 3, 1)
+
+    told = {
+        "kind": "images",
+        "name": folder,
+        "sha256": digest.hexdigest(),
+        "resize": f"{RESIZE}, {side}",
+        "count": len(entries),
+    }
+    return Source(told, lambda ranges: map(batches, ranges))
+
+
+def reconstructions(
+    node: dict[str, Any],
+    spec: LatentSpec,
+    autoencoder: Autoencoder,
+    device: torch.device,
+    limit: int,
+) -> Source:
+    """Decodes the training latents of `node`, a run's data configuration.
+
+    They are the first `limit` in the order of seed 0, and are read into host memory only where
+    their features are not known yet. ValueError if it is no longer the set of `spec`.
+    """
+
+    def images(ranges: Iterable[range]) -> Iterator[Images]:
+        loader = build_loader(node, 0, BATCH, torch.device("cpu"))
+        if spec.fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
+            raise UserError(
+                f"the run's data are {loader.spec.fingerprint} now, its weights were trained on "
+                f"{spec.fingerprint}; give images to compare with: reference=<folder>."
+            )
+        for wanted in ranges:
+            place = loader.state_dict()
+            if place["samples_seen"] != wanted.start:
+                loader.load_state_dict(place | {"samples_seen": wanted.start})
+            counts = [min(BATCH, wanted.stop - start) for start in wanted[::BATCH]]
+            yield (
+                decoded(autoencoder, spec.denormalise(next(loader).latents[:count]).to(device))
+                for count in counts
+            )
+
+    facts = [
+        spec.fingerprint,
+        spec.encoder_sha256 or spec.encoder.get("_target_"),
+        spec.mean,
+        spec.std,
+        {key: node[key] for key in ("_target_", "streams", "window") if key in node},
+    ]
+    told = {
+        "kind": "reconstructions",
+        "sha256": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        "resize": "none",
+        "count": min(spec.count, limit),
+    }
+    return Source(told, images)
 
 
 class Evaluator:
     """The feature spaces, and the features of the reference in each.
 
-    All processes build it together; the first one has the reference's features.
+    All processes build it together; the first one has the reference's features. ValueError for a
+    reference that is unknown or too small for any distance, or whose images are square while the
+    samples are not.
     """
 
     def __init__(
@@ -55,9 +174,14 @@ class Evaluator:
         spaces = build_features(cfg, autoencoder, example)
         self.spaces = {name: space.to(device) for name, space in spaces.items()}
 
+        name = "the training set" if cfg.reference is None else f"reference={cfg.reference}"
+        height, width = example.shape[2:]
         if cfg.reference is not None:
-            height, width = example.shape[2:]
-            self.source = folder_source(cfg.reference, (height, width), cfg.reference_count)
+            if height != width:
+                raise UserError(
+                    f"{name}: samples of {height}×{width} are not square; leave reference out."
+                )
+            self.source = folder_source(cfg.reference, height, cfg.reference_count)
         elif data is not None:
             self.source = reconstructions(data, spec, autoencoder, device, cfg.reference_count)
         else:
@@ -65,30 +189,73 @@ class Evaluator:
                 "reference is not set, and weights= names no training data; give "
                 "reference=<folder>."
             )
-        self.reference = reference_stats(self.source, self.spaces, device, ranks)
+        if self.source.count < FEWEST:
+            raise UserError(
+                f"{name} gives {self.source.count} images to compare with; give {FEWEST} or more."
+            )
+        self.reference = self.reference_stats(ranks)
 
-    def of(self, images: UInt8[Tensor, "B H W 3"]) -> dict[str, Tensor]:
-        """Computes the features of images in each space, as fp32 on the CPU."""
-        return {name: space(images.to(self.device)).cpu() for name, space in self.spaces.items()}
+    @CLOCK.spending("evaluation")
+    def reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
+        """Returns the reference's features in each space; the first process has them.
+
+        The processes share the work. Every space has a folder of its own in the cache, so that one
+        more space costs only its own features.
+        """
+        kept = {}
+        count = self.source.count
+        for name in sorted(self.spaces):  # so that two commands never wait for each other
+            job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
+            key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
+            folder = cache_folder("references") / key
+            kept[name] = ResumableChunks(folder, job, -(-count // CHUNK), ranks, waits=True)
+
+        missing = {name: set(chunks.missing()) for name, chunks in kept.items()}
+        todo = sorted(set().union(*missing.values()))
+        if todo:
+            ranks.say(
+                f"making features ({', '.join(name for name in missing if missing[name])}) of "
+                f"{count} images of the reference; a later run finds them in "
+                f"{cache_folder('references')}"
+            )
+            ranges = [range(n * CHUNK, min((n + 1) * CHUNK, count)) for n in todo]
+            progress = Progress(
+                sum(map(len, ranges)), "images", silent=not ranks.first, lasting=False
+            )
+            for number, batches in zip(todo, self.source.images(ranges), strict=True):
+                wanted = [name for name in kept if number in missing[name]]
+                found = []
+                for images in batches:
+                    found.append(self.of(images, wanted))
+                    progress.advance(len(images))
+                for name in wanted:
+                    kept[name].write(number, {name: torch.cat([batch[name] for batch in found])})
+            progress.close()
+
+        ranks.wait_for_all()
+        read = [(name, n) for name in self.spaces for n in range(kept[name].count) if ranks.first]
+        stats = stats_of(kept[name].read(n) for name, n in read)
+        for chunks in kept.values():
+            chunks.close()
+        return stats
+
+    def of(
+        self, images: UInt8[Tensor, "B H W 3"], spaces: Iterable[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the features of images in all or some spaces, as fp32 on the CPU."""
+        images = images.to(self.device)
+        return {name: self.spaces[name](images).cpu() for name in spaces or self.spaces}
 
     def of_latents(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
         """Computes the features of raw latents, decoded and quantised as the reference's are."""
         return self.of(decoded(self.autoencoder, latents))
-
-    def stats_of(self, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
-        """Sums up features of samples, by space, that arrive in batches."""
-        stats = {name: FeatureStats(space.dim) for name, space in self.spaces.items()}
-        for batch in batches:
-            for name, features in batch.items():
-                stats[name].add(features)
-        return stats
 
     def protocol(self) -> dict[str, Any]:
         """Returns what the figures depend on, beside the samples."""
         return {
             "reference": self.source.told,
             "features": {name: space.describe() for name, space in self.spaces.items()},
-            "quantisation": QUANTISATION,
+            "quantisation": "uint8, rounded to the nearest value",
             "rows": ROWS,
             "neighbours": NEIGHBOURS,
         }
@@ -109,9 +276,8 @@ class InRun:
         self.evaluator = Evaluator(cfg.fd, spec, cfg.data, autoencoder, device, training.ranks)
         batch_size = max(1, training.micro_batch // 2)  # guidance doubles it
         labels = labels_in_turn(spec.labels, device)
-        self.stream = SampleStream(
-            training.step.forward, spec, cfg.sampling, labels, 0, batch_size, device
-        )
+        forward = training.step.forward
+        self.stream = SampleStream(forward, spec, cfg.sampling, labels, 0, batch_size, device)
 
         for name, space in self.evaluator.spaces.items():
             why = too_few(min(self.count, self.evaluator.source.count), space.dim)
@@ -129,7 +295,7 @@ class InRun:
 
     def write(self, file: Path) -> None:
         """Writes the protocol and the floors, unless `file` has them of another protocol."""
-        samples = protocol_of(self.training.stack, self.stream, self.count, "balanced")
+        samples = self.stream.protocol(self.training.stack, self.count, "balanced")
         told = json.loads(json.dumps(samples | self.evaluator.protocol() | {"weights": "ema"}))
         if file.is_file():
             found = read_object(file)
@@ -154,26 +320,23 @@ class InRun:
         """
         began = time.perf_counter()
         ranks = self.training.ranks
-        found: list[tuple[int, tuple[bool, dict[str, Tensor]]]] = []
+        found = []
         with self.training.state.averaged(), torch.no_grad():
             count = -(-self.count // self.stream.batch_size)
-            batches = dealt_and_shown(range(count), count, "batches of distances", ranks)
-            for number, mine in batches:
+            for number, mine in dealt_and_shown(range(count), count, "batches of distances", ranks):
                 _, latents = self.stream.batch(number)
                 if mine:
                     finite = bool(latents.isfinite().all())
-                    found.append((number, (finite, self.evaluator.of_latents(latents))))
+                    found.append((number, self.evaluator.of_latents(latents) if finite else {}))
 
         drawn = in_order(found, ranks)
-        figures: dict[str, float] = {}
-        if not all(finite for finite, _ in drawn):
+        figures = {}
+        if not all(drawn):
             ranks.say("warning: samples are not finite, so they have no distances")
         elif ranks.first:
-            spaces = self.evaluator.spaces
-            samples = {n: torch.cat([found[n] for _, found in drawn])[: self.count] for n in spaces}
-            for name, stats in self.evaluator.stats_of([samples]).items():
-                distance = distances(stats, self.evaluator.reference[name])
-                if distance["fd"] is not None:
-                    figures[f"fd_{name}"] = distance["fd"]
-                figures[f"kd_{name}"] = distance["kd"]
+            samples = {n: torch.cat([batch[n] for batch in drawn])[: self.count] for n in drawn[0]}
+            for name, stats in stats_of([samples]).items():
+                told = distances(stats, self.evaluator.reference[name])
+                kinds = ("kd",) if told["fd"] is None else ("fd", "kd")
+                figures |= {f"{kind}_{name}": told[kind] for kind in kinds}
         return figures | {"distances_s": time.perf_counter() - began}

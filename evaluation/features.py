@@ -8,12 +8,12 @@ Letters: B images, H W their size, D features, C channels.
 from __future__ import annotations
 
 import importlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError
-from common.files import file_sha256
+from common.files import file_sha256, read_object
 from common.libraries import exact_products
 from models.autoencoders import Autoencoder
+from models.images import to_uint8
 from training.config.build import is_admitted
 from training.config.schema import FdConfig
 
@@ -37,7 +38,6 @@ INCEPTION_URL = (
 )
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
-DINOV2_FILES = ("config.json", "model.safetensors")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of red, green and blue in [0, 1]."""
 
@@ -85,6 +85,14 @@ def exact(device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
+def decoded(
+    autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]
+) -> UInt8[Tensor, "B H W 3"]:
+    """Decodes raw latents to 8-bit images, in true fp32 whatever the process has set."""
+    with torch.no_grad(), exact(latents.device):
+        return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
+
+
 def planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
     """Moves the channels to the front; values stay 0 to 255, in fp32."""
     return images.permute(0, 3, 1, 2).float()
@@ -101,27 +109,24 @@ class RandomFeatures(Features):
     name = "random"
     dim = 256
     version = 1
-    SIDE = 64
-    CHANNELS = (3, 32, 64, 64, 64)
 
     def __init__(self) -> None:
         super().__init__()
         draw = np.random.RandomState(0)
-        convolutions = []
-        for C_in, C_out in zip(self.CHANNELS, self.CHANNELS[1:], strict=False):
+        self.weights = nn.ParameterList()
+        for C_in, C_out in pairwise((3, 32, 64, 64, 64)):
             # He et al. 2015
             weight = draw.standard_normal((C_out, C_in, 3, 3)) * math.sqrt(2.0 / (9 * C_in))
-            convolution = nn.Conv2d(C_in, C_out, 3, stride=2, padding=1, bias=False, device="meta")
-            convolution.weight = nn.Parameter(torch.from_numpy(weight).float(), requires_grad=False)
-            convolutions += [convolution, nn.ReLU()]
-        self.network = nn.Sequential(*convolutions)
+            self.weights.append(torch.from_numpy(weight).float())
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 256"]:
-        x = F.interpolate(planes(images), (self.SIDE, self.SIDE), mode="bilinear", antialias=True)
-        return F.adaptive_avg_pool2d(self.network(x / 127.5 - 1.0), 2).flatten(1)
+        x = F.interpolate(planes(images), (64, 64), mode="bilinear", antialias=True) / 127.5 - 1.0
+        for weight in self.weights:
+            x = F.conv2d(x, weight, stride=2, padding=1).relu()
+        return F.adaptive_avg_pool2d(x, 2).flatten(1)
 
     def describe(self) -> dict[str, Any]:
-        resize = f"bilinear antialiased {self.SIDE}"
+        resize = "bilinear antialiased 64"
         return {"name": self.name, "dim": self.dim, "version": self.version, "resize": resize}
 
 
@@ -180,9 +185,7 @@ class InceptionFeatures(Features):
         if weights is None:
             raise UserError(f"features=inception needs inception=<file>; {remedy}.")
         file = Path(weights).expanduser()
-        if not file.is_file():
-            raise UserError(f"inception={weights} does not exist; {remedy}.")
-        if file_sha256(file) != INCEPTION_SHA256:
+        if not file.is_file() or file_sha256(file) != INCEPTION_SHA256:
             raise UserError(
                 f"inception={weights} is not {INCEPTION_FILE}, or is damaged; {remedy}."
             )
@@ -206,7 +209,6 @@ class Dinov2Features(Features):
     """
 
     name = "dinov2"
-    SIDE = 224
 
     def __init__(self, path: str | None) -> None:
         super().__init__()
@@ -224,27 +226,25 @@ class Dinov2Features(Features):
                 use_safetensors=True,
                 output_loading_info=True,
             )
+            if loaded["missing_keys"]:
+                raise ValueError(f"missing_keys: {loaded['missing_keys']}")
         except Exception as error:
             raise UserError(
                 f"dinov2={path} cannot be read ({error}); download it again."
             ) from error
-        if loaded["missing_keys"]:
-            raise UserError(
-                f"dinov2={path} does not hold the model of its config.json; missing_keys: "
-                f"{loaded['missing_keys']}."
-            )
         self.network.float().eval().requires_grad_(False)
         self.dim = self.network.config.hidden_size
         self.sha256 = file_sha256(folder / "model.safetensors")
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
-        size = (self.SIDE, self.SIDE)
-        x = F.interpolate(planes(images), size, mode="bicubic", antialias=True).clamp(0.0, 255.0)
+        x = F.interpolate(planes(images), (224, 224), mode="bicubic", antialias=True).clamp(
+            0.0, 255.0
+        )
         mean, std = (x.new_tensor(values).view(3, 1, 1) for values in IMAGENET)
         return self.network(pixel_values=(x / 255.0 - mean) / std).last_hidden_state[:, 0]
 
     def describe(self) -> dict[str, Any]:
-        resize = f"bicubic antialiased {self.SIDE}"
+        resize = "bicubic antialiased 224"
         return {"name": self.name, "dim": self.dim, "sha256": self.sha256, "resize": resize}
 
 
@@ -263,19 +263,20 @@ def dinov2_folder(path: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(path, allow_patterns=[*DINOV2_FILES]))
+            folder = Path(
+                snapshot_download(path, allow_patterns=["config.json", "model.safetensors"])
+            )
         except Exception as error:
             raise UserError(
                 f"dinov2={path} is no local folder and could not be downloaded from the hub "
                 f"({type(error).__name__}); check the id, the network, or give a local folder."
             ) from error
-    for name in DINOV2_FILES:
-        if not (folder / name).is_file():
-            raise UserError(
-                f"dinov2={path}: {folder / name} does not exist; give a folder that transformers "
-                "saved."
-            )
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UserError(
+            f"dinov2={path}: {config} does not exist; give a folder that transformers saved."
+        )
+    kind = read_object(config).get("model_type")
     if kind != "dinov2":
         raise UserError(f"dinov2={path} is a model of type {kind}; give one of type dinov2.")
     return folder
@@ -292,9 +293,9 @@ def imported(space: str, module: str, name: str) -> Any:
                 f"features={space} needs {package}, which is not installed; "
                 "pip install 'fastlatent[evaluation]'."
             ) from error
-        cause = " ".join(str(error).split())
         raise UserError(
-            f"features={space}: {package} is installed and cannot be imported ({cause}); mostly "
+            f"features={space}: {package} is installed and cannot be imported "
+            f"({' '.join(str(error).split())}); mostly "
             "its torchvision is built for another torch: install the one that belongs to torch "
             f"{torch.__version__}."
         ) from error
@@ -333,13 +334,10 @@ def class_at(name: str, known: str) -> Callable[[], Features]:
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
-        moved = error.name == "evaluation.space"
-        fix = (
-            "import Features from evaluation.features"
-            if moved
-            else "correct the path, or install it"
-        )
-        raise UserError(f"features={name}: there is no module {error.name}; {fix}.") from error
+        raise UserError(
+            f"features={name}: there is no module {error.name}; correct the path, or install it "
+            "(Features is in evaluation.features)."
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Features)):
         raise UserError(
             f"features={name} is no class derived from evaluation.features.Features, which it "

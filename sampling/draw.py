@@ -1,18 +1,30 @@
 """Draws many samples of a trained run, chunk by chunk and in several processes.
 
 What becomes of them is the caller's: `scripts.sample` keeps the images, `scripts.evaluate` their
-features.
+features. A command that was killed goes on from the chunks that are on the disk.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.files import (
+    FolderLock,
+    file_sha256,
+    lock_folder,
+    make_folder,
+    read_object,
+    rename,
+    sync_folder,
+    write_atomically,
+)
 from models.solver import Solver
 from training.config.schema import Positive, refuse_values
 
@@ -20,15 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sampling.load import Labels
-    from sampling.resumable_chunks import ResumableChunks
     from training.distributed.ranks import Ranks
 
 SAMPLER = ("guidance", "guidance_interval", "solver", "steps", "shift")
 CHUNK = 512
 """Samples in a chunk, or a batch where that is larger."""
-
-# the profiled warm-up is ours; its messages help no user
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,6 @@ class SampleJob:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
-        cfg.check()
         ranks.wait_for_all()  # connects them
         device = ranks.device(pick_device(cfg.device))
         key = "weights" if cfg.weights else "run_dir"
@@ -109,13 +116,6 @@ class SampleJob:
         self.size = cfg.batch_size * max(1, CHUNK // cfg.batch_size)
         """Samples in a chunk."""
 
-    def announce(self) -> None:
-        """Prints what is drawn, and the ledger."""
-        self.ranks.say(
-            f"{self.cfg.count} samples from {self.trained.file}\n\n"
-            f"ledger ({self.trained.device})\n{self.ledger.table()}\n"
-        )
-
     def chosen_labels(self) -> tuple[Any, Labels]:
         """Returns the labels that the configuration asks for, and how they are dealt.
 
@@ -134,13 +134,13 @@ class SampleJob:
             return cfg.labels, dealt
         if cfg.labels == "balanced":
             return cfg.labels, labels_in_turn(trained.spec.labels, trained.device)
-        if not isinstance(cfg.labels, list) or not cfg.labels:
-            raise UserError(
-                f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
-                "name, such as [3,apple]."
-            )
-        numbers = numbers_of(cfg.labels, trained.spec)
-        return numbers, labels_in_turn(numbers, trained.device)
+        if isinstance(cfg.labels, list) and cfg.labels:
+            numbers = numbers_of(cfg.labels, trained.spec)
+            return numbers, labels_in_turn(numbers, trained.device)
+        raise UserError(
+            f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
+            "name, such as [3,apple]."
+        )
 
     def classes(self) -> dict[str, str]:
         """Returns number -> name of each class that is drawn."""
@@ -150,9 +150,7 @@ class SampleJob:
 
     def protocol(self) -> dict[str, Any]:
         """Returns all that a figure of these samples depends on."""
-        from sampling.load import protocol_of
-
-        settings = protocol_of(self.trained.stack, self.stream, self.cfg.count, self.labels)
+        settings = self.stream.protocol(self.trained.stack, self.cfg.count, self.labels)
         return settings | {"weights": self.trained.weights}
 
     def run(
@@ -163,15 +161,19 @@ class SampleJob:
     ) -> ResumableChunks:
         """Draws all samples into chunks in `folder`, of which some may be there, and returns them.
 
-        `content(labels, latents)` makes the tensors to keep of a batch; `job` says what else they
-        depend on. ValueError for latents that are not finite.
+        First it prints what it draws, and the ledger. `content(labels, latents)` makes the tensors
+        to keep of a batch; `job` says what else they depend on. ValueError for latents that are not
+        finite.
         """
         import torch
 
         from common.terminal import Progress
-        from sampling.resumable_chunks import ResumableChunks
 
         cfg = self.cfg
+        self.ranks.say(
+            f"{cfg.count} samples from {self.trained.file}\n\n"
+            f"ledger ({self.trained.device})\n{self.ledger.table()}\n"
+        )
         whole_job = {
             **self.protocol(),
             # the same file by another path is the same job
@@ -207,3 +209,123 @@ class SampleJob:
         progress.close()
         self.ranks.wait_for_all()
         return chunks
+
+
+class ResumableChunks:
+    """The chunks of one job in one folder, dealt to the processes in turn.
+
+    A chunk is one safetensors file named `<number>-<first half of its sha256>.safetensors`. It is
+    written under another name, flushed and renamed: what has the name of a chunk is whole, and its
+    name tells whether it still is.
+
+    `job` is everything that their content depends on. The folder is locked until `close` or the end
+    of the process. ValueError if another command works in it and this one does not wait, or if it
+    holds the chunks of another job.
+    """
+
+    def __init__(
+        self, folder: Path, job: Mapping[str, Any], count: int, ranks: Ranks, *, waits: bool = False
+    ) -> None:
+        self.folder = folder
+        self.count = count
+        self.ranks = ranks
+        self.waits = waits
+        self.lock: FolderLock | None = None
+
+        # asked anew, so that no process waits long for another's answer
+        if not ranks.agreed(self.claim):
+            ranks.say(f"waiting for another process that works on {folder}")
+            while not ranks.agreed(self.claim):
+                time.sleep(0.5)
+        ranks.agreed(lambda: self.refuse_another(json.loads(json.dumps(job))))
+
+    def claim(self) -> bool:
+        """Locks the folder; False if another process holds it and this one may wait."""
+        try:
+            make_folder(self.folder)
+            self.lock = lock_folder(
+                self.folder, f"{self.folder}: another process works on it; wait, or stop it."
+            )
+        except OSError as error:
+            raise UserError(
+                f"{self.folder} cannot be made or written ({error.strerror}); choose another out, "
+                "or set XDG_CACHE_HOME where it is a cache."
+            ) from error
+        except ValueError:
+            if not self.waits:
+                raise
+        return self.lock is not None
+
+    def refuse_another(self, job: dict[str, Any]) -> None:
+        """Writes down which job the folder is for; ValueError if it is for another one."""
+        file = self.folder / "job.json"
+        if not file.is_file():
+            write_atomically(file, json.dumps(job, indent=1) + "\n")
+        earlier = read_object(file)
+        keys = sorted(key for key in earlier | job if earlier.get(key) != job.get(key))
+        if keys:
+            told = "; ".join(f"{key} was {earlier.get(key)}, is {job.get(key)}" for key in keys)
+            raise UserError(
+                f"{self.folder} holds the unfinished work of another command ({told}); delete it "
+                "or use another out."
+            )
+
+    def mine(self) -> list[int]:
+        """Returns the numbers of this process's chunks."""
+        return list(range(self.ranks.rank, self.count, self.ranks.world_size))
+
+    def missing(self) -> list[int]:
+        """Returns those of this process's chunks that are absent or damaged."""
+        return [number for number in self.mine() if self.find(number) is None]
+
+    def find(self, number: int) -> Path | None:
+        """Finds the file of a chunk whose content has the hash of its name.
+
+        Any other file of that number is deleted.
+        """
+        for file in self.folder.glob(f"{number:06d}-*"):
+            if file.name == self.name(number, file_sha256(file)):
+                return file
+            file.unlink()
+        return None
+
+    def name(self, number: int, sha256: str) -> str:
+        return f"{number:06d}-{sha256[:32]}.safetensors"
+
+    def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Writes a chunk of tensors of the host; ValueError where the disk does not take it."""
+        from training.checkpoint.tensor_file import write_tensors
+
+        temporary = self.folder / f"{number:06d}-tmp"
+        try:
+            written = write_tensors(temporary, tensors, {})
+            rename(temporary, self.folder / self.name(number, written["sha256"]))
+            sync_folder(self.folder)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: piece {number} cannot be written ({error.strerror}); what is "
+                "finished is kept. Mend that and run the same command again."
+            ) from error
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """Reads the tensors of a chunk; ValueError if it is gone or damaged."""
+        from safetensors.torch import load
+
+        file = self.find(number)
+        if file is None:
+            raise UserError(
+                f"{self.folder}: piece {number} is gone or damaged; run the same command again."
+            )
+        return load(file.read_bytes())
+
+    def close(self) -> None:
+        """Waits for the other processes and lets go of the folder; the chunks stay."""
+        self.ranks.wait_for_all()
+        if self.lock is not None:
+            self.lock.close()
+
+    def remove(self) -> None:
+        """Deletes the chunks, once all processes need them no more."""
+        self.close()
+        if self.ranks.first:
+            shutil.rmtree(self.folder, ignore_errors=True)

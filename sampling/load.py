@@ -160,27 +160,6 @@ class TrainedModel:
         return ledger
 
 
-def protocol_of(
-    stack: AccelerationStack, stream: SampleStream, count: int, labels: Any
-) -> dict[str, Any]:
-    """Returns what a figure of samples depends on beside the weights.
-
-    This is the settings, the data, and how the model computes.
-    """
-    spec = stream.spec
-    sampling = spine(stream.sampling)
-    del sampling["per_class"]
-    return {
-        "count": count,
-        "labels": labels,
-        "seed": stream.seed,
-        **sampling,
-        **stack.arithmetic(),
-        "data": spec.fingerprint,
-        "autoencoder": spec.encoder_sha256 or spec.encoder.get("_target_"),
-    }
-
-
 Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
 """Maps the numbers of samples to their labels."""
 
@@ -208,6 +187,23 @@ class SampleStream:
         return labels, draw_latents(
             self.forward, self.spec, labels, position, self.seed, self.sampling
         )
+
+    def protocol(self, stack: AccelerationStack, count: int, labels: Any) -> dict[str, Any]:
+        """Returns what a figure of `count` samples depends on beside the weights.
+
+        This is the settings, the data, and how the model under `stack` computes.
+        """
+        sampling = spine(self.sampling)
+        del sampling["per_class"]
+        return {
+            "count": count,
+            "labels": labels,
+            "seed": self.seed,
+            **sampling,
+            **stack.arithmetic(),
+            "data": self.spec.fingerprint,
+            "autoencoder": self.spec.encoder_sha256 or self.spec.encoder.get("_target_"),
+        }
 
 
 def labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
@@ -275,11 +271,10 @@ def load_run(
     )
     settings.check()
 
-    on_unavailable = settings.on_unavailable.value
     stack = AccelerationStack(
         settings.values(),
         chosen,
-        on_unavailable=on_unavailable,
+        on_unavailable=settings.on_unavailable.value,
         only=[kind.key for kind in TECHNIQUES if kind.in_sampling],
         same_bytes=True,
     )
@@ -288,9 +283,8 @@ def load_run(
     model = stack.on_model(model)
     step: Any = SimpleNamespace(forward=model)
     forward = stack.on_step(step).forward
-    data = found.get("data")
     return TrainedModel(
-        model, forward, stack, opened, autoencoder, sampling, chosen, settings, data
+        model, forward, stack, opened, autoencoder, sampling, chosen, settings, found.get("data")
     )
 
 

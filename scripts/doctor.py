@@ -16,15 +16,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
+import statistics
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch.utils import collect_env
+
+from accel.proof import Proof
+from accel.stack import TECHNIQUES
+from accel.techniques.compilation import cxx_compiler
+from accel.techniques.fused_kernels import FusedKernel
 from common.text import first_line
+from scripts.timing import seconds
+from training.assemble import build_stack
+from training.components import build_loader, prove_kernels
+from training.config.compose import one_sentence
+from training.environment import describe_environment, pick_device
+from training.weights.adapter_base import settled
+from training.weights.pretrained import build_model
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 CLOCKS = {
     "sm_clock_mhz": "clocks.sm",
     "memory_clock_mhz": "clocks.mem",
@@ -35,6 +49,13 @@ heat and power."""
 PATIENCE = 10.0
 """Seconds that nvidia-smi has."""
 UNKNOWN = "unknown"
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""The precisions of a product that is timed -> what its matrices are."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -56,8 +77,6 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     found = examine(options.measure)
     if options.kernels is not None:
-        from training.config.compose import one_sentence
-
         with one_sentence():
             found["kernels"] = kernels(options.kernels)
     print(json.dumps(found, indent=1) if options.json else as_text(found), flush=True)
@@ -66,14 +85,10 @@ def main(words: list[str] | None = None) -> int:
 
 def examine(measure: bool = False) -> dict[str, Any]:
     """Machine, versions, techniques, and rates if asked for."""
-    from scripts.capabilities import capabilities
-    from training.environment import describe_environment, pick_device
-
     device = pick_device("auto")
-    environment = describe_environment(device)
     found: dict[str, Any] = {
         "machine": machine(device),
-        "versions": environment["versions"],
+        "versions": describe_environment(device)["versions"],
         "techniques": [
             c._asdict()
             | {"key": c.word.partition("=")[0], "word": c.word, "available": c.reason is None}
@@ -81,23 +96,67 @@ def examine(measure: bool = False) -> dict[str, Any]:
         ],
     }
     if measure:
-        from scripts.timing import rates
-
         found["rates"] = rates(device)
+    return found
+
+
+def override(key: str, value: bool | str) -> str:
+    """The override that sets a runtime key, such as runtime.tf32=true."""
+    kinds = {kind.key: kind for kind in TECHNIQUES}
+    return kinds[key].override(value) if key in kinds else f"runtime.{key}={str(value).lower()}"
+
+
+class Capability(NamedTuple):
+    """One value of one runtime key, and why it cannot be had here; None if it can."""
+
+    key: str
+    value: bool | str
+    reason: str | None
+
+    @property
+    def word(self) -> str:
+        """The override that asks for it, such as runtime.tf32=true."""
+        return override(self.key, self.value)
+
+
+def capabilities(device: torch.device) -> list[Capability]:
+    """Returns every technique in every way, in the order of the stack."""
+    return [
+        Capability(kind.key, value, kind(value, device).unavailable())
+        for kind in TECHNIQUES
+        for value in dict.fromkeys(way[kind.key] for way in kind.ways())
+    ]
+
+
+def rates(device: torch.device) -> dict[str, float]:
+    """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large
+    copy."""
+    cuda = device.type == "cuda"
+    n = 8192 if cuda else 1024
+    words = {c.word for c in capabilities(device) if c.reason is None}
+    found: dict[str, float] = {}
+
+    def median(run: Callable[[], object]) -> float:
+        run()
+        return statistics.median(seconds(run, device) for _ in range(10))
+
+    before = torch.get_float32_matmul_precision()
+    for name, dtype in DTYPES.items():
+        asked = {f"runtime.precision={name}", f"runtime.{name}=true"}
+        if name == "fp32" or asked & words:
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+            found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
+    torch.set_float32_matmul_precision(before)
+    source = torch.randn(2**28 if cuda else 2**24, device=device)
+    target = torch.empty_like(source)
+    found["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9
     return found
 
 
 def kernels(words: list[str]) -> list[dict[str, Any]]:
     """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is
     trained or written."""
-    from accel.proof import Proof
-    from accel.techniques.fused_kernels import FusedKernel
-    from training.assemble import build_stack
-    from training.components import build_loader, prove_kernels
-    from training.environment import pick_device
-    from training.weights.adapter_base import settled
-    from training.weights.pretrained import build_model
-
     cfg = settled(words).cfg
     device = pick_device(cfg.runtime.device.value)
     samples = cfg.batch_size // cfg.accumulation_steps
@@ -115,12 +174,8 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def machine(device: Any) -> dict[str, Any]:
+def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and drivers as PyTorch, Triton and nvidia-smi see them."""
-    import torch
-
-    from accel.techniques.compilation import cxx_compiler
-
     instructions = {
         "AVX2": torch.cpu._is_avx2_supported(),
         "AVX512": torch.cpu._is_avx512_supported(),
@@ -137,8 +192,6 @@ def machine(device: Any) -> dict[str, Any]:
         "gpu": None,
     }
     if device.type == "cuda":
-        from torch.utils import collect_env
-
         properties = torch.cuda.get_device_properties(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         facts |= {
@@ -207,19 +260,13 @@ def clocks(gpu: str) -> dict[str, Any]:
 def as_text(found: dict[str, Any]) -> str:
     """The findings as a page of text."""
     lines = ["machine"]
-    facts = {
-        k: ", ".join(v) if isinstance(v, list) else v
-        for k, v in found["machine"].items()
-        if v is not None
-    }
-    lines += [f"  {key.replace('_', ' '):<28}{as_number(value)}" for key, value in facts.items()]
-    lines += [
-        "",
-        "versions",
-        "  " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
-        "",
-        "techniques",
-    ]
+    for key, value in found["machine"].items():
+        if value is not None:
+            told = f"{value:g}" if isinstance(value, float) else value
+            told = ", ".join(told) if isinstance(told, list) else told
+            lines.append(f"  {key.replace('_', ' '):<28}{told}")
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    lines += ["", "versions", f"  {versions}", "", "techniques"]
     for row in found["techniques"]:
         word = row["word"]
         lines.append(
@@ -235,10 +282,6 @@ def as_text(found: dict[str, Any]) -> str:
         lines += ["", "measured rates (median of 10)"]
         lines += [f"  {name:<22}{value:.1f}" for name, value in found["rates"].items()]
     return "\n".join(lines)
-
-
-def as_number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

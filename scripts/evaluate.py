@@ -31,6 +31,7 @@ from annotated_types import Ge
 
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
+from scripts.tables import table
 from training.config.compose import from_words
 from training.config.paths import refuse_drawing, refuse_missing
 from training.config.schema import FdConfig, Positive, Several
@@ -62,7 +63,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.files import write_atomically
-    from evaluation.distances import figures
+    from evaluation.distances import figures, stats_of
     from evaluation.evaluator import Evaluator
     from sampling.load import run_folder_of
     from training.distributed.ranks import Ranks
@@ -83,28 +84,21 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     evaluator = Evaluator(
         compared, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
-    job.announce()
 
     # where the result goes: its name tells figures of different settings apart
-    protocol = job.protocol() | evaluator.protocol()
+    compared_by = evaluator.protocol()
+    protocol = job.protocol() | compared_by
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"out={out} cannot be written ({error.strerror}); choose another."
-        ) from error
-
     chunks = job.run(
         out.with_name(out.name + ".parts"),
-        evaluator.protocol() | {"reference": evaluator.source.identity},
+        compared_by | {"reference": evaluator.source.identity},
         lambda labels, latents: evaluator.of_latents(latents),
     )
     result: dict[str, Any] = {}
     if ranks.first:
-        stats = evaluator.stats_of(map(chunks.read, range(chunks.count)))
+        stats = stats_of(map(chunks.read, range(chunks.count)))
         result = {
             "features": figures(stats, evaluator.reference),
             "protocol": protocol,
@@ -113,27 +107,21 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         }
         file = out.with_name(out.name + ".json")
         write_atomically(file, json.dumps(result, indent=1) + "\n")
-        print(f"\n{table(result['features'])}\n{file}", flush=True)
+        print(f"\n{shown(result['features'])}\n{file}", flush=True)
     chunks.remove()
     return result
 
 
-def table(features: Mapping[str, Mapping[str, Any]]) -> str:
+def shown(features: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the figures as aligned lines, and a sentence where one is refused."""
     columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
-    rows = [["features", *columns]]
+    rows = [("features", *columns)]
     for name, found in features.items():
-        rows.append([name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += [f"{name}: {found['why']}" for name, found in features.items() if "why" in found]
-    return "\n".join(lines)
-
-
-def main(words: list[str]) -> None:
-    with resumable_command():
-        evaluate_run(from_words(EvaluateConfig, words, __doc__ or ""))
+        rows.append((name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)))
+    whys = [f"{name}: {found['why']}" for name, found in features.items() if "why" in found]
+    return "\n".join([table(rows), *whys])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with resumable_command():
+        evaluate_run(from_words(EvaluateConfig, sys.argv[1:], __doc__ or ""))

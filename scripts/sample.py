@@ -22,18 +22,21 @@ import zipfile
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from annotated_types import Ge, Le
+from PIL import Image
 
 from common.errors import UserError
-from sampling.draw import DrawConfig, SampleJob
+from common.files import rename, write_atomically
+from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 from training.config.compose import from_words
 from training.config.paths import refuse_drawing
 from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
-    from sampling.resumable_chunks import ResumableChunks
-
-LARGEST_GRID = 1024
+    import torch
 
 
 class Format(str, Enum):
@@ -47,17 +50,13 @@ class SampleConfig(DrawConfig):
     """What to draw, and where it goes."""
 
     format: Format = Format.npz
-    grid: int = 0
+    grid: Annotated[int, Ge(0), Le(1024)] = 0
     """The first so many, sorted by label, also as one picture: <out>.png."""
     out: str = "samples/samples"
 
     def check(self) -> None:
         """ValueError for a value that nothing can be drawn with."""
         super().check()
-        if not 0 <= self.grid <= LARGEST_GRID:
-            raise UserError(
-                f"grid={self.grid} must be between 0 (no grid) and {LARGEST_GRID} images."
-            )
         if self.grid and self.format is Format.latents:
             raise UserError(
                 f"grid={self.grid} is made of images; leave it out with format=latents."
@@ -72,14 +71,12 @@ def sample_run(cfg: SampleConfig) -> Path:
     refuse_drawing(cfg)
     import torch
 
-    from common.files import write_atomically
     from models.images import to_uint8
     from training.distributed.ranks import Ranks
 
     ranks = Ranks.from_environment()
     job = SampleJob(cfg, ranks)
     decode = job.trained.autoencoder.decode
-    job.announce()
 
     out = Path(cfg.out).expanduser()
     parts = out.with_name(out.name + ".parts")
@@ -88,19 +85,21 @@ def sample_run(cfg: SampleConfig) -> Path:
             f"out={out} is there already, and its images would mix with new ones; choose another."
         )
 
+    raw = cfg.format is Format.latents
+
     def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        if cfg.format is Format.latents:
-            return {"labels": labels, "samples": latents}
-        return {"labels": labels, "samples": torch.from_numpy(to_uint8(decode(latents)))}
+        samples = latents if raw else torch.from_numpy(to_uint8(decode(latents)))
+        return {"labels": labels, "samples": samples}
 
-    kind = "latents" if cfg.format is Format.latents else "images"
-    chunks = job.run(parts, {"kind": kind}, content)
+    chunks = job.run(parts, {"kind": "latents" if raw else "images"}, content)
 
-    file = out if cfg.format is Format.png else out.with_name(out.name + ".npz")
+    file = out
     if cfg.format is Format.png:
         write_pngs(out, chunks, job.size)
-    elif ranks.first:
-        write_npz(file, chunks, cfg.count, "latents" if kind == "latents" else "arr_0")
+    else:
+        file = out.with_name(out.name + ".npz")
+        if ranks.first:
+            write_npz(file, chunks, cfg.count, "latents" if raw else "arr_0")
     if ranks.first:
         if cfg.grid:
             count = min(cfg.grid, cfg.count)
@@ -114,10 +113,6 @@ def sample_run(cfg: SampleConfig) -> Path:
 
 def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> None:
     """Writes one .npz with `name` (count, …) and `labels` (count,), a chunk in memory at a time."""
-    import numpy as np
-
-    from common.files import rename
-
     temporary = file.with_name(file.name + ".tmp")
     like = chunks.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
@@ -137,8 +132,6 @@ def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> Non
 
 def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
     """Writes this process's images as <folder>/<label>/<number>.png, a folder a class."""
-    from PIL import Image
-
     for number in chunks.mine():
         found = chunks.read(number)
         pairs = zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)
@@ -153,15 +146,11 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
 
     A row is a label, with its name, where that fits; else the picture is a square.
     """
-    import numpy as np
-
     from models.images import write_grid
 
     first = [chunks.read(number) for number in range(-(-count // job.size))]
-    labels, images = (
-        np.concatenate([chunk[name].numpy() for chunk in first])[:count]
-        for name in ("labels", "samples")
-    )
+    labels = np.concatenate([chunk["labels"] for chunk in first])[:count]
+    images = np.concatenate([chunk["samples"] for chunk in first])[:count]
     images = images[np.argsort(labels, kind="stable")]
     drawn, rows = np.unique(labels, return_counts=True)
     if len(rows) == 1 or rows.min() < rows.max() or rows.max() > 4 * len(rows):
@@ -171,10 +160,6 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     write_grid(file, images, int(rows[0]), names=[names[label] for label in drawn], note=note)
 
 
-def main(words: list[str]) -> None:
-    with resumable_command():
-        sample_run(from_words(SampleConfig, words, __doc__ or ""))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with resumable_command():
+        sample_run(from_words(SampleConfig, sys.argv[1:], __doc__ or ""))

@@ -4,7 +4,6 @@ finished."""
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,31 +97,3 @@ class MemoryPeak:
 
     def read(self) -> int | None:
         return torch.cuda.max_memory_reserved() - self.before if self.cuda else None
-
-
-def rates(device: torch.device) -> dict[str, float]:
-    """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large
-    copy."""
-    from scripts.capabilities import capabilities
-
-    cuda = device.type == "cuda"
-    n = 8192 if cuda else 1024
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    had = [c for c in capabilities(device) if c.reason is None]
-    here = {c.value if c.key == "precision" else c.key for c in had}
-    found: dict[str, float] = {}
-
-    def median(run: Callable[[], object]) -> float:
-        run()
-        return statistics.median(seconds(run, device) for _ in range(10))
-
-    before = torch.get_float32_matmul_precision()
-    for name in ("fp32", *(name for name in ("tf32", *half) if name in here)):
-        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        a, b = (torch.randn(n, n, device=device, dtype=half.get(name)) for _ in range(2))
-        found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
-    torch.set_float32_matmul_precision(before)
-    source = torch.randn(2**28 if cuda else 2**24, device=device)
-    target = torch.empty_like(source)
-    found["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9
-    return found

@@ -13,8 +13,7 @@ from triton.runtime import driver
 from accel.stack import TECHNIQUES
 from accel.techniques.precision import Precision
 from scripts import doctor
-from scripts.capabilities import capabilities
-from scripts.timing import rates
+from scripts.doctor import capabilities, rates
 from training.config.schema import RuntimeConfig
 
 CPU = torch.device("cpu")

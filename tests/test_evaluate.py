@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 
 from common.files import ROOT
-from evaluation import reference
+from evaluation import evaluator as comparing
 from evaluation.distances import FeatureStats, distances, figures, floor, frechet
-from evaluation.evaluator import Evaluator
+from evaluation.distances import stats_of as summed
+from evaluation.evaluator import Evaluator, folder_source
 from models.autoencoders import PixelAutoencoder
 from sampling.load import SampleStream
 from scripts.evaluate import EvaluateConfig, evaluate_run
@@ -74,7 +75,7 @@ def evaluator():
 
 
 def stats_of(evaluator: Evaluator, images: np.ndarray) -> dict[str, FeatureStats]:
-    return evaluator.stats_of(map(evaluator.of, torch.from_numpy(images).split(300)))
+    return summed(map(evaluator.of, torch.from_numpy(images).split(300)))
 
 
 def digits(evaluator: Evaluator) -> np.ndarray:
@@ -143,14 +144,14 @@ def test_no_minutes_go_by_without_a_word(evaluator, capsys, monkeypatch, tmp_pat
     """Before features of a reference are made, and then in images; nothing where they are known."""
     monkeypatch.setattr("common.terminal.EVERY", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    reference.reference_stats(evaluator.source, evaluator.spaces, CPU, SINGLE)
+    evaluator.reference_stats(SINGLE)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == (
         "making features (encoder, random) of 1617 images of the reference; a later run finds "
         f"them in {tmp_path}/fastlatent/references"
     )
     assert second.startswith("64/1617 images, ")
-    reference.reference_stats(evaluator.source, evaluator.spaces, CPU, SINGLE)
+    evaluator.reference_stats(SINGLE)
     assert capsys.readouterr().out == ""
 
 
@@ -232,12 +233,12 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
         "features=[encoder]",
     ]
     program = (
-        "import os, sys, sampling.resumable_chunks as p; write = p.ResumableChunks.write\n"
+        "import os, sys, sampling.draw as p; write = p.ResumableChunks.write\n"
         "def dying(self, number, tensors):\n"
         "    if 'samples.parts' in str(self.folder) and number == 1: os.kill(os.getpid(), 9)\n"
         "    write(self, number, tensors)\n"
         "p.ResumableChunks.write = dying\n"
-        "from scripts.evaluate import main; main(sys.argv[1:])"
+        "import runpy; runpy.run_module('scripts.evaluate', run_name='__main__')"
     )
     command = [sys.executable, "-c", program, *words, f"out={tmp_path / 'samples'}"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9
@@ -300,7 +301,7 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(
     def refuse(*_):
         raise AssertionError("the reference was read again")
 
-    monkeypatch.setattr(reference, "DecodedImages", refuse)
+    monkeypatch.setattr(comparing, "DecodedImages", refuse)
     assert evaluate_run(replace(cfg, out=str(tmp_path / "b")))["features"] == found["features"]
     stats = stats_of(
         evaluator, digits(evaluator)[:300]
@@ -320,13 +321,10 @@ def save_flat(folder, count: int) -> None:
 def test_other_pixels_are_another_reference(tmp_path):
     """Also of the same names and sizes; and a folder needs no classes."""
     save_flat(tmp_path / "flat", 9)
-    first = reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told
-    assert reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told == first
+    first = folder_source(str(tmp_path / "flat"), 8, 100).told
+    assert folder_source(str(tmp_path / "flat"), 8, 100).told == first
     Image.new("RGB", (8, 8), (99, 0, 0)).save(tmp_path / "flat" / "3.bmp")
-    assert (
-        reference.folder_source(str(tmp_path / "flat"), (8, 8), 100).told["sha256"]
-        != first["sha256"]
-    )
+    assert folder_source(str(tmp_path / "flat"), 8, 100).told["sha256"] != first["sha256"]
 
 
 def test_one_run_has_distances_of_one_protocol(trained, tmp_path):
@@ -390,11 +388,11 @@ def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
 
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
     """One waits; a command without a right to wait is refused."""
-    from sampling import resumable_chunks
-    from sampling.resumable_chunks import ResumableChunks
+    from sampling import draw
+    from sampling.draw import ResumableChunks
 
     calls = []
-    held = resumable_chunks.lock_folder
+    held = draw.lock_folder
 
     def busy_twice(folder, refusal):
         calls.append(folder)
@@ -402,7 +400,7 @@ def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypa
             raise ValueError(refusal)
         return held(folder, refusal)
 
-    monkeypatch.setattr(resumable_chunks, "lock_folder", busy_twice)
+    monkeypatch.setattr(draw, "lock_folder", busy_twice)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert ResumableChunks(tmp_path / "waits", {}, 1, SINGLE, waits=True).missing() == [0]
     calls.clear()

@@ -22,8 +22,7 @@ from common.files import file_sha256
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
-from scripts.report.pages import card, page
-from scripts.report.plots import TRAINING, distance_plots, draw
+from scripts.report.pages import TRAINING, card, distance_plots, draw, page
 from training.config.compose import as_yaml, compose
 from training.weights.pretrained import read_tensors
 
@@ -245,7 +244,7 @@ def test_page_and_card_show_the_whole_run(
 
 
 def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: Plant):
-    run = History(str(plant("mine")), "run_dir")
+    run = History(plant("mine"))
     told = (
         card(run, how="open it in diffusers")
         .partition("## How to sample\n\n")[2]
@@ -260,16 +259,16 @@ def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: P
     found = json.loads(result.read_text())
     found["features"]["encoder"]["copied"] = 0.05
     write(result, found)
-    assert repeats not in card(History(str(run.folder), "run_dir"))
+    assert repeats not in card(History(run.folder))
 
 
 def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant: Plant):
-    run = History(str(plant("mine")), "run_dir")
-    plot = distance_plots([run])[0]
-    assert draw(plot, [run]) == draw(plot, [run])
-    assert draw(plot, [run]) != draw(plot._replace(floor=None), [run])
+    run = History(plant("mine"))
+    plots = distance_plots([run])
+    assert draw(plots, [run]) == draw(plots, [run])
+    assert draw(plots[:1], [run]) != draw([plots[0]._replace(floor=None)], [run])
     run.lines = [{"samples": i, "loss": 2.0 + math.sin(1.7 * i)} for i in range(20_000)]
-    assert len(draw(TRAINING[0], [run])[1]) < 200_000
+    assert len(draw(TRAINING[:1], [run])[0][1]) < 200_000
 
 
 def test_torn_lines_and_numbers_that_are_none_are_said(plant: Plant):
@@ -336,9 +335,7 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
 
 
 def test_figures_of_two_protocols_stand_apart(plant: Plant):
-    html = page(
-        [History(str(plant("mine")), "run_dir"), History(str(plant("theirs", steps=50)), "")]
-    )
+    html = page([History(plant("mine")), History(plant("theirs", steps=50))])
     for name in ("distance", "evaluations"):
         shown = section(html, name)
         said = "Another protocol, not to be compared with the first: steps (20 or 50)."
@@ -351,8 +348,10 @@ def test_figures_of_two_protocols_stand_apart(plant: Plant):
 def test_what_cannot_be_is_refused_in_a_sentence(
     plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(ValueError, match=r"other=.* is no run folder: it has no config.yaml"):
-        History(str(tmp_path), "other")
+    with pytest.raises(ValueError, match=r"other=.* has no config.yaml; name the run_dir"):
+        report(ReportConfig(run_dir=str(plant("whole")), other=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"is no run folder: it has no config\.yaml"):
+        History(tmp_path)
     with pytest.raises(ValueError, match="run_dir is not set"):
         report(ReportConfig())
     run = str(plant("mine"))

@@ -28,8 +28,8 @@ from scripts.bench import (
     measure,
     step,
 )
-from scripts.capabilities import override
 from scripts.commands import own_and_others
+from scripts.doctor import override
 from training.config.compose import CONF, compose
 from training.config.schema import refuse_values
 

@@ -24,7 +24,8 @@ from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.mixers.attention import axial_rotations
 from scripts.bench import BenchConfig, Case, Figures
-from scripts.timing import interleaved, rates, ratios, spread
+from scripts.doctor import rates
+from scripts.timing import interleaved, ratios, spread
 from training.environment import pick_device
 
 SHAPES = {

@@ -24,7 +24,6 @@ from scripts import doctor
 from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
-from scripts.capabilities import override
 from scripts.commands import table
 from scripts.plan.memory import Question, forecast
 from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
@@ -54,7 +53,7 @@ def refusals(words: Words, device: torch.device) -> Iterator[tuple[str, str]]:
         text = word.partition("=")[2]
         value = {"true": True, "false": False}.get(text, text)
         for kind in TECHNIQUES:
-            if override(kind.key, value) == word and value != kind.off:
+            if doctor.override(kind.key, value) == word and value != kind.off:
                 reason = kind(value, device).unavailable()
                 if reason:
                     yield word, reason

@@ -16,8 +16,8 @@ from torch.autograd import DeviceType
 from accel.ledger import Ledger
 from accel.stack import TECHNIQUES, AccelerationStack
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
-from scripts.capabilities import capabilities
 from scripts.commands import table
+from scripts.doctor import capabilities
 from scripts.timing import MemoryPeak, interleaved, spread, synchronise
 from training.assemble import assemble
 from training.config.schema import KERNELS

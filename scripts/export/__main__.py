@@ -244,7 +244,7 @@ def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
     head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
     run = trained.file.parents[2] if trained.file.parent.parent.name == "checkpoints" else None
     if run is not None and (run / "config.yaml").is_file():
-        return head + card(History(str(run), "run_dir"), how).partition("\n---\n\n")[2]
+        return head + card(History(run), how).partition("\n---\n\n")[2]
     return f"{head}# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
 
 

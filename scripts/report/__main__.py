@@ -44,10 +44,9 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
     from scripts.report.history import History
     from scripts.report.pages import card, page
 
-    runs = [History(path, key) for key, path in given.items() if path]
-    if len({run.name for run in runs}) < len(runs):
-        for run in runs:
-            run.name = str(run.folder)
+    folders = [Path(path).expanduser() for path in given.values() if path]
+    alike = len({folder.resolve().name for folder in folders}) < len(folders)
+    runs = [History(folder, str(folder) if alike else "") for folder in folders]
     if cfg.out:
         html = Path(f"{cfg.out.removesuffix('.html')}.html").expanduser()
         markdown = html.with_suffix(".md")

@@ -24,52 +24,37 @@ HEADS = ("run", "file", "weights", "features", *FIGURES)
 UNFINISHED = "no: there is no summary.json, and figures are the last logged ones"
 
 
-class Weights(NamedTuple):
-    """The averages of a checkpoint."""
-
-    parameters: int
-    sha256: str
-
-
 class Evaluation(NamedTuple):
     """One file of `python -m scripts.evaluate`."""
 
-    run: History
-    file: str
-    features: dict[str, dict[str, Any]]
-    """Figures by feature space."""
+    rows: list[list[Any]]
+    """A row under HEADS for each feature space."""
     protocol: dict[str, Any]
-
-    @property
-    def rows(self) -> list[list[Any]]:
-        """A row under HEADS for each feature space."""
-        kind = self.protocol["weights.kind"]
-        head = [self.run.name, self.file, f"{kind} step {text(self.protocol['weights.step'])}"]
-        return [
-            [*head, space, *(found.get(key, "") for key in FIGURES)]
-            for space, found in self.features.items()
-        ]
 
 
 class History:
     """The content of a run folder, finished or not. Mappings are flat, with dotted keys.
 
-    ValueError, which calls it `key`, where `path` is no run folder.
+    `name` is what the pages call it. ValueError where `folder` is no run folder.
     """
 
-    def __init__(self, path: str, key: str) -> None:
-        self.folder = folder = Path(path).expanduser()
+    def __init__(self, folder: Path, name: str = "") -> None:
         if not (folder / "config.yaml").is_file():
             raise UserError(
-                f"{key}={path} is no run folder: it has no config.yaml; name the run_dir of a run."
+                f"{folder} is no run folder: it has no config.yaml; name the run_dir of a run."
             )
-        self.name = folder.resolve().name
+        self.folder = folder
+        self.name = name or folder.resolve().name
         self.config = dict(flat(read_config(folder / "config.yaml")))
         self.environment = dict(flat(self.read("environment.json")))
         self.protocol = dict(flat(self.read("fd_protocol.json")))
         """What the distances measured during training depend on."""
-        self.ledger = self.read_ledger()
-        self.state, self.weights = read_newest(path, self.read_checkpoint)
+        try:
+            self.ledger = [LedgerRow(key, **row) for key, row in self.read("ledger.json").items()]
+        except TypeError as error:
+            file = folder / "ledger.json"
+            raise UserError(f"{file} holds no ledger; restore it or delete it.") from error
+        self.state, self.weights = read_newest(str(folder), self.read_checkpoint)
         self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
         steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
         self.grids = sorted(steps.items())
@@ -84,10 +69,9 @@ class History:
         self.figures = {k: y for k, y in (self.summary or latest).items() if is_figure(y)}
         """The figures of the summary; an unfinished run has the last that were logged."""
 
-        files = sorted(folder.glob("evaluation/*.json"))
-        found = [self.evaluation(file) for file in files]
+        found = [self.evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
         self.evaluations = [evaluation for evaluation in found if evaluation]
-        strange = len(files) - len(self.evaluations)
+        strange = found.count(None)
         wrong = sum(math.isnan(y) for _, y in self.series("loss"))
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
@@ -104,60 +88,47 @@ class History:
         file = self.folder / name
         return read_object(file) if file.is_file() else {}
 
-    def read_ledger(self) -> list[LedgerRow]:
-        rows = self.read("ledger.json")
-        try:
-            return [LedgerRow(name, **row) for name, row in rows.items()]
-        except TypeError as error:
-            file = self.folder / "ledger.json"
-            raise UserError(f"{file} holds no ledger; restore it or delete it.") from error
-
-    def read_checkpoint(self) -> tuple[dict[str, Any], Weights | None]:
-        """Reads the newest checkpoint's state and averages; empty and None where there is none."""
+    def read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads the newest checkpoint's state, and what its averages are; both may be empty."""
         found = complete(self.folder / "checkpoints")
         if not found:
-            return {}, None
+            return {}, {}
         file = found[-1] / "ema.safetensors"
         parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
-        return dict(flat(description(found[-1]))), Weights(parameters, file_sha256(file))
+        weights = {"parameters": parameters, "sha256": file_sha256(file)}
+        return dict(flat(description(found[-1]))), weights
 
     def evaluation(self, file: Path) -> Evaluation | None:
         """Reads a file of `scripts.evaluate`; None for another file."""
         content = read_object(file)
-        features = content.get("features")
-        protocol = content.get("protocol")
-        if not isinstance(features, dict) or not isinstance(protocol, dict):
+        try:
+            settings = dict(flat(content["protocol"]))
+            weights = f"{settings['weights.kind']} step {text(settings['weights.step'])}"
+            rows = [
+                [self.name, file.name, weights, space, *(found.get(key, "") for key in FIGURES)]
+                for space, found in content["features"].items()
+            ]
+        except (KeyError, AttributeError):
             return None
-        settings = dict(flat(protocol))
-        known = {"weights.kind", "weights.step"} <= settings.keys()
-        if not known or not all(isinstance(row, dict) for row in features.values()):
-            return None
-        return Evaluation(self, file.name, features, settings)
+        return Evaluation(rows, settings)
 
     def series(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
         """Returns (x, y) of the lines that have both; y is NaN where it is no finite number."""
-        pairs = [
-            (line[over], line[key])
+        return [
+            (line[over], math.nan if line[key] is None else line[key])
             for line in self.lines
             if key in line and line.get(over) is not None
         ]
-        return [(x, math.nan if y is None or math.isinf(y) else y) for x, y in pairs]
 
     @property
-    def distances(self) -> list[str]:
-        """Keys of the distances measured during training: fd_<features> and kd_<features>."""
-        keys = (key for line in self.lines for key in line if key.startswith(("fd_", "kd_")))
-        return list(dict.fromkeys(keys))
-
-    def last_distances(self) -> list[tuple[str, int, float]]:
-        """Returns the last finite value of each such key, and the samples at which it was."""
-        points = {k: [p for p in self.series(k) if math.isfinite(p[1])] for k in self.distances}
-        return [(key, int(found[-1][0]), found[-1][1]) for key, found in points.items() if found]
-
-    @property
-    def counts_copies(self) -> bool:
-        """Whether an evaluation says how many images the model repeats."""
-        return any("copied" in row for e in self.evaluations for row in e.features.values())
+    def distances(self) -> dict[str, list[tuple[float, float]]]:
+        """The finite points of the distances measured during training, such as fd_<features>."""
+        keys = dict.fromkeys(key for line in self.lines for key in line)
+        return {
+            key: [point for point in self.series(key) if math.isfinite(point[1])]
+            for key in keys
+            if key.startswith(("fd_", "kd_"))
+        }
 
     def numbers(self) -> dict[str, Any]:
         """Returns the figures as they are shown."""
@@ -182,23 +153,21 @@ class History:
 
     def facts(self) -> dict[str, Any]:
         """Returns what ran where, with which versions."""
-        environment = self.environment
-        commit = environment.get("git.commit")
-        changed = " with uncommitted changes" if environment.get("git.uncommitted_changes") else ""
-        argv = environment.get("argv")
+        get = self.environment.get
+        changed = " with uncommitted changes" if get("git.uncommitted_changes") else ""
+        argv = get("argv")
         files = (self.folder / "config.yaml", *self.folder.glob("*.json*"))
         written = max(file.stat().st_mtime for file in files)
+        versions = [f"{name} {value}" for name, value in self.part("versions").items()]
         found = {
-            **{key: environment.get(f"choices.{key}") for key in ("model", "data", "runtime")},
+            **{key: get(f"choices.{key}") for key in ("model", "data", "runtime")},
             "data fingerprint": self.state.get("spec.fingerprint"),
             "batch (global)": self.config.get("batch_size"),
             "precision": next((row.active for row in self.ledger if row.key == "precision"), None),
-            "hardware": environment.get("hardware"),
+            "hardware": get("hardware"),
             "processes": self.state.get("world_size"),
-            "versions": ", ".join(
-                f"{name} {value}" for name, value in self.part("versions").items()
-            ),
-            "git commit": f"{commit}{changed}" if commit else None,
+            "versions": ", ".join(versions),
+            "git commit": f"{get('git.commit')}{changed}" if get("git.commit") else None,
             "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
             "time": told(self.read("time.json").get("seconds")),
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
@@ -209,8 +178,10 @@ class History:
 
 def text(value: Any) -> str:
     """Returns a value as the report shows it."""
-    if value is None or isinstance(value, float):
-        return "–" if value is None else f"{value:.4g}"
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return f"{value:,}" if type(value) is int else shown(value)
 
 
@@ -228,10 +199,10 @@ def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple
 def figures_beside(first: History, second: History) -> list[tuple[Any, ...]]:
     """Returns (key, both figures, second / first) where the figures of two runs differ."""
     rows = []
-    for key, *both in differing(first.numbers(), second.numbers()):
-        one = first.figures.get(key)
-        other = second.figures.get(key)
-        rows.append((key, *both, f"×{other / one:.3f}" if one and other else "–"))
+    for row in differing(first.numbers(), second.numbers()):
+        one = first.figures.get(row[0])
+        other = second.figures.get(row[0])
+        rows.append((*row, f"×{other / one:.3f}" if one and other else "–"))
     return rows
 
 

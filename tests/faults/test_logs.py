@@ -51,7 +51,7 @@ def test_a_damaged_log_stops_no_run(
     assert zygote(folder, "total_samples=64") == [0]
     log = folder / "metrics.jsonl"
     log.write_bytes(DAMAGES[kind](log.read_bytes()))
-    History(str(folder), "run_dir")
+    History(folder)
     assert zygote(folder) == [0], said(folder)
     assert outcome(folder).state == outcome(whole()).state
     assert read_metrics(log).damaged == 0
