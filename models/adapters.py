@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from common.errors import UserError
-from models.conditioning import LabelEmbedding
+from models.layers import LabelEmbedding
 
 
 class Adapted(nn.Module, ABC):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from models.block import Block, Norm, SwiGLU, fill_rows, register_rows
-from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positions
+from models.layers import LabelEmbedding, TimestepEmbedding, sincos_positions
 
 
 class Denoiser(nn.Module):

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from models.solver import Solver
-from training.config.schema import Positive, refuse_values
+from training.config.schema import Positive, Solver, refuse_values
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,8 +24,8 @@ from common.errors import UserError
 from common.files import file_sha256, make_folder, read_object, write_atomically
 from common.text import is_figure
 from models.adapters import PromptedLabels, merge, trained
-from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
+from models.layers import LabelEmbedding
 from training.checkpoint.find import weights_file
 from training.checkpoint.tensor_file import KEY, write_tensors
 from training.weights.adapter_base import put_on

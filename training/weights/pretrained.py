@@ -29,8 +29,8 @@ from common.text import first_line
 from data.loader import Count, LatentSpec
 from data.manifest import first_fault, wrong_lengths
 from models.autoencoders import Autoencoder
-from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
+from models.layers import LabelEmbedding
 from training.checkpoint.tensor_file import KEY
 from training.config.build import build, is_admitted
 
