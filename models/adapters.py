@@ -1,5 +1,4 @@
-"""Adapters: small trained parts on a frozen model, and how they are merged into it or taken off
-again.
+"""Adapters: small trained parts on a frozen model, and how they are merged into it.
 
 An adapted layer holds the layer that it stands for as `base_layer`, whose weights it never changes.
 Letters: B samples, I inputs and O outputs of a layer, R rank, K classes, D width, H hidden width.
@@ -210,13 +209,6 @@ def merge(model: nn.Module) -> None:
     as without it."""
     for name, layer in layers_of(model).items():
         exchange(model, name, layer.merged())
-
-
-def unload(model: nn.Module) -> None:
-    """Takes the adapter off: the layers are those from before, bit for bit. A label table that was
-    trained stays."""
-    for name, layer in layers_of(model).items():
-        exchange(model, name, layer.base_layer)
 
 
 def exchange(model: nn.Module, name: str, layer: nn.Module) -> None:

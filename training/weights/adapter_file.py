@@ -36,8 +36,8 @@ from training.weights.pretrained import (
     described,
     description_in,
     load_pretrained,
-    misfit,
     read_tensors,
+    refuse_misfit,
     told_by,
     weights_for,
 )
@@ -54,16 +54,12 @@ NO_MATTER = {
     "target_modules",
     "exclude_modules",
     "inference_mode",
-}
-NO_MATTER |= {
     "base_model_name_or_path",
     "revision",
     "task_type",
     "auto_mapping",
     "peft_version",
     "init_lora_weights",
-}
-NO_MATTER |= {
     "layers_to_transform",
     "layers_pattern",
     "runtime_config",
@@ -118,12 +114,8 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> Opened:
     told = description_in(file) or told_by_peft(file, below, tensors)
     note = told.adapter
     if note is None or below.adapter is not None:
-        wrong, what = (
-            (file, "no adapter, but a model")
-            if note is None
-            else (base, "an adapter, and no model")
-        )
-        raise UserError(f"{wrong} is {what}; name a model by weights= and an adapter by adapter=.")
+        wrong = f"{base} is an adapter" if note else f"{file} is a model"
+        raise UserError(f"{wrong}; name a model by weights= and an adapter by adapter=.")
     if note.base_sha256 and note.base_sha256 != (found := file_sha256(base)):
         raise UserError(
             f"{file} was trained on other weights (sha256 {note.base_sha256[:12]}…) than {base} "
@@ -156,8 +148,7 @@ def fitting(
     own = trained(model)
     theirs = {peft_name(name): name for name in own}
     tensors = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
-    if difference := misfit(tensors, own):
-        raise UserError(f"{file} does not fit the adapter that it describes: {difference}.")
+    refuse_misfit(file, "the adapter that it describes", tensors, own)
     return tensors
 
 
