@@ -107,13 +107,12 @@ class PromptedLabels(Adapted):
 class Adapter(ABC):
     """An adapter as the configuration describes it."""
 
+    misses: str
+    """The sentence for a model that has no layer to adapt."""
+
     @abstractmethod
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
         """The layer called `name` with the adapter on it; None where it stays as it is."""
-
-    @abstractmethod
-    def misses(self) -> str:
-        """The sentence for a model that has no layer to adapt."""
 
 
 class Lora(Adapter):
@@ -133,6 +132,10 @@ class Lora(Adapter):
         self.rank = rank
         self.alpha = alpha
         self.targets = targets
+        self.misses = (
+            f"adapter.targets={targets} match no linear layer of this model; [blocks.*] are all of "
+            "its blocks."
+        )
 
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
         if not isinstance(layer, nn.Linear) or not any(
@@ -141,16 +144,12 @@ class Lora(Adapter):
             return None
         return LoraLinear(layer, self.rank, self.alpha)
 
-    def misses(self) -> str:
-        return (
-            f"adapter.targets={self.targets} match no linear layer of this model; [blocks.*] are "
-            "all of its blocks."
-        )
-
 
 class Prompt(Adapter):
     """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of
     that width."""
+
+    misses = "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
 
     def __init__(self, hidden: int = 0) -> None:
         if hidden < 0:
@@ -159,9 +158,6 @@ class Prompt(Adapter):
 
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
         return PromptedLabels(layer, self.hidden) if isinstance(layer, LabelEmbedding) else None
-
-    def misses(self) -> str:
-        return "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
 
 
 def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> None:
@@ -176,7 +172,7 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
         name: adapted for name, m in model.named_modules() if (adapted := adapter.adapted(name, m))
     }
     if not found:
-        raise UserError(adapter.misses())
+        raise UserError(adapter.misses)
     for name, adapted in found.items():
         exchange(model, name, adapted)
 

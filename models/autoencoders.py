@@ -9,7 +9,6 @@ Letters: B samples, C latent channels, h w latent size, H W image size.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.files import read_object
 from common.libraries import quiet
 
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
@@ -81,7 +81,7 @@ class DiffusersAutoencoder(Autoencoder):
     ) -> None:
         super().__init__()
         repository = local_folder(path, subfolder, revision)
-        folder = repository / subfolder if subfolder else repository
+        folder = repository / (subfolder or "")
         # the hub's cache names commits
         self.revision = None if is_folder(path) else repository.name
         weights = folder / WEIGHTS
@@ -92,12 +92,7 @@ class DiffusersAutoencoder(Autoencoder):
                     f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder "
                     "has it."
                 )
-        try:
-            config = json.loads(config_file.read_text())
-        except ValueError as error:
-            raise UserError(
-                f"{config_file} is not valid JSON ({error}); download it again."
-            ) from error
+        config = read_object(config_file)
         self.kind = config.get("_class_name")
         if self.kind not in CLASSES:
             raise UserError(

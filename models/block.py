@@ -28,7 +28,7 @@ class MLP(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        return 2 * tokens * sum(p.numel() for p in self.parameters() if p.ndim == 2)
+        return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
 
 
 class SwiGLU(MLP):

@@ -13,12 +13,12 @@ from torch import nn
 
 from common.errors import UserError
 from models.autoencoders import PixelAutoencoder
+from sampling.draw import SAMPLER
 from sampling.load import TrainedModel
 from scripts.export.source import one_file
 from training.checkpoint.tensor_file import write_tensors
 from training.config.build import resolve_target
-from training.config.schema import SamplingConfig
-from training.weights.pretrained import is_part_of_model
+from training.weights.pretrained import targets
 
 MODELLING = "modeling_fastlatent"
 TRANSFORMER = "FastlatentTransformer"
@@ -33,22 +33,16 @@ ORIGIN = (
 )
 VERSION = {"_diffusers_version": diffusers.__version__}
 AUTO = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
-SAMPLING = ("solver", "steps", "guidance", "guidance_interval", "shift")
 
 
 def exportable(node: Mapping[str, Any]) -> None:
     """ValueError for a model with code of somebody's own, which cannot be copied into one file."""
-    for key, part in {
-        "model": node,
-        **{key: node[key] for key in ("mixer", "mlp") if key in node},
-    }.items():
-        target = str(part["_target_"])
-        if not (is_part_of_model(target) and target.startswith("models.")) or (
-            key == "model" and target != "models.denoiser.Denoiser"
-        ):
+    for target in targets(node):
+        known = "models." if target != node["_target_"] else "models.denoiser.Denoiser"
+        if not str(target).startswith(known):
             raise UserError(
-                f"{key}._target_={target} is code of your own, which format=diffusers cannot copy "
-                "into one file; use format=torch_export."
+                f"_target_={target} of the model is code of your own, which format=diffusers "
+                "cannot copy into one file; use format=torch_export."
             )
 
 
@@ -97,7 +91,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "mean": spec.mean,
         "std": spec.std,
         "class_names": spec.names,
-        "sampling": plain(trained.sampling),
+        "sampling": {key: getattr(trained.sampling, key) for key in SAMPLER},
         "autoencoder": autoencoder_of(trained),
         "global_branches": bool(branches_of(getattr(trained.autoencoder, "vae", None))),
     }
@@ -116,11 +110,6 @@ def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, li
     write_json(part / "config.json", told)
     source = one_file(f"An autoencoder{ORIGIN}", HERE + AUTOENCODER)
     (part / f"{AUTOENCODING}.py").write_text(source)
-
-
-def plain(sampling: SamplingConfig) -> dict[str, Any]:
-    """How the run drew its own samples."""
-    return {key: getattr(value := getattr(sampling, key), "value", value) for key in SAMPLING}
 
 
 def autoencoder_of(trained: TrainedModel) -> str:
