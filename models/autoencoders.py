@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.files import read_object
 from common.libraries import quiet
+from models.images import shown
 
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -64,7 +65,7 @@ class PixelAutoencoder(Autoencoder):
         return images, None
 
     def decode(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        return latents if latents.shape[1] in (1, 3) else latents[:, :1]
+        return shown(latents)
 
 
 class DiffusersAutoencoder(Autoencoder):
@@ -113,10 +114,10 @@ class DiffusersAutoencoder(Autoencoder):
     def encode(
         self, images: Float[Tensor, "B 3 H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
-        encoded = self.vae.encode(images)  # pyright: ignore[reportCallIssue]
-        if self.kind == "AutoencoderKL":
-            return encoded.latent_dist.mean.float(), encoded.latent_dist.std.float()
-        return (encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent).float(), None
+        encoded = self.vae.encode(images)[0]  # pyright: ignore[reportCallIssue]
+        if self.kind == "AutoencoderKL":  # a distribution
+            return encoded.mean.float(), encoded.std.float()
+        return encoded.float(), None
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:

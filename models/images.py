@@ -28,6 +28,11 @@ def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
     return scaled.permute(0, 2, 3, 1).cpu().numpy()
 
 
+def shown(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
+    """Latents that are pixels: one or three channels as they are, of any other number the first."""
+    return latents if latents.shape[1] in (1, 3) else latents[:, :1]
+
+
 def psnr(images: Float[Tensor, "B c H W"], reference: Float[Tensor, "B c H W"]) -> float:
     """Peak signal-to-noise ratio in dB of images in [-1, 1] (peak-to-peak 2), over the whole
     batch."""

@@ -71,16 +71,17 @@ class LabelEmbedding(nn.Module):
         return self.table(y)
 
 
+def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]:
+    """Row and column of each token times `count` frequencies from 1 to nearly 1 / base; both (L,
+    count), in fp64."""
+    frequencies = base ** -(torch.arange(count, dtype=torch.float64) / count)
+    sides = [torch.arange(side, dtype=torch.float64) for side in grid]
+    axes = torch.meshgrid(*sides, indexing="ij")
+    return [axis.reshape(-1, 1) * frequencies for axis in axes]
+
+
 def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 L D"]:
     """Fixed 2-D sinusoids: half of the channels follow the row, half the column."""
-    quarter = -(-dim // 4)
-    frequencies = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
-    rows, columns = torch.meshgrid(
-        *(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij"
-    )
-    angles = [axis.reshape(-1, 1) * frequencies for axis in (rows, columns)]
-    return (
-        torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)[:, :dim]
-        .float()
-        .unsqueeze(0)
-    )
+    angles = axial_angles(grid, -(-dim // 4), 10_000.0)
+    waves = [wave(angle) for angle in angles for wave in (torch.sin, torch.cos)]
+    return torch.cat(waves, dim=1)[:, :dim].float().unsqueeze(0)

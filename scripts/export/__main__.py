@@ -212,23 +212,21 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
     rightly."""
     from scripts.export.folder import autoencoder_of, branches_of, can_be_included
 
-    labels = json.dumps(
-        trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False
-    )
+    labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
-    vae = told = ""
-    if not include and (
-        not can_be_included(trained) or branches_of(getattr(trained.autoencoder, "vae", None))
-    ):
+    branches = branches_of(getattr(trained.autoencoder, "vae", None))
+    vae = ""
+    told = ""
+    if not include and can_be_included(trained) and not branches:
+        vae = ", vae=<the autoencoder, opened by diffusers>"
+    elif not include:
         last = f'latents = {call}, output_type="latent").images'
         told = (
             f"\n\nNo class of diffusers computes what the autoencoder ({autoencoder_of(trained)}) "
             "does, and one that opens its files gives wrong colours. `python -m scripts.sample` "
             "draws images with the run."
         )
-    elif not include:
-        vae = ", vae=<the autoencoder, opened by diffusers>"
     place = cfg.push or str(cfg.out)
     code = (
         "from diffusers import DiffusionPipeline\n\n"
@@ -244,8 +242,9 @@ def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
 
     how = how_to_sample(cfg, trained, include)
     head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
-    run = trained.file.parents[2] if trained.file.parent.parent.name == "checkpoints" else None
-    if run is not None and (run / "config.yaml").is_file():
+    checkpoints = trained.file.parent.parent
+    run = checkpoints.parent
+    if checkpoints.name == "checkpoints" and (run / "config.yaml").is_file():
         return head + card(History(str(run), "run_dir"), how).partition("\n---\n\n")[2]
     return f"{head}# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
 

@@ -21,7 +21,7 @@ from common.errors import UserError
 from models.autoencoders import add_global_branch
 from models.block import Norm
 from models.denoiser import Denoiser
-from models.images import to_uint8
+from models.images import shown, to_uint8
 from models.sampler import FARTHEST, guided_velocity, sample
 
 
@@ -207,11 +207,6 @@ def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
         )
     if vae is None and needed:
         raise UserError(f"there is no vae to decode with; load {needed} and give it as vae=.")
-
-
-def shown(latents: Tensor) -> Tensor:
-    """Latents that are pixels: one or three channels as they are, of any other number the first."""
-    return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
 
 def numbers_of(labels: Sequence[int | str], names: list[str]) -> list[int]:

@@ -172,8 +172,8 @@ def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) 
             f"{file.with_name(CONFIG)}: peft_type={str(config['peft_type'])[:80]} is not read; "
             "LORA is."
         )
-    figures = {key: config.get(key) for key in ("r", "lora_alpha")}
-    odd = [key for key, value in figures.items() if not (is_figure(value) and math.isfinite(value))]
+    figures = ("r", "lora_alpha")
+    odd = [k for k in figures if not is_figure(config.get(k)) or not math.isfinite(config[k])]
     odd += [
         key
         for key, value in config.items()
