@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import UserError
@@ -149,14 +150,8 @@ class Keys:
 
     def refuse_rest(self) -> None:
         if self.left:
-            more = (
-                f", and {len(self.left) - 1} more"
-                if self.left.keys() - {next(iter(self.left))}
-                else ""
-            )
-            raise UserError(
-                f"{self.file} has {next(iter(self.left))}{more}, which this version does not know."
-            )
+            names = ", ".join([*self.left][:3])
+            raise UserError(f"{self.file} has {names}, which this version does not know.")
 
 
 def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = None) -> Published:
@@ -296,13 +291,12 @@ def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, di
         first = keys.pair(f"{name}.mlp.w12", 2 * hidden, dim)
         second = keys.pair(f"{name}.mlp.w3", dim, hidden)
         missing = -hidden % MULTIPLE
-        if missing:
-            halves = {part: tensor.chunk(2) for part, tensor in first.items()}
-            first = {
-                part: torch.cat([filled(half, 0, missing) for half in halves[part]])
-                for part in first
-            }
-            second["weight"] = filled(second["weight"], 1, missing)
+        halves = {part: tensor.unflatten(0, (2, hidden)) for part, tensor in first.items()}
+        first = {
+            "weight": F.pad(halves["weight"], (0, 0, 0, missing)).flatten(0, 1),
+            "bias": F.pad(halves["bias"], (0, missing)).flatten(),
+        }
+        second["weight"] = F.pad(second["weight"], (0, missing))
         mlp = {"w13": first, "w2": second}
         node = {"_target_": "models.block.SwiGLU", "_partial_": True, "bias": True}
         hidden += missing
@@ -318,12 +312,6 @@ def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, di
                 f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of {MULTIPLE}."
             )
     return {"0": attention, "1": mlp}, hidden / dim, node
-
-
-def filled(tensor: Tensor, axis: int, count: int) -> Tensor:
-    """With so many zeros more along an axis."""
-    shape = [count if i == axis else size for i, size in enumerate(tensor.shape)]
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
 
 
 def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[dict[str, Tensor]]:

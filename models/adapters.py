@@ -1,5 +1,4 @@
-"""Adapters: small trained parts on a frozen model, and how they are merged into it or taken off
-again.
+"""Adapters: small trained parts on a frozen model, and how they are merged into it.
 
 An adapted layer holds the layer that it stands for as `base_layer`, whose weights it never changes.
 Letters: B samples, I inputs and O outputs of a layer, R rank, K classes, D width, H hidden width.
@@ -19,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from common.errors import UserError
-from models.conditioning import LabelEmbedding
+from models.layers import LabelEmbedding
 
 
 class Adapted(nn.Module, ABC):
@@ -108,13 +107,12 @@ class PromptedLabels(Adapted):
 class Adapter(ABC):
     """An adapter as the configuration describes it."""
 
+    misses: str
+    """The sentence for a model that has no layer to adapt."""
+
     @abstractmethod
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
         """The layer called `name` with the adapter on it; None where it stays as it is."""
-
-    @abstractmethod
-    def misses(self) -> str:
-        """The sentence for a model that has no layer to adapt."""
 
 
 class Lora(Adapter):
@@ -134,6 +132,10 @@ class Lora(Adapter):
         self.rank = rank
         self.alpha = alpha
         self.targets = targets
+        self.misses = (
+            f"adapter.targets={targets} match no linear layer of this model; [blocks.*] are all of "
+            "its blocks."
+        )
 
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
         if not isinstance(layer, nn.Linear) or not any(
@@ -142,16 +144,12 @@ class Lora(Adapter):
             return None
         return LoraLinear(layer, self.rank, self.alpha)
 
-    def misses(self) -> str:
-        return (
-            f"adapter.targets={self.targets} match no linear layer of this model; [blocks.*] are "
-            "all of its blocks."
-        )
-
 
 class Prompt(Adapter):
     """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of
     that width."""
+
+    misses = "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
 
     def __init__(self, hidden: int = 0) -> None:
         if hidden < 0:
@@ -160,9 +158,6 @@ class Prompt(Adapter):
 
     def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
         return PromptedLabels(layer, self.hidden) if isinstance(layer, LabelEmbedding) else None
-
-    def misses(self) -> str:
-        return "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
 
 
 def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> None:
@@ -177,7 +172,7 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
         name: adapted for name, m in model.named_modules() if (adapted := adapter.adapted(name, m))
     }
     if not found:
-        raise UserError(adapter.misses())
+        raise UserError(adapter.misses)
     for name, adapted in found.items():
         exchange(model, name, adapted)
 
@@ -210,13 +205,6 @@ def merge(model: nn.Module) -> None:
     as without it."""
     for name, layer in layers_of(model).items():
         exchange(model, name, layer.merged())
-
-
-def unload(model: nn.Module) -> None:
-    """Takes the adapter off: the layers are those from before, bit for bit. A label table that was
-    trained stays."""
-    for name, layer in layers_of(model).items():
-        exchange(model, name, layer.base_layer)
 
 
 def exchange(model: nn.Module, name: str, layer: nn.Module) -> None:

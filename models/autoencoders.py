@@ -9,7 +9,6 @@ Letters: B samples, C latent channels, h w latent size, H W image size.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -19,7 +18,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.files import read_object
 from common.libraries import quiet
+from models.images import shown
 
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -64,7 +65,7 @@ class PixelAutoencoder(Autoencoder):
         return images, None
 
     def decode(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        return latents if latents.shape[1] in (1, 3) else latents[:, :1]
+        return shown(latents)
 
 
 class DiffusersAutoencoder(Autoencoder):
@@ -81,7 +82,7 @@ class DiffusersAutoencoder(Autoencoder):
     ) -> None:
         super().__init__()
         repository = local_folder(path, subfolder, revision)
-        folder = repository / subfolder if subfolder else repository
+        folder = repository / (subfolder or "")
         # the hub's cache names commits
         self.revision = None if is_folder(path) else repository.name
         weights = folder / WEIGHTS
@@ -92,12 +93,7 @@ class DiffusersAutoencoder(Autoencoder):
                     f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder "
                     "has it."
                 )
-        try:
-            config = json.loads(config_file.read_text())
-        except ValueError as error:
-            raise UserError(
-                f"{config_file} is not valid JSON ({error}); download it again."
-            ) from error
+        config = read_object(config_file)
         self.kind = config.get("_class_name")
         if self.kind not in CLASSES:
             raise UserError(
@@ -118,10 +114,10 @@ class DiffusersAutoencoder(Autoencoder):
     def encode(
         self, images: Float[Tensor, "B 3 H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
-        encoded = self.vae.encode(images)  # pyright: ignore[reportCallIssue]
-        if self.kind == "AutoencoderKL":
-            return encoded.latent_dist.mean.float(), encoded.latent_dist.std.float()
-        return (encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent).float(), None
+        encoded = self.vae.encode(images)[0]  # pyright: ignore[reportCallIssue]
+        if self.kind == "AutoencoderKL":  # a distribution
+            return encoded.mean.float(), encoded.std.float()
+        return encoded.float(), None
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:

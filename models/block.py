@@ -5,7 +5,7 @@ Letters: B samples, L tokens, D width, M = 3 modulations a branch.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,19 @@ from models.layers import init_linear
 Norm = Literal["rms", "layer"]
 
 
-class SwiGLU(nn.Module):
+class MLP(nn.Module):
+    """What all MLPs are: linear layers alone have weights."""
+
+    def init_weights(self) -> None:
+        for layer in self.children():
+            init_linear(cast("nn.Linear", layer))
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
+
+
+class SwiGLU(MLP):
     """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one
     product.
 
@@ -32,22 +44,14 @@ class SwiGLU(nn.Module):
         self.w13 = nn.Linear(dim, 2 * hidden, bias=bias)
         self.w2 = nn.Linear(hidden, dim, bias=bias)
 
-    def init_weights(self) -> None:
-        for layer in (self.w13, self.w2):
-            init_linear(layer)
-
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         joined = self.w13(h)
         return self.w2(
             fused_swiglu(joined) if self.fused_swiglu else silu_product(*joined.chunk(2, dim=-1))
         )
 
-    def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        return 2 * tokens * (self.w13.weight.numel() + self.w2.weight.numel())
 
-
-class GeluMLP(nn.Module):
+class GeluMLP(MLP):
     """`fc2(gelu(fc1 x))` with biases and GELU by tanh (Hendrycks & Gimpel 2016), as in SiT's
     weights."""
 
@@ -56,16 +60,8 @@ class GeluMLP(nn.Module):
         self.fc1 = nn.Linear(dim, hidden)
         self.fc2 = nn.Linear(hidden, dim)
 
-    def init_weights(self) -> None:
-        for layer in (self.fc1, self.fc2):
-            init_linear(layer)
-
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         return self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
-
-    def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        return 2 * tokens * (self.fc1.weight.numel() + self.fc2.weight.numel())
 
 
 def register_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> None:

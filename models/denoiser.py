@@ -6,6 +6,7 @@ Letters: B samples, C channels, H W latent height and width, L tokens, D width.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from models.block import Block, Norm, SwiGLU, fill_rows, register_rows
-from models.conditioning import LabelEmbedding, TimestepEmbedding, sincos_positions
+from models.layers import LabelEmbedding, TimestepEmbedding, sincos_positions
 
 
 class Denoiser(nn.Module):
@@ -58,30 +59,38 @@ class Denoiser(nn.Module):
         time_scale: float = 1000.0,
     ) -> None:
         super().__init__()
-        sizes = {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size}
-        refuse_shape(sizes, (height, width), mlp_ratio, drop_path)
+        refuse_shape(
+            {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size},
+            (height, width),
+            mlp_ratio,
+            drop_path,
+        )
         self.channels = channels
         self.num_classes = num_classes
         self.patch_size = patch_size
         self.grid = (height // patch_size, width // patch_size)
-        self.tokens = self.grid[0] * self.grid[1]
+        self.tokens = math.prod(self.grid)
         self.depth = depth
         self.dim = dim
         self.drop_path = drop_path
-        self.eps = eps
-        self.patch_embed = nn.Linear(channels * patch_size**2, dim)
+        values = channels * patch_size**2  # of a patch
+        self.patch_embed = nn.Linear(values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
         self.label_embed = LabelEmbedding(dim, num_classes)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        layers = (mixer, mlp, dim, hidden, head_dim, self.grid)
+        numbered = "layer" in inspect.signature(mixer).parameters
 
         # Each block knows the order in which the block before it leaves the tokens.
         self.blocks = nn.ModuleList()
         self.leaving = None
         for number in range(depth):
-            block = Block(branches_of(number, *layers), eps, self.leaving, norm)
+            own = {"layer": number} if numbered else {}
+            layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **own)]
+            if hidden:
+                layers.append(mlp(dim=dim, hidden=hidden))
+            block = Block(layers, eps, self.leaving, norm)
             self.blocks.append(block)
             self.leaving = block.orders[-1]
         register_rows(self, "rows", self.leaving)
@@ -89,8 +98,8 @@ class Denoiser(nn.Module):
         # One product makes the modulations of all blocks, and the last norm's two.
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
-        self.head = nn.Linear(dim, channels * patch_size**2)
-        if not self.head.weight.is_meta:
+        self.head = nn.Linear(dim, values)
+        if not self.pos_embed.is_meta:
             self.init_weights()
 
     def init_weights(self) -> None:
@@ -197,21 +206,6 @@ class Denoiser(nn.Module):
         )
         blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
         return blocks + 2 * (self.tokens * per_token + per_sample)
-
-
-def branches_of(
-    number: int,
-    mixer: Callable[..., nn.Module],
-    mlp: Callable[..., nn.Module],
-    dim: int,
-    hidden: int,
-    head_dim: int,
-    grid: tuple[int, int],
-) -> list[nn.Module]:
-    """The layers of a block: a mixer, and an MLP of width `hidden` unless that is 0."""
-    own = {"layer": number} if "layer" in inspect.signature(mixer).parameters else {}
-    mixing = mixer(dim=dim, head_dim=head_dim, grid=grid, **own)
-    return [mixing, mlp(dim=dim, hidden=hidden)] if hidden else [mixing]
 
 
 def refuse_shape(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = 24
 """Characters of a class's name beside its row."""
+SMALLEST_TILE = 32
 LINE = 14
 """Pixels that a line of text takes."""
 
@@ -25,6 +26,11 @@ def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
     rgb = images.expand(-1, 3, -1, -1)
     scaled = ((rgb.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
     return scaled.permute(0, 2, 3, 1).cpu().numpy()
+
+
+def shown(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
+    """Latents that are pixels: one or three channels as they are, of any other number the first."""
+    return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
 
 def psnr(images: Float[Tensor, "B c H W"], reference: Float[Tensor, "B c H W"]) -> float:
@@ -38,12 +44,11 @@ def write_grid(
     path: Path,
     images: UInt8[np.ndarray, "B H W 3"],
     columns: int,
-    min_tile: int = 32,
     names: Sequence[str] = (),
     note: str = "",
 ) -> None:
-    """Writes the images row by row as one PNG; tiles smaller than `min_tile` pixels are enlarged by
-    whole factors.
+    """Writes the images row by row as one PNG; tiles smaller than `SMALLEST_TILE` pixels are
+    enlarged by whole factors.
 
     `names`, one a row, stand in a margin on the left, and `note` in a line below.
     """
@@ -51,13 +56,12 @@ def write_grid(
 
     count, height, width, _ = images.shape
     rows = -(-count // columns)
-    grid = np.full((rows, columns, height + 2, width + 2, 3), 255, dtype=np.uint8)
-    for i, image in enumerate(images):
-        grid[i // columns, i % columns, 1:-1, 1:-1] = image
-    picture = Image.fromarray(
-        grid.transpose(0, 2, 1, 3, 4).reshape(rows * (height + 2), columns * (width + 2), 3)
-    )
-    factor = max(1, -(-min_tile // height))
+    # Each tile has a white frame, and tiles that lack an image are white.
+    missing = rows * columns - count
+    tiles = np.pad(images, ((0, missing), (1, 1), (1, 1), (0, 0)), constant_values=255)
+    grid = tiles.reshape(rows, columns, height + 2, width + 2, 3).swapaxes(1, 2)
+    picture = Image.fromarray(grid.reshape(rows * (height + 2), -1, 3))
+    factor = max(1, -(-SMALLEST_TILE // height))
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = ImageOps.scale(picture, factor, Image.Resampling.NEAREST)
     (lettered(picture, names, note) if names else picture).save(path)
@@ -68,11 +72,8 @@ def lettered(picture: Image, names: Sequence[str], note: str) -> Image:
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default()
-    shown = [
-        name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 2]}.." for name in names
-    ]
-    # what Pillow's own font has
-    shown = [name.encode("latin-1", "replace").decode("latin-1") for name in shown]
+    # Pillow's own font has the characters of Latin-1.
+    shown = [name[:LONGEST_NAME].encode("latin-1", "replace").decode("latin-1") for name in names]
     margin = round(max(font.getlength(name) for name in shown)) + 8
     found = Image.new(
         "RGB", (margin + picture.width, picture.height + (LINE if note else 0)), "white"

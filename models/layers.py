@@ -1,8 +1,16 @@
-"""What the layers of all models share."""
+"""What all models are made of: embeddings of time and class, and how linear layers start.
+
+Letters: B samples, D width, F frequencies, L tokens.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from common.errors import UserError
 
@@ -22,3 +30,58 @@ def init_linear(layer: nn.Linear) -> None:
     nn.init.xavier_uniform_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
+
+
+class TimestepEmbedding(nn.Module):
+    """Sinusoids of scale·t through a two-layer MLP (Nichol & Dhariwal 2021), in fp32 up to the
+    MLP."""
+
+    def __init__(self, dim: int, frequencies: int = 128, scale: float = 1000.0) -> None:
+        super().__init__()
+        self.frequencies = frequencies
+        self.scale = scale
+        self.fc1 = nn.Linear(2 * frequencies, dim)
+        self.fc2 = nn.Linear(dim, dim)
+
+    def init_weights(self) -> None:
+        for layer in (self.fc1, self.fc2):
+            nn.init.normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, t: Float[Tensor, "B"]) -> Float[Tensor, "B D"]:
+        exponents = (
+            torch.arange(self.frequencies, device=t.device, dtype=torch.float32) / self.frequencies
+        )
+        angles = self.scale * t.float().unsqueeze(1) * torch.exp(-math.log(10_000.0) * exponents)
+        return self.fc2(F.silu(self.fc1(torch.cat((angles.cos(), angles.sin()), dim=1))))
+
+
+class LabelEmbedding(nn.Module):
+    """One vector a class, and one for the null label `num_classes` that classifier-free guidance
+    needs."""
+
+    def __init__(self, dim: int, num_classes: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(num_classes + 1, dim)
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.table.weight, std=0.02)
+
+    def forward(self, y: Int[Tensor, "B"]) -> Float[Tensor, "B D"]:
+        return self.table(y)
+
+
+def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]:
+    """Row and column of each token times `count` frequencies from 1 to nearly 1 / base; both (L,
+    count), in fp64."""
+    frequencies = base ** -(torch.arange(count, dtype=torch.float64) / count)
+    sides = [torch.arange(side, dtype=torch.float64) for side in grid]
+    axes = torch.meshgrid(*sides, indexing="ij")
+    return [axis.reshape(-1, 1) * frequencies for axis in axes]
+
+
+def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 L D"]:
+    """Fixed 2-D sinusoids: half of the channels follow the row, half the column."""
+    angles = axial_angles(grid, -(-dim // 4), 10_000.0)
+    waves = [wave(angle) for angle in angles for wave in (torch.sin, torch.cos)]
+    return torch.cat(waves, dim=1)[:, :dim].float().unsqueeze(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -17,41 +17,15 @@ from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
-from models.solver import Solver
+
+if TYPE_CHECKING:
+    from data.loader import LatentSpec
+    from training.config.schema import SamplingConfig
 
 Velocity = Callable[[Tensor, float], Tensor]
+SOLVERS = ("euler", "heun", "ab2", "sde")
 FARTHEST = 1 << 40
 """Positions of samples lie below it: the step of a solver that adds noise is counted above."""
-
-
-class LatentSpace(Protocol):
-    """The latents of a data set; `LatentSpec` is one."""
-
-    @property
-    def channels(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def num_classes(self) -> int: ...
-
-    def denormalise(self, latents: Tensor) -> Tensor: ...
-
-
-class Settings(Protocol):
-    """How samples are drawn; `SamplingConfig` is one."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def shift(self) -> float: ...
-    @property
-    def guidance(self) -> float: ...
-    @property
-    def solver(self) -> str: ...
-    @property
-    def guidance_interval(self) -> list[float]: ...
 
 
 def shifted(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
@@ -98,7 +72,7 @@ def sample(
 ) -> Float[Tensor, "B C H W"]:
     """Integrates dx/dt = v(x, t) from t = 1 (`noise`) to t = 0 and returns the clean latents.
 
-    `steps` intervals, equal before the timestep shift. `solver` is a `Solver`:
+    `steps` intervals, equal before the timestep shift. `solver` is one of `SOLVERS`:
 
     - "euler" calls the model once a step.
     - "heun" (second order, Karras et al. 2022) calls it twice, except in the last step.
@@ -114,9 +88,9 @@ def sample(
     """
     if steps < 1:
         raise UserError(f"steps={steps} must be at least 1.")
-    if solver not in tuple(Solver):
-        raise UserError(f"solver={solver} is unknown; choose {', '.join(Solver)}.")
-    if solver == Solver.sde and fresh is None:
+    if solver not in SOLVERS:
+        raise UserError(f"solver={solver} is unknown; choose {', '.join(SOLVERS)}.")
+    if solver == "sde" and fresh is None:
         raise UserError("solver=sde needs noise for its steps; give `fresh`.")
     times = shifted(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
@@ -125,22 +99,22 @@ def sample(
         dt = t_next - t
         v = velocity(x, t)
         slope = v
-        if solver == Solver.ab2 and before is not None:
+        if solver == "ab2" and before is not None:
             earlier_dt, earlier_v = before
             slope = v + 0.5 * dt / earlier_dt * (v - earlier_v)
-        elif solver == Solver.sde:
+        elif solver == "sde":
             slope = v + 0.5 * (x + (1.0 - t) * v)
         x_next = x + dt * slope
-        if solver == Solver.heun and t_next > 0.0:
+        if solver == "heun" and t_next > 0.0:
             x_next = x + dt * 0.5 * (v + velocity(x_next, t_next))
-        elif solver == Solver.sde and fresh is not None and t_next > 0.0:
+        elif solver == "sde" and fresh is not None and t_next > 0.0:
             x_next = x_next + math.sqrt(-dt * t) * fresh(i)
         x = x_next
         before = (dt, v)
     return x
 
 
-def check_guidance(spec: LatentSpace, guidance: float, key: str = "guidance") -> None:
+def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
     """ValueError if samples cannot be guided, because the data has no classes."""
     if not spec.num_classes and guidance != 1.0:
         raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
@@ -148,11 +122,11 @@ def check_guidance(spec: LatentSpace, guidance: float, key: str = "guidance") ->
 
 def draw_latents(
     model: Callable[..., Tensor],
-    spec: LatentSpace,
+    spec: LatentSpec,
     labels: Int[Tensor, "B"],
     position: Int[Tensor, "B"],
     seed: int,
-    sampling: Settings,
+    sampling: SamplingConfig,
 ) -> Float[Tensor, "B C H W"]:
     """Latents as the autoencoder decodes them; the noise of a sample depends on `seed` and its
     `position` only."""

@@ -25,8 +25,7 @@ from common.files import (
     sync_folder,
     write_atomically,
 )
-from models.solver import Solver
-from training.config.schema import Positive, refuse_values
+from training.config.schema import Positive, Solver, refuse_values
 
 if TYPE_CHECKING:
     from torch import Tensor

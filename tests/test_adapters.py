@@ -19,17 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel.techniques.compilation import Compile
 from common.files import file_sha256
-from models.adapters import (
-    Lora,
-    LoraLinear,
-    Prompt,
-    attach,
-    layers_of,
-    merge,
-    passes,
-    trained,
-    unload,
-)
+from models.adapters import Lora, LoraLinear, Prompt, attach, layers_of, merge, passes, trained
 from models.denoiser import Denoiser
 from sampling.load import load_run
 from scripts.export.__main__ import ExportConfig, export
@@ -91,7 +81,7 @@ ADAPTERS = {"lora": Lora(rank=3, alpha=5.0), "prompt": Prompt(), "mlp": Prompt(h
     ("family", "kind"),
     [*((family, "lora") for family in FAMILIES), ("ssd_mlp", "prompt"), ("ssd_mlp", "mlp")],
 )
-def test_an_adapter_starts_as_the_model_merges_and_comes_off(family, kind, tmp_path):
+def test_an_adapter_starts_as_the_model_and_merges(family, kind, tmp_path):
     adapter = ADAPTERS[kind]
     model, _ = load_pretrained(save_base(tmp_path / "base.safetensors", family), CPU)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -114,9 +104,8 @@ def test_an_adapter_starts_as_the_model_merges_and_comes_off(family, kind, tmp_p
     assert again.state_dict().keys() == before.keys()
     assert not layers_of(again)
     torch.testing.assert_close(again(*arguments), moved, atol=1e-5, rtol=0.0)
-    unload(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(model(*arguments), plain)
+    below = {name.replace("base_layer.", ""): t for name, t in model.state_dict().items()}
+    assert all(torch.equal(below[name], value) for name, value in before.items())
 
 
 def test_lora_is_its_formula():

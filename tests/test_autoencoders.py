@@ -131,7 +131,7 @@ def test_pixels_are_their_own_latents():
 def refusal(path: Path | str, **arguments: str) -> str:
     with pytest.raises(ValueError, match=r"\w") as caught:
         DiffusersAutoencoder(str(path), **arguments)
-    assert Path(caught.traceback[-1].path).name == "autoencoders.py", (
+    assert Path(caught.traceback[-1].path).parent.name in ("models", "common"), (
         "a library's own message, not ours"
     )
     return str(caught.value)
@@ -187,7 +187,7 @@ def test_truncated_weights_are_refused(folder: Callable[[str], Path]):
 def test_a_broken_config_is_refused(folder: Callable[[str], Path]):
     broken = folder("AutoencoderKL")
     (broken / "config.json").write_text("{")
-    assert f"{broken / 'config.json'} is not valid JSON" in refusal(broken)
+    assert f"{broken / 'config.json'} cannot be read as JSON" in refusal(broken)
 
 
 @pytest.mark.parametrize("name", ["UNet2DConditionModel", "os.system", None])

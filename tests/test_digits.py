@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from models.solver import Solver
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.sample import SampleConfig, sample_run
 from train import train
 from training.config.compose import compose
+from training.config.schema import Solver
 
 
 def recognised(npz, first: int = 0) -> float:

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels import bidirectional_ssd
 from accel.kernels.qk_rope import rotate
-from models.conditioning import sincos_positions
 from models.denoiser import Denoiser
+from models.layers import sincos_positions
 from models.mixers.attention import Attention, axial_rotations
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 from models.mixers.convolution import Convolution

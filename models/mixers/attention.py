@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
-from models.layers import heads_of, init_linear
+from models.layers import axial_angles, heads_of, init_linear
 
 
 def axial_rotations(
@@ -24,13 +24,7 @@ def axial_rotations(
     Su et al. 2021, https://arxiv.org/abs/2104.09864; axial form as in EVA-02,
     https://arxiv.org/abs/2303.11331.
     """
-    quarter = head_dim // 4
-    frequencies = base ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
-    rows, columns = torch.meshgrid(
-        *(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij"
-    )
-    # (L, P / 2)
-    angles = torch.cat([axis.reshape(-1, 1) * frequencies for axis in (rows, columns)], dim=1)
+    angles = torch.cat(axial_angles(grid, head_dim // 4, base), dim=1)  # (L, P / 2)
     angles = angles.repeat_interleave(2, dim=1)
     return torch.stack((angles.cos(), angles.sin())).float()
 

@@ -65,6 +65,15 @@ class ExportConfig:
     """owner/name on the Hugging Face hub."""
     dry_run: bool = False
 
+    @property
+    def key(self) -> str:
+        """What says where the model is."""
+        return "weights" if self.weights else "run_dir"
+
+    @property
+    def path(self) -> str:
+        return str(self.weights or self.run_dir)
+
     def check(self) -> None:
         """ValueError for settings that contradict each other, or name nothing."""
         if (self.run_dir is None) == (self.weights is None):
@@ -86,7 +95,7 @@ class ExportConfig:
             )
         if self.dry_run and self.push is None:
             raise UserError("dry_run=true is for push=<owner>/<name>; leave it out.")
-        refuse_no_weights("weights" if self.weights else "run_dir", self.weights or self.run_dir)
+        refuse_no_weights(self.key, self.path)
 
 
 def export(cfg: ExportConfig) -> Path:
@@ -110,24 +119,19 @@ def export(cfg: ExportConfig) -> Path:
         WRITERS[cfg.format](cfg, temporary)
         rename(temporary, out)
     finally:
-        remove(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
     print(out, flush=True)
     if cfg.push is not None:
         push(out, cfg.push, cfg.dry_run)
     return out
 
 
-def remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.unlink(missing_ok=True)
-
-
 def loaded(cfg: ExportConfig) -> TrainedModel:
     """The model on the CPU in fp32."""
     from sampling.load import load_run
 
-    key = "weights" if cfg.weights else "run_dir"
-    return load_run(str(getattr(cfg, key)), cfg.encoder, "cpu", key, PLAIN, adapter=cfg.adapter)
+    return load_run(cfg.path, cfg.encoder, "cpu", cfg.key, PLAIN, adapter=cfg.adapter)
 
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
@@ -183,9 +187,7 @@ def write_adapter(cfg: ExportConfig, folder: Path) -> None:
     from training.checkpoint.find import read_newest, weights_file
     from training.weights.adapter_file import write_peft
 
-    key = "weights" if cfg.weights else "run_dir"
-    path = str(getattr(cfg, key))
-    read_newest(path, lambda: write_peft(weights_file(path, key), folder))
+    read_newest(cfg.path, lambda: write_peft(weights_file(cfg.path, cfg.key), folder))
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
@@ -210,23 +212,21 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
     rightly."""
     from scripts.export.folder import autoencoder_of, branches_of, can_be_included
 
-    labels = json.dumps(
-        trained.spec.names[:2] if trained.spec.num_classes else [0], ensure_ascii=False
-    )
+    labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
-    vae = told = ""
-    if not include and (
-        not can_be_included(trained) or branches_of(getattr(trained.autoencoder, "vae", None))
-    ):
+    branches = branches_of(getattr(trained.autoencoder, "vae", None))
+    vae = ""
+    told = ""
+    if not include and can_be_included(trained) and not branches:
+        vae = ", vae=<the autoencoder, opened by diffusers>"
+    elif not include:
         last = f'latents = {call}, output_type="latent").images'
         told = (
             f"\n\nNo class of diffusers computes what the autoencoder ({autoencoder_of(trained)}) "
             "does, and one that opens its files gives wrong colours. `python -m scripts.sample` "
             "draws images with the run."
         )
-    elif not include:
-        vae = ", vae=<the autoencoder, opened by diffusers>"
     place = cfg.push or str(cfg.out)
     code = (
         "from diffusers import DiffusionPipeline\n\n"
@@ -242,8 +242,9 @@ def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
 
     how = how_to_sample(cfg, trained, include)
     head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
-    run = trained.file.parents[2] if trained.file.parent.parent.name == "checkpoints" else None
-    if run is not None and (run / "config.yaml").is_file():
+    checkpoints = trained.file.parent.parent
+    run = checkpoints.parent
+    if checkpoints.name == "checkpoints" and (run / "config.yaml").is_file():
         return head + card(History(run), how).partition("\n---\n\n")[2]
     return f"{head}# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
 

@@ -5,260 +5,139 @@ What an exported model never does is cut out: branches on fused kernels (`self.f
 `WITH_TRITON`), and methods that only training calls. What is left is definitions and imports of
 other packages, so that it runs where this project is not installed; and because it is cut from the
 sources at every export, it cannot drift from them.
+
+It is one file, and no folder of copied modules, because diffusers downloads one file of code for
+each part of a pipeline, and loads a module that such a file imports once for all folders.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
-import re
 import textwrap
-from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
 
-OURS = ("common", "accel", "data", "models", "scripts", "training")
-SHAPED = ("Float", "Int", "UInt8")
-"""Annotations with a shape, of a package that the reader need not have."""
+OURS = ("common", "accel", "models", "scripts")
 UNUSED = ("flops", "flops_per_sample", "no_weight_decay")
 """Methods that only training calls."""
-Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
-class Name(NamedTuple):
-    """A definition at the top of one of our modules."""
+def is_off(node: ast.expr) -> bool:
+    """Whether an expression is false in every exported model: a switch of a fused kernel is."""
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+        return any(is_off(value) for value in node.values)
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return name.startswith("fused_") or name == "WITH_TRITON"
 
-    module: str
-    name: str
+
+class Cut(ast.NodeTransformer):
+    """Removes what an exported model never does, and the statements that set or declare
+    switches."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        return None if node.name in UNUSED else self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        return node.orelse if is_off(node.test) or not node.body else node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        return node.orelse if is_off(node.test) else node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        return None if all(map(is_off, node.targets)) else self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        return None if is_off(node.target) else self.generic_visit(node)
+
+
+def kept_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
+    """The lines of a statement without what is cut, and the lines from `start` on before it.
+
+    They are as they stand in `lines`; only a statement that itself changes is written anew.
+    """
+    kept = Cut().visit(copy.deepcopy(node))
+    if not kept:
+        return []
+    if ast.unparse(kept) == ast.unparse(node):
+        return lines[start : node.end_lineno]
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return textwrap.indent(ast.unparse(kept), " " * node.col_offset).splitlines()
+    end = node.body[0].lineno - 1
+    found = lines[start:end]
+    for statement in node.body:
+        found += kept_lines(lines, statement, end)
+        end = statement.end_lineno or end
+    return found
 
 
 @cache
-def text_of(module: str) -> str:
+def statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
+    """The lines of a module, and its statements at the top by the names that they define."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
-    return Path(str(spec.origin)).read_text()
-
-
-@cache
-def definitions(module: str) -> dict[str, Definition]:
-    """Name -> definition at the top of a module."""
-    found: dict[str, Definition] = {}
-    for node in ast.parse(text_of(module)).body:
+    text = Path(str(spec.origin)).read_text()
+    found: dict[str, ast.stmt] = {}
+    for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {
-                part.id: node
-                for target in targets
-                for part in ast.walk(target)
-                if isinstance(part, ast.Name)
-            }
-    return found
-
-
-@cache
-def imports(module: str) -> dict[str, tuple[str, str | None]]:
-    """Name -> (module, the name there, or None where the module itself is meant)."""
-    found: dict[str, tuple[str, str | None]] = {}
-    for node in ast.parse(text_of(module)).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.asname or alias.name: (alias.name, None) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {
-                alias.asname or alias.name: (str(node.module), alias.name) for alias in node.names
-            }
-    return found
-
-
-def source_of(name: Name) -> str:
-    """The text of a definition with its decorators, and without what is cut out."""
-    node = definitions(name.module)[name.name]
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    lines = text_of(name.module).splitlines()[first - 1 : node.end_lineno]
-    return folded("\n".join(lines))
-
-
-def known(test: ast.expr) -> bool | None:
-    """The value of a condition in an exported model; None where it is not known."""
-    if isinstance(test, ast.Attribute | ast.Name):
-        name = test.attr if isinstance(test, ast.Attribute) else test.id
-        return False if name.startswith("fused_") or name == "WITH_TRITON" else None
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return False if any(known(value) is False for value in test.values) else None
-    return None
-
-
-def folded(text: str) -> str:
-    """The text without branches that are never taken, one after the other until none is left."""
-    while edit := next(edits(text), None):
-        start, end, instead = edit
-        text = text[:start] + instead + text[end:]
-    return re.sub(r"\((\w+)\)\(", r"\1(", re.sub(r"  # pyright: ignore\S*", "", text)).strip("\n")
-
-
-class Text:
-    """A text whose places are known by the nodes of its syntax tree, which count bytes of lines."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.lines = text.splitlines(keepends=True)
-
-    def at(self, row: int, column: int) -> int:
-        """The index of a place."""
-        line = self.lines[row - 1].encode()[:column].decode()
-        return sum(map(len, self.lines[: row - 1])) + len(line)
-
-    def span(self, node: Any) -> tuple[int, int]:
-        """Where a node begins and ends."""
-        begin = self.at(node.lineno, node.col_offset)
-        return begin, self.at(node.end_lineno, node.end_col_offset)
-
-    def whole(self, first: Any, last: Any) -> tuple[int, int]:
-        """The lines from one statement to another, with decorators and the blank lines before."""
-        decorators = getattr(first, "decorator_list", [])
-        start = min([first.lineno, *(decorator.lineno for decorator in decorators)])
-        while start > 1 and not self.lines[start - 2].strip():
-            start -= 1
-        return self.at(start, 0), sum(map(len, self.lines[: last.end_lineno]))
-
-
-def edits(text: str) -> Iterator[tuple[int, int, str]]:
-    """Spans to exchange: shaped annotations, conditions that are known, switches of fused kernels,
-    unused methods."""
-    places = Text(text)
-    for node in ast.walk(ast.parse(text)):
-        if shaped := shape_of(node):
-            yield *places.span(node), shaped
-        elif isinstance(node, ast.IfExp) and known(node.test) is False:
-            start, end = places.span(node.orelse)
-            yield *places.span(node), text[start:end]
-        elif isinstance(node, ast.If) and (known(node.test) is False or not body_of(node)):
-            kept = ""
-            if node.orelse:
-                kept = text[slice(*places.whole(node.orelse[0], node.orelse[-1]))]
-            kept = textwrap.indent(textwrap.dedent(kept), " " * node.col_offset)
-            yield *places.whole(node, node), kept
-        elif isinstance(node, ast.FunctionDef) and node.name in UNUSED and node.col_offset:
-            yield *places.whole(node, node), ""
-        elif is_switch(node):
-            yield *places.whole(node, node), "" if len(places.lines) > 1 else "pass"
-
-
-def shape_of(node: ast.AST) -> str | None:
-    """An annotation such as Float[Tensor, "B C"] without jaxtyping; None for any other node."""
-    if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
-        return None
-    if node.value.id not in SHAPED:
-        return None
-    kind, shape = cast("ast.Tuple", node.slice).elts
-    said = f"{node.value.id.lower()} {cast('ast.Constant', shape).value}"
-    return f'Annotated[{ast.unparse(kind)}, "{said}"]'
-
-
-def body_of(node: ast.If) -> list[ast.stmt]:
-    """What is left in the body of an `if` once switches are gone."""
-    return [statement for statement in node.body if not is_switch(statement)]
-
-
-def is_switch(node: ast.AST) -> bool:
-    """Whether a statement only sets or declares a switch of a fused kernel."""
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
-    return bool(targets) and all(
-        getattr(target, "attr", getattr(target, "id", "")).startswith("fused_")
-        for target in targets
-    )
-
-
-def names_in(text: str) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+            names = [node.name]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.asname or alias.name for alias in node.names]
+        else:
+            parts = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+            names = [part.id for part in parts if isinstance(part.ctx, ast.Store)]
+        found |= dict.fromkeys(names, node)
+    return text.splitlines(), found
 
 
 class File:
-    """A file that grows by definitions and all that they need. `instead` has texts for definitions
-    to stand there."""
+    """A file that grows by definitions and all that they need."""
 
-    def __init__(self, instead: Mapping[Name, str]) -> None:
-        self.instead = instead
-        self.texts: dict[Name, str] = {}
-        self.called: dict[Name, str] = {}
-        """What a definition is called here, where two modules have one of the same name."""
+    def __init__(self) -> None:
         self.imports: set[str] = set()
-        self.begun: set[Name] = set()
+        self.parts: list[str] = []
+        self.modules: dict[str, str] = {}
+        """Name of a definition -> the module that it is from."""
 
-    def add(self, name: Name) -> str:
-        """Adds a definition after all that it needs; returns what it is called here."""
-        if name in self.begun:
-            return self.called[name]
-        self.begun.add(name)
-        taken = set(self.called.values())
-        self.called[name] = (
-            name.name if name.name not in taken else f"{name.module.rpartition('.')[2]}_{name.name}"
-        )
-        text = self.instead.get(name) or source_of(name)
-        here = definitions(name.module)
-        elsewhere = imports(name.module)
-        others: dict[str, str] = {}
-        for used in sorted(names_in(text)):
-            target = Name(name.module, used) if used in here else None
-            if used in elsewhere and (module := elsewhere[used][0]).split(".")[0] in OURS:
-                target = Name(module, str(elsewhere[used][1]))
-            if target is not None:
-                others[used] = self.add(target)
-            elif used in elsewhere:
-                self.imports.add(import_line(used, *elsewhere[used]))
-            elif used == "Annotated":
-                self.imports.add("from typing import Annotated")
-        changed = {
-            old: new for old, new in (others | {name.name: self.called[name]}).items() if old != new
-        }
-        self.texts[name] = renamed(text, changed)
-        return self.called[name]
+    def add(self, module: str, name: str) -> None:
+        """Adds what a name stands for in a module, after all that it needs."""
+        lines, found = statements(module)
+        node = found.get(name)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            self.add_import(node, name)
+        elif node is not None and self.modules.get(name) != module:
+            assert name not in self.modules, f"two definitions are called {name}"
+            self.modules[name] = module
+            kept = Cut().visit(copy.deepcopy(node))
+            for part in ast.walk(kept):
+                if isinstance(part, ast.Name):
+                    self.add(module, part.id)
+            decorators = getattr(node, "decorator_list", [])
+            start = min(part.lineno for part in [node, *decorators]) - 1
+            text = "\n".join(kept_lines(lines, node, start))
+            self.parts.append(f"# From {module.replace('.', '/')}.py\n{text}")
 
-    def write(self, docstring: str) -> str:
-        """The file, in the order in which its definitions were completed."""
-        parts = []
-        module = ""
-        for name, text in self.texts.items():
-            if name.module != module:
-                module = name.module
-                text = f"# From {module.replace('.', '/')}.py\n\n\n{text}"
-            # a statement may define several names
-            if not any(part.endswith(text) for part in parts):
-                parts.append(text)
-        direct = sorted(line for line in self.imports if line.startswith("import "))
-        of_module: dict[str, list[str]] = {}
-        for line in sorted(self.imports - set(direct)):
-            source, _, name = line.removeprefix("from ").partition(" import ")
-            of_module.setdefault(source, []).append(name)
-        named = [f"from {source} import {', '.join(names)}" for source, names in of_module.items()]
-        head = [
-            f'"""{docstring}"""',
-            "from __future__ import annotations",
-            "\n".join([*direct, *named]),
-        ]
-        return "\n\n".join(head) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
+    def add_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:
+        """Adds the definition that is imported, or, from another package, the import itself."""
+        alias = next(alias for alias in node.names if name in (alias.asname, alias.name))
+        if isinstance(node, ast.Import):
+            self.imports.add(ast.unparse(ast.Import([alias])))
+        elif (package := str(node.module)).split(".")[0] in OURS:
+            self.add(package, alias.name)
+        elif package == "jaxtyping":  # which the reader need not have
+            self.imports.add(f"from typing import Annotated as {name}")
+        else:
+            self.imports.add(ast.unparse(ast.ImportFrom(package, [alias], 0)))
 
 
-def import_line(used: str, module: str, name: str | None) -> str:
-    if name is None:
-        return (
-            f"import {module}"
-            if module in (used, used.split(".")[0])
-            else f"import {module} as {used}"
-        )
-    return f"from {module} import {name}" + (f" as {used}" if used != name else "")
-
-
-def renamed(text: str, names: Mapping[str, str]) -> str:
-    """The text with other names for what is defined or used at the top of a module."""
-    for old, new in names.items():
-        text = re.sub(rf"(?<![\w.\"`]){old}(?![\w\"`])", new, text)
-    return text
+def one_file(docstring: str, *kinds: str) -> str:
+    """The source of classes of this package, each as <module>.<name>, with all that they need."""
+    file = File()
+    for kind in kinds:
+        module, _, name = kind.rpartition(".")
+        file.add(module, name)
+    head = f'"""{docstring}"""\n\nfrom __future__ import annotations\n'
+    return "\n".join([head, *sorted(file.imports), "\n", "\n\n\n".join(file.parts), ""])

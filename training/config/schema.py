@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from common.errors import UserError
-from models.solver import Solver
 from training.config.contradictions import check_momentum, check_nccl, check_pairs
 
 if TYPE_CHECKING:
@@ -50,6 +49,15 @@ class WeightsName(str, Enum):
 class Rounding(str, Enum):
     stochastic = "stochastic"
     kahan = "kahan"
+
+
+class Solver(str, Enum):
+    """What `sample` of models/sampler.py knows."""
+
+    euler = "euler"
+    heun = "heun"
+    ab2 = "ab2"
+    sde = "sde"
 
 
 class AttentionName(str, Enum):

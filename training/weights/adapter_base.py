@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +118,23 @@ def file_of_base(cfg: TrainConfig) -> Path:
 def refuse_other_encoder(given: str, then: LatentSpec, now: LatentSpec) -> None:
     """ValueError if two sets of latents are of two encoders: by the hash of the weights, without
     one by their names."""
-    hashes = then.encoder_sha256, now.encoder_sha256
-    if None not in hashes:
-        if hashes[0] != hashes[1]:
+    if then.encoder_sha256 and now.encoder_sha256:
+        if then.encoder_sha256 != now.encoder_sha256:
             raise UserError(
                 f"{given} was trained on latents of another encoder than the data; encode the "
                 "images with that one."
             )
         return
-    names = [
-        [spec.encoder.get(key) for key in ("_target_", "path", "revision")] for spec in (then, now)
-    ]
-    if names[0] != names[1]:
-        called = [
-            " ".join(str(part) for part in name[name[1] is not None :] if part) for name in names
-        ]
+    named = ("_target_", "path", "revision")
+    first, second = (
+        " ".join(str(spec.encoder[key]) for key in named if spec.encoder.get(key))
+        for spec in (then, now)
+    )
+    if first != second:
         raise UserError(
-            f"{given} was trained on latents of {called[0]}, and the data is of {called[1]}; "
-            "encode the images with the first, or, if both are one, import the weights with "
-            "encoder=<its folder>, which compares hashes."
+            f"{given} was trained on latents of {first}, and the data is of {second}; encode the "
+            "images with the first, or, if both are one, import the weights with encoder=<its "
+            "folder>, which compares hashes."
         )
 
 
@@ -150,9 +147,8 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
     given = f"init_from={cfg.init_from}"
     told = told_by(file)
     refuse_other_encoder(given, told.spec, spec)
-    pairs = list(
-        zip_longest(told.spec.mean + told.spec.std, spec.mean + spec.std, fillvalue=math.inf)
-    )
+    # Of another number of channels the weights do not fit, which `load_base` says.
+    pairs = zip(told.spec.mean + told.spec.std, spec.mean + spec.std, strict=False)
     if not all(math.isclose(then, now, rel_tol=CLOSE, abs_tol=CLOSE) for then, now in pairs):
         raise UserError(
             f"{given} was trained on latents normalised otherwise than the data's; use "

@@ -24,8 +24,8 @@ from common.errors import UserError
 from common.files import file_sha256, make_folder, read_object, write_atomically
 from common.text import is_figure
 from models.adapters import PromptedLabels, merge, trained
-from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
+from models.layers import LabelEmbedding
 from training.checkpoint.find import weights_file
 from training.checkpoint.tensor_file import KEY, write_tensors
 from training.weights.adapter_base import put_on
@@ -36,8 +36,8 @@ from training.weights.pretrained import (
     described,
     description_in,
     load_pretrained,
-    misfit,
     read_tensors,
+    refuse_misfit,
     told_by,
     weights_for,
 )
@@ -54,16 +54,12 @@ NO_MATTER = {
     "target_modules",
     "exclude_modules",
     "inference_mode",
-}
-NO_MATTER |= {
     "base_model_name_or_path",
     "revision",
     "task_type",
     "auto_mapping",
     "peft_version",
     "init_lora_weights",
-}
-NO_MATTER |= {
     "layers_to_transform",
     "layers_pattern",
     "runtime_config",
@@ -118,12 +114,8 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> Opened:
     told = description_in(file) or told_by_peft(file, below, tensors)
     note = told.adapter
     if note is None or below.adapter is not None:
-        wrong, what = (
-            (file, "no adapter, but a model")
-            if note is None
-            else (base, "an adapter, and no model")
-        )
-        raise UserError(f"{wrong} is {what}; name a model by weights= and an adapter by adapter=.")
+        wrong = f"{base} is an adapter" if note else f"{file} is a model"
+        raise UserError(f"{wrong}; name a model by weights= and an adapter by adapter=.")
     if note.base_sha256 and note.base_sha256 != (found := file_sha256(base)):
         raise UserError(
             f"{file} was trained on other weights (sha256 {note.base_sha256[:12]}…) than {base} "
@@ -156,8 +148,7 @@ def fitting(
     own = trained(model)
     theirs = {peft_name(name): name for name in own}
     tensors = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
-    if difference := misfit(tensors, own):
-        raise UserError(f"{file} does not fit the adapter that it describes: {difference}.")
+    refuse_misfit(file, "the adapter that it describes", tensors, own)
     return tensors
 
 
@@ -181,8 +172,8 @@ def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) 
             f"{file.with_name(CONFIG)}: peft_type={str(config['peft_type'])[:80]} is not read; "
             "LORA is."
         )
-    figures = {key: config.get(key) for key in ("r", "lora_alpha")}
-    odd = [key for key, value in figures.items() if not (is_figure(value) and math.isfinite(value))]
+    figures = ("r", "lora_alpha")
+    odd = [k for k in figures if not is_figure(config.get(k)) or not math.isfinite(config[k])]
     odd += [
         key
         for key, value in config.items()

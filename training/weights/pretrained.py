@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +28,8 @@ from common.text import first_line
 from data.loader import Count, LatentSpec
 from data.manifest import first_fault, wrong_lengths
 from models.autoencoders import Autoencoder
-from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
+from models.layers import LabelEmbedding
 from training.checkpoint.tensor_file import KEY
 from training.config.build import build, is_admitted
 
@@ -70,26 +69,27 @@ class Description:
     """Of a file that holds an adapter only."""
 
 
-@cache
-def schema() -> TypeAdapter[Description]:
-    return TypeAdapter(Description)
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """ValueError where the block cannot read `file` as safetensors."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read as safetensors ({first_line(error)}).") from error
 
 
 def description_in(file: Path) -> Description | None:
     """What the header of a weights file says, checked; None if the file is none of ours. ValueError
     for a false one."""
-    try:
-        with safe_open(file, "pt") as opened:
-            text = (opened.metadata() or {}).get(KEY)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read as safetensors ({first_line(error)}).") from error
+    with reading(file), safe_open(file, "pt") as opened:
+        text = (opened.metadata() or {}).get(KEY)
     if text is None:
         return None
     refusal = f"{file}: the description in its header"
     if len(text) > LONGEST:
         raise UserError(f"{refusal} has {len(text)} characters; more than {LONGEST} are not read.")
     try:
-        told = schema().validate_json(text, strict=True)
+        told = TypeAdapter(Description).validate_json(text, strict=True)
     except ValidationError as error:
         raise UserError(
             f"{refusal} {first_fault(error, 'description of a model')}; use another copy."
@@ -126,8 +126,7 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     tensors = read_tensors(file)
     with described(file, told, tensors.values()) as model:
         own = model.state_dict()
-    if difference := misfit(tensors, own):
-        raise UserError(f"{file} does not fit the model that it describes: {difference}.")
+    refuse_misfit(file, "the model that it describes", tensors, own)
     model = model.to_empty(device=device)
     model.init_weights()
     model.load_state_dict(tensors)
@@ -163,10 +162,8 @@ def described(file: Path, told: Description, tensors: Collection[Tensor]) -> Ite
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a weights file, on the host and mapped rather than read; ValueError if it is
     damaged."""
-    try:
+    with reading(file):
         return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read as safetensors ({first_line(error)}).") from error
 
 
 @contextmanager
@@ -188,17 +185,21 @@ def at_most(tensors: int, values: int) -> Iterator[None]:
         hook.remove()
 
 
-def misfit(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
-    """The first tensor by which `found` differs from a model's `own`, with both shapes; None if
-    they fit."""
+def refuse_misfit(
+    file: Path, what: str, found: Mapping[str, Tensor], own: Mapping[str, Tensor], hint: str = ""
+) -> None:
+    """ValueError with the first tensor by which what was `found` in a file differs from a model's
+    `own`, and both shapes; `what` says which model."""
     for name in [*own, *found]:
         there, here = (
             f"has shape {tuple(of[name].shape)}" if name in of else "is missing"
             for of in (found, own)
         )
         if there != here:
-            return f"{name[:200]} {there} in the file and {here} in the model"
-    return None
+            raise UserError(
+                f"{file} does not fit {what}: {name[:200]} {there} in the file and {here} in the "
+                f"model{hint}."
+            )
 
 
 def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
@@ -219,21 +220,21 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
         if isinstance(part, LabelEmbedding)
     ]
     old = spec if told is None else told.spec
-    for name in tables:
+    then = old.names
+    now = spec.names
+    named = bool(old.class_names or spec.class_names)
+    for name in tables if named and then != now else []:
         shape = tensors[name].shape if name in tensors else None
-        nameless = not (old.class_names or spec.class_names)
-        if nameless or shape != (old.num_classes + 1, own[name].shape[1]):
+        if shape != (len(then) + 1, own[name].shape[1]):
             continue
-        if (then := old.names) != (now := spec.names):
-            tensors[name], kept = relabelled(whole(own[name]).detach(), tensors[name], then, now)
-            named = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
-            said = (
-                f"; kept {len(kept)} of {len(then)} rows of the label table by the names of their "
-                f"classes{named}, and the null row; new rows: {len(now) - len(kept)}"
-            )
-    if difference := misfit(tensors, own):
-        nameless = "" if told else ", and the file names no classes"
-        raise UserError(f"{file} does not fit this model: {difference}{nameless}.")
+        tensors[name], kept = relabelled(whole(own[name]).detach(), tensors[name], then, now)
+        few = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
+        said = (
+            f"; kept {len(kept)} of {len(then)} rows of the label table by the names of their "
+            f"classes{few}, and the null row; new rows: {len(now) - len(kept)}"
+        )
+    hint = "" if told else ", and the file names no classes"
+    refuse_misfit(file, "this model", tensors, own, hint)
     return tensors, said
 
 
@@ -297,17 +298,12 @@ def build_autoencoder(
             "where they are from."
         )
     place = node.get("path")
-    pins = (spec.encoder_sha256, node.get("revision"))
-    pinned = any(isinstance(pin, str) and PINNED.fullmatch(pin) for pin in pins)
-    if (
-        path is None
-        and not pinned
-        and isinstance(place, str)
-        and not os.path.exists(os.path.expanduser(place))
-    ):
+    pinned = any(PINNED.fullmatch(str(pin)) for pin in (spec.encoder_sha256, node.get("revision")))
+    is_here = not isinstance(place, str) or os.path.exists(os.path.expanduser(place))
+    if path is None and not pinned and not is_here:
         raise UserError(
-            f"the latents name the encoder {place[:200]}, which is nothing on this disk, and no "
-            "hash or commit says which weights were meant, so no hub is asked for them; use "
+            f"the latents name the encoder {str(place)[:200]}, which is nothing on this disk, and "
+            "no hash or commit says which weights were meant, so no hub is asked for them; use "
             "encoder=<folder> with the autoencoder, or correct encoder.path in the latents' "
             "manifest.json."
         )

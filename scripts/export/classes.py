@@ -1,21 +1,111 @@
-"""Sampling as a pipeline of diffusers. `scripts.export` copies it, with all that it needs, into the
-exported folder."""
+"""What diffusers opens: the denoiser and the autoencoder as models, and sampling as a pipeline.
+
+`scripts.export` copies each class, with all that it needs, into the exported folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from diffusers import AutoencoderTiny, DiffusionPipeline
+from diffusers import AutoencoderTiny, ConfigMixin, DiffusionPipeline, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
-from models.images import to_uint8
+from models.autoencoders import add_global_branch
+from models.block import Norm
+from models.denoiser import Denoiser
+from models.images import shown, to_uint8
 from models.sampler import FARTHEST, guided_velocity, sample
+
+
+class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
+    """The velocity ε - z of x = (1-t)·z + t·ε, from latents x (B, C, H, W), times t (B,) and labels
+    y (B,).
+
+    t = 1 is noise; y is int64, and `num_classes` is the label of no class. `mixer` and `mlp` say
+    the class of a layer, as "name", and its arguments. `latents` is for the pipeline: statistics,
+    names of classes, how samples were drawn.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        *,
+        channels: int,
+        height: int,
+        width: int,
+        num_classes: int,
+        dim: int,
+        depth: int,
+        head_dim: int,
+        patch_size: int,
+        mixer: dict[str, Any],
+        mlp_ratio: float = 0.0,
+        drop_path: float = 0.0,
+        eps: float = 1e-6,
+        mlp: dict[str, Any] | None = None,
+        norm: Norm = "rms",
+        time_scale: float = 1000.0,
+        latents: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            channels=channels,
+            height=height,
+            width=width,
+            num_classes=num_classes,
+            dim=dim,
+            depth=depth,
+            head_dim=head_dim,
+            patch_size=patch_size,
+            mixer=layer(mixer),
+            mlp_ratio=mlp_ratio,
+            drop_path=drop_path,
+            eps=eps,
+            norm=norm,
+            time_scale=time_scale,
+            **({"mlp": layer(mlp)} if mlp else {}),
+        )
+        with torch.no_grad():
+            self.init_buffers()  # which no file holds
+
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None
+    ) -> Tensor:
+        """The velocity. Weights in 16 bits compute products in that type, and all else in fp32; it
+        is fp32 then."""
+        if self.dtype == torch.float32:
+            return super().forward(x, t, y, drop_uniforms)
+        with torch.autocast(x.device.type, self.dtype):
+            return super().forward(x.float(), t, y, drop_uniforms).float()
+
+
+def layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
+    """What builds a layer: the class called "name", which stands in the same exported file, with
+    the other values as arguments."""
+    arguments = {key: value for key, value in node.items() if key != "name"}
+    return partial(globals()[node["name"]], **arguments)
+
+
+class FastlatentAutoencoder(AutoencoderTiny):
+    """AutoencoderTiny with the global branches of TAEF2, without which diffusers' own class decodes
+    wrong colours.
+
+    `sizes` are the arguments of AutoencoderTiny. `branches` names the blocks that have a branch,
+    each with the shape (hidden channels, channels) of its first convolution.
+    """
+
+    @register_to_config
+    def __init__(self, *, sizes: dict[str, Any], branches: dict[str, list[int]]) -> None:
+        super().__init__(**sizes)
+        for name, (hidden, channels) in branches.items():
+            add_global_branch(self.get_submodule(name), hidden, channels)
 
 
 class FastlatentPipeline(DiffusionPipeline):
@@ -117,11 +207,6 @@ def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
         )
     if vae is None and needed:
         raise UserError(f"there is no vae to decode with; load {needed} and give it as vae=.")
-
-
-def shown(latents: Tensor) -> Tensor:
-    """Latents that are pixels: one or three channels as they are, of any other number the first."""
-    return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
 
 def numbers_of(labels: Sequence[int | str], names: list[str]) -> list[int]:
