@@ -31,7 +31,7 @@ from evaluation.features import Features, exact
 from models.autoencoders import Autoencoder
 from models.images import to_uint8
 from sampling.resumable_chunks import ResumableChunks
-from training.components import build_loader
+from training.assemble import build_loader
 from training.distributed.ranks import Ranks
 from training.goodput import CLOCK
 

@@ -27,7 +27,7 @@ from common.files import (
     sync_folder,
     write_atomically,
 )
-from training.checkpoint.tensor_file import write_tensors
+from training.checkpoint.files import write_tensors
 from training.distributed.ranks import Ranks
 
 JOB = "job.json"

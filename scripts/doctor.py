@@ -92,8 +92,7 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
     trained or written."""
     from accel.proof import Proof
     from accel.techniques.fused_kernels import FusedKernel
-    from training.assemble import build_stack
-    from training.components import build_loader, prove_kernels
+    from training.assemble import build_loader, build_stack, prove_kernels
     from training.environment import pick_device
     from training.weights.adapter_base import settled
     from training.weights.pretrained import build_model

@@ -27,7 +27,7 @@ from tests.faults.conftest import outcome
 from tests.harness import CPU, allow_any_precision, tiny_training
 from tests.helpers import kept_at
 from train import train
-from training.checkpoint.find import complete
+from training.checkpoint.load import complete
 from training.config.compose import compose
 from training.memory import lasting_bytes
 

@@ -8,6 +8,7 @@ import pkgutil
 import tomllib
 import warnings
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
@@ -33,7 +34,6 @@ from common.files import ROOT
 from data.loader import Batch
 from tests.harness import CPU, allow_any_precision, tiny_training
 from tests.pretended import Launching, backward, pretend_graphs, profiler_event
-from training.state import copied
 
 CUDA = torch.device("cuda")
 
@@ -72,7 +72,7 @@ def trained(words, values, graph, change=lambda training: None):
     batch = next(training.loader)
     with training.state.averaged(), torch.no_grad():
         outputs.append(training.step.losses(batch)[0].tolist())
-    checkpoint = copied(training.state.state_dict())
+    checkpoint = deepcopy(training.state.state_dict())
     change(training)
     outputs += [told(training.take_step()) for _ in range(2)]
     training.state.load_state_dict(checkpoint)

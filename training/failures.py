@@ -20,7 +20,7 @@ from common.files import make_folder, write_atomically
 from common.machine_errors import DISK, is_out_of_memory
 from data.loader import Batch
 from training.assemble import Training
-from training.checkpoint.find import goes_on
+from training.checkpoint.load import goes_on
 from training.checkpoint.save import Checkpoints
 from training.distributed.stop_request import Asked
 from training.hardware import memory_of

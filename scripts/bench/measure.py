@@ -28,9 +28,8 @@ from scripts.capabilities import override
 from scripts.plan.memory import Question, forecast
 from scripts.tables import table
 from scripts.timing import Spread, fresh_compiler, interleaved, synchronise
-from training.assemble import describe_run
+from training.assemble import describe_run, latents_of
 from training.checkpoint.save import Checkpoints
-from training.components import latents_of
 from training.environment import pick_device
 from training.evaluate import evaluate
 from training.hardware import memory_of

@@ -14,7 +14,7 @@ from common.errors import UserError
 from models.autoencoders import PixelAutoencoder
 from sampling.load import TrainedModel
 from scripts.export.source import File, Name
-from training.checkpoint.tensor_file import write_tensors
+from training.checkpoint.files import write_tensors
 from training.config.schema import SamplingConfig
 from training.weights.pretrained import is_part_of_model
 

@@ -34,12 +34,11 @@ from scripts.plan.counting import (
     passed,
     updated,
 )
-from training.assemble import build_stack
-from training.components import latents_of
+from training.assemble import build_stack, latents_of
 from training.config.schema import TrainConfig
-from training.ema import EMA
 from training.hardware import GIB, memory_of
 from training.optimizers import parameter_groups
+from training.step import EMA
 from training.weights.adapter_base import find_base, put_on
 from training.weights.pretrained import build_on_meta
 

@@ -26,7 +26,7 @@ from common.files import read_object
 from models.adapters import passes
 from scripts.plan.fit import Changes, cheapest_change, savings, words_of
 from scripts.plan.memory import CONTEXT, SLACK, Forecast, Question, forecast
-from training.components import latents_of
+from training.assemble import latents_of
 from training.config.schema import TrainConfig
 from training.hardware import CARDS, GIB, Card, card_called, device_name, memory_of
 from training.weights.adapter_base import settled

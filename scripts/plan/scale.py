@@ -28,7 +28,7 @@ from models.mixers.convolution import Convolution
 from scripts.plan.memory import Forecast, Question, forecast
 from scripts.plan.report import check_mfu, known_card
 from scripts.tables import table
-from training.components import latents_of
+from training.assemble import latents_of
 from training.config.schema import ParallelMode, TrainConfig
 from training.hardware import GIB, Card
 from training.weights.adapter_base import settled

@@ -31,7 +31,7 @@ from data.manifest import first_fault, wrong_lengths
 from models.autoencoders import Autoencoder
 from models.conditioning import LabelEmbedding
 from models.denoiser import Denoiser
-from training.checkpoint.tensor_file import KEY
+from training.checkpoint.files import KEY
 from training.config.build import build, is_admitted
 
 LONGEST = 2**24
