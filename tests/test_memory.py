@@ -300,9 +300,9 @@ class TestSabotage:
     def test_rests_that_are_not_kept(self, monkeypatch):
         compensated = RoundedUpdate.compensated
 
-        def forgetful(self, narrow, updated):
-            compensated(self, narrow, updated)
-            for parameter in narrow:
+        def forgetful(self, updated):
+            compensated(self, updated)
+            for parameter, _ in updated:
                 self.state[parameter][COMPENSATION].zero_()
 
         monkeypatch.setattr(RoundedUpdate, "compensated", forgetful)

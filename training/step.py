@@ -3,6 +3,7 @@ for the device."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
@@ -138,7 +139,6 @@ class SpikeGuard:
         self.sigmas = sigmas
         self.norms = torch.zeros(window, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self.places = torch.arange(window, device=device)
 
     @torch.no_grad()
     def passes(self, norm: Tensor) -> Tensor:
@@ -148,8 +148,9 @@ class SpikeGuard:
         full = self.count >= len(self.norms)
         finite = torch.isfinite(norm)
         limit = torch.where(full, mean + self.sigmas * std, torch.inf)
-        here = (self.places == self.count % len(self.norms)) & finite
-        self.norms.copy_(torch.where(here, torch.minimum(norm, limit), self.norms))
+        place = (self.count % len(self.norms)).view(1)
+        kept = torch.where(finite, torch.minimum(norm, limit), self.norms[place])
+        self.norms.index_copy_(0, place, kept)
         self.count.add_(finite)
         return finite & (norm <= limit)
 
@@ -206,9 +207,8 @@ class TrainStep:
         self.ema = ema
         self.seed = cfg.seed
         self.batch_size = cfg.batch_size
-        self.max_grad_norm = cfg.max_grad_norm
-        self.null_label = model.num_classes
-        self.drop_path_depth = model.depth if model.drop_path else 0
+        self.max_grad_norm = cfg.max_grad_norm or math.inf
+        self.model = model
         self.parameters = list(model.parameters())
         device = self.parameters[0].device
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -226,10 +226,8 @@ class TrainStep:
         factor = self.lr_schedule(end, self.batch_size)
         self.lr = self.base_lrs[0] * factor
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * factor)
-            else:
-                group["lr"] = base * factor
+            rate = base * factor
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         self.ema_weight.fill_(self.ema.weight(end, self.batch_size))
         self.position.fill_(samples)
 
@@ -239,8 +237,8 @@ class TrainStep:
             self.forward,
             batch,
             seed=self.seed,
-            null_label=self.null_label,
-            drop_path_depth=self.drop_path_depth,
+            null_label=self.model.num_classes,
+            drop_path_depth=self.model.depth if self.model.drop_path else 0,
             held_out=held_out,
         )
 
@@ -254,16 +252,15 @@ class TrainStep:
         norm = total_norm(grads)
         backed_off = torch.zeros_like(norm)
         if self.scaler is not None:
-            norm = norm / self.scaler.scale
-            overflow = ~torch.isfinite(norm) & torch.isfinite(total)
+            scale = self.scaler.scale
+            norm = norm / scale
             # at 1 there is nothing left to blame
-            backed_off = (overflow & (self.scaler.scale > 1.0)).float()
-        finite = torch.isfinite(norm)
-        taken = finite if self.spikes is None else self.spikes.passes(norm)
+            backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
+        taken = norm.isfinite() if self.spikes is None else self.spikes.passes(norm)
         taken = taken.to(self.ema_weight.device)
         self.optimizer_step(grads, norm.to(taken.device), taken)
         if self.scaler is not None:
-            self.scaler.update((~finite).float())
+            self.scaler.update((~norm.isfinite()).float())
         self.mark("optimizer")
         self.phase = "the averages"
         self.ema.update(torch.where(taken, self.ema_weight, 0.0))
@@ -275,7 +272,7 @@ class TrainStep:
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Gradients of the mean loss over all micro-batches; returns that loss."""
-        total = None
+        losses = []
         for i, batch in enumerate(batches):
             with self.synchronised(i + 1 == len(batches)):
                 self.phase = "the forward pass"
@@ -284,17 +281,12 @@ class TrainStep:
                 self.phase = "the backward pass"
                 (loss if self.scaler is None else loss * self.scaler.scale).backward()
                 self.mark("backward")
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
 
     def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""
-        divisor = (
-            (norm / self.max_grad_norm).clamp(min=1.0)
-            if self.max_grad_norm > 0
-            else torch.ones_like(norm)
-        )
+        divisor = (norm / self.max_grad_norm).clamp(min=1.0)
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):
