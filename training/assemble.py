@@ -131,18 +131,20 @@ def build_stack(
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable`
     is error, and if several processes would train apart from each other. `alone`: for one of them,
     whatever the others do. A plan has a `kind` of its own."""
-    strictness = {
-        "on_unavailable": cfg.runtime.on_unavailable.value,
-        "deterministic": cfg.deterministic,
-    }
-    promise = promised(
-        resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0)
-    )
-    also: list[Technique] = [OptimizerState(promise, device)]
+    optimizer = resolve_target(cfg.optim.get("_target_", ""), "optim")
+    also: list[Technique] = [
+        OptimizerState(promised(optimizer, cfg.optim.get("momentum", 0.0)), device)
+    ]
     if cfg.adapter:
         adapter = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
         also.append(AdapterGradients(adapter.__name__.lower(), device))
-    stack = kind(cfg.runtime.values(), device, **strictness, also=also)
+    stack = kind(
+        cfg.runtime.values(),
+        device,
+        on_unavailable=cfg.runtime.on_unavailable.value,
+        deterministic=cfg.deterministic,
+        also=also,
+    )
     reason = stack.why_apart()
     if reason and not alone:
         mode = cfg.runtime.parallel.mode.value
@@ -186,9 +188,8 @@ class Training:
         samples as a metric."""
         state = self.state
         own = self.loader.skipped
-        if self.ranks.reduced(
-            torch.tensor(float(not own.keys() <= state.skipped_data.keys())), "max"
-        ):
+        new = float(not own.keys() <= state.skipped_data.keys())
+        if self.ranks.reduced(torch.tensor(new), "max"):
             for found in self.ranks.gathered_objects(own):
                 state.skipped_data = state.skipped_data | found
         return {"skipped_data": sum(state.skipped_data.values())}
@@ -262,11 +263,9 @@ def assemble(
     meter = Meter(
         cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model)
     )
-    spikes = (
-        SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
-        if cfg.guards.spike_sigmas
-        else None
-    )
+    spikes = None
+    if cfg.guards.spike_sigmas:
+        spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
     step = stack.on_step(TrainStep(cfg, model, objective, optimizer, schedule, ema, spikes))
     return Training(

@@ -178,19 +178,19 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
         return
 
     current = optimizer.state_dict()
-    own = dict(flat(current["state"]))
+    own = current["state"]
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in current["state"].items()}
+        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in own.items()}
     parameters = parameters_of(optimizer)
     for i, entries in saved.items():
         saved[i] = {name: cut(value, parameters[i]) for name, value in entries.items()}
 
-    same = saved.keys() == current["state"].keys()
-    if not (same and all(isinstance(value, Tensor) for value in own.values())):
+    tensors = [value for _, value in flat(own)]
+    if saved.keys() != own.keys() or not all(isinstance(value, Tensor) for value in tensors):
         optimizer.load_state_dict(current | {"state": saved})
         return
     values = dict(flat(saved))
-    for name, tensor in own.items():
+    for name, tensor in flat(own):
         value = values[name]
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
 
