@@ -32,9 +32,8 @@ from evaluation.features import build_features, decoded
 from models.autoencoders import Autoencoder
 from sampling.draw import ResumableChunks
 from sampling.load import SampleStream, labels_in_turn
-from training.assemble import Training
+from training.assemble import Training, build_loader
 from training.checkpoint.load import difference
-from training.components import build_loader
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
 from training.evaluate import dealt_and_shown, in_order

@@ -293,7 +293,7 @@ class ResumableChunks:
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes a chunk of tensors of the host; ValueError where the disk does not take it."""
-        from training.checkpoint.tensor_file import write_tensors
+        from training.checkpoint.files import write_tensors
 
         temporary = self.folder / f"{number:06d}-tmp"
         try:

@@ -26,8 +26,8 @@ from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.images import to_uint8
 from models.sampler import check_guidance, draw_latents
-from training.checkpoint.find import read_newest, weights_file
-from training.components import build_loader, prove_kernels, spine
+from training.assemble import build_loader, prove_kernels, spine
+from training.checkpoint.load import read_newest, weights_file
 from training.config.compose import read_config, typed
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device

@@ -32,8 +32,7 @@ from accel.techniques.compilation import cxx_compiler
 from accel.techniques.fused_kernels import FusedKernel
 from common.text import first_line
 from scripts.timing import seconds
-from training.assemble import build_stack
-from training.components import build_loader, prove_kernels
+from training.assemble import build_loader, build_stack, prove_kernels
 from training.config.compose import one_sentence
 from training.environment import describe_environment, pick_device
 from training.weights.adapter_base import settled

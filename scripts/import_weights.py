@@ -105,7 +105,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
 
     from common.files import make_folder, rename
     from encoding.published import DIT, EPSILON, converted, read_checkpoint
-    from training.checkpoint.tensor_file import header, write_tensors
+    from training.checkpoint.files import header, write_tensors
     from training.weights.pretrained import load_pretrained
 
     source = Path(str(cfg.source)).expanduser()

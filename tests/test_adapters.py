@@ -30,8 +30,8 @@ from tests.helpers import random_samples, save_latent_set
 from tests.test_models import tiny, woken
 from train import train
 from training.assemble import Training, assemble
-from training.checkpoint.find import weights_file
-from training.checkpoint.tensor_file import header
+from training.checkpoint.files import header
+from training.checkpoint.load import weights_file
 from training.config.compose import compose
 from training.failures import lasting_bytes
 from training.weights.adapter_base import with_model

@@ -31,7 +31,7 @@ from tests.test_adapters import save_base
 from tests.test_import_weights import SHAPES, imported
 from tests.test_models import woken
 from training.assemble import assemble
-from training.checkpoint.tensor_file import header
+from training.checkpoint.files import header
 from training.config.compose import compose
 from training.weights.pretrained import load_pretrained
 

@@ -48,8 +48,7 @@ def observed(value, op=FLASH, layers=2):
     """What the ledger says of two attention layers in whose block `op` ran twice."""
     technique = AttentionBackend(value, CUDA)
     technique.on_process()
-    technique.switches = [torch.nn.Identity()] * layers
-    technique.layers = [layers]
+    technique.layers = [[torch.nn.Identity()] * layers]
     call = BlockEvidence(
         1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter({op: layers})
     )

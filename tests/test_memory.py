@@ -27,7 +27,7 @@ from tests.faults.conftest import outcome
 from tests.harness import CPU, allow_any_precision, tiny_training
 from tests.helpers import kept_at
 from train import train
-from training.checkpoint.find import complete
+from training.checkpoint.load import complete
 from training.config.compose import compose
 from training.failures import lasting_bytes
 
@@ -300,9 +300,9 @@ class TestSabotage:
     def test_rests_that_are_not_kept(self, monkeypatch):
         compensated = RoundedUpdate.compensated
 
-        def forgetful(self, narrow, updated):
-            compensated(self, narrow, updated)
-            for parameter in narrow:
+        def forgetful(self, updated):
+            compensated(self, updated)
+            for parameter, _ in updated:
                 self.state[parameter][COMPENSATION].zero_()
 
         monkeypatch.setattr(RoundedUpdate, "compensated", forgetful)

@@ -8,6 +8,7 @@ import pkgutil
 import tomllib
 import warnings
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
@@ -33,7 +34,6 @@ from common.files import ROOT
 from data.loader import Batch
 from tests.harness import CPU, allow_any_precision, tiny_training
 from tests.pretended import Launching, backward, pretend_graphs, profiler_event
-from training.state import copied
 
 CUDA = torch.device("cuda")
 
@@ -72,7 +72,7 @@ def trained(words, values, graph, change=lambda training: None):
     batch = next(training.loader)
     with training.state.averaged(), torch.no_grad():
         outputs.append(training.step.losses(batch)[0].tolist())
-    checkpoint = copied(training.state.state_dict())
+    checkpoint = deepcopy(training.state.state_dict())
     change(training)
     outputs += [told(training.take_step()) for _ in range(2)]
     training.state.load_state_dict(checkpoint)
@@ -183,8 +183,7 @@ def test_where_no_kernel_was_seen_nothing_is_said_to_be_off(key):
         technique = AttentionBackend("flex", CUDA)
         op = "Torch-Compiled Region: 0/0"
         off = "math"
-        technique.switches = [torch.nn.Identity()]
-        technique.layers = [1]
+        technique.layers = [[torch.nn.Identity()]]
     else:
         technique = CudnnBenchmark(True, CUDA)
         op = CONVOLUTION
@@ -339,9 +338,7 @@ def test_parameters_on_the_host_train_with_a_loss_on_the_gpu(words, monkeypatch)
     step = training.step
     seen = []
     if step.spikes is not None:
-        step.spikes.norms, step.spikes.places = (
-            t.clone() for t in (step.spikes.norms, step.spikes.places)
-        )
+        step.spikes.norms = step.spikes.norms.clone()
     batch = next(training.loader)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         on_gpu = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in batch]
@@ -349,7 +346,7 @@ def test_parameters_on_the_host_train_with_a_loss_on_the_gpu(words, monkeypatch)
         monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
         monkeypatch.setattr(step.ema, "update", lambda weight: seen.append(weight.device.type))
         if step.spikes is not None:
-            for name in ("norms", "count", "places"):
+            for name in ("norms", "count"):
                 like = getattr(step.spikes, name)
                 setattr(step.spikes, name, torch.zeros(like.shape, dtype=like.dtype, device="cuda"))
 

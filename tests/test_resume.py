@@ -20,7 +20,7 @@ from tests.conftest import TINY_RUN
 from tests.faults.conftest import outcome
 from tests.helpers import random_samples, save_latent_set
 from train import train
-from training.checkpoint.find import checkpoints_of, complete, damage
+from training.checkpoint.load import checkpoints_of, complete, damage
 from training.config.compose import compose
 
 STEPS = 24

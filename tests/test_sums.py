@@ -17,10 +17,9 @@ from data.resident import read_split
 from encoding.job import ChannelSums, channel_statistics
 from evaluation.distances import Moments, frechet, squared_mmd
 from training.distributed.ranks import SINGLE
-from training.ema import EMA
 from training.evaluate import evaluate
 from training.metrics import Meter
-from training.step import SpikeGuard, StepOutput, TrainStep
+from training.step import EMA, SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9

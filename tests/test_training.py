@@ -29,12 +29,11 @@ from tests.helpers import random_samples, save_latent_set
 from tests.test_models import tiny, woken
 from train import train
 from training.assemble import Training, restore
+from training.checkpoint.files import header
 from training.checkpoint.save import Checkpoints
-from training.checkpoint.tensor_file import header
 from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.distributed.ranks import Ranks
-from training.ema import EMA
 from training.environment import peak_flops
 from training.evaluate import evaluate, sample_grid
 from training.loggers import NoLogger, SafeLogger, WandbLogger
@@ -42,7 +41,7 @@ from training.metrics import Meter
 from training.objective import FlowMatching
 from training.optimizers import Schedule
 from training.state import TrainState
-from training.step import StepOutput
+from training.step import EMA, StepOutput
 
 CPU = torch.device("cpu")
 
@@ -151,7 +150,7 @@ def test_an_update_in_parts_has_the_same_bits(monkeypatch):
     model = woken(tiny("dit"))
     whole = EMA(model, 100.0)
     weight = torch.tensor(0.3)
-    monkeypatch.setattr("training.ema.PART", 1000)
+    monkeypatch.setattr("accel.composite_optimizer.PART", 1000)
     parts = EMA(model, 100.0)
     assert len(whole.parts) == 1 < len(parts.parts)
     for p in model.parameters():

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,25 +21,31 @@ from accel.sharding import world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from common.errors import UserError
+from data.blocks import open_set
 from data.loader import Batch, LatentLoader, LatentSpec
+from data.resident import bytes_of_a_sample
 from models.adapters import passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance
-from training.checkpoint.find import branch_of, verified, weights_file
-from training.checkpoint.load import identity, load, newest_verified
+from training.checkpoint.load import (
+    branch_of,
+    identity,
+    load,
+    newest_verified,
+    verified,
+    weights_file,
+)
 from training.checkpoint.save import Checkpoints
-from training.components import build_loader, prove_kernels, spine
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.distributed.ranks import SINGLE, Ranks
-from training.ema import EMA
 from training.environment import peak_flops
 from training.goodput import CLOCK
 from training.metrics import Meter
 from training.optimizers import Schedule, parameter_groups
 from training.state import TrainState, load_weights
-from training.step import SpikeGuard, StepOutput, StepSettings, TrainStep
+from training.step import EMA, SpikeGuard, StepOutput, TrainStep
 from training.weights.adapter_base import Base, find_base, load_base, put_on
 from training.weights.pretrained import build_model, weights_for
 
@@ -47,6 +54,54 @@ SETTINGS = (
     *("optim", "schedule", "ema", "guards", "runtime"),
 )
 """What may change from one start to the next and has a part in the weights."""
+
+
+def spine(node: Any) -> dict[str, Any]:
+    """A typed node as keyword arguments, choices as plain strings."""
+    return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
+
+
+def build_loader(
+    node: dict[str, Any], seed: int, micro_batch: int, device: torch.device, ranks: Ranks = SINGLE
+) -> LatentLoader:
+    """The loader of this process's share: `micro_batch` samples of each micro-batch."""
+    where = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    return build(node, "data", batch_size=micro_batch, seed=seed, **where)
+
+
+def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
+    """The spec of the latents that `data` describes, read from as little of them as can be, and the
+    bytes that they would take of a device with `memory` bytes."""
+    device = torch.device("cpu")
+    if "count" in node:  # made by a generator; all of it lies on the device
+        spec = build_loader(node | {"count": 1}, seed, 1, device).spec
+        return spec, 2.2 * node["count"] * spec.channels * spec.height * spec.width
+    if node.get("path") is None or "normalisation" not in node:
+        return build_loader(node, seed, 1, device).spec, 0.0
+    expected: Any = {name: node.get(name) for name in ("encoder", "latent_scale")}
+    spec, *splits = open_set("resident", node["path"], node["normalisation"], **expected)
+    if "storage" not in node:
+        return spec, 0.0
+    whole = bytes_of_a_sample(splits[0], node["storage"]) * sum(split.count for split in splits)
+    given = node.get("device_memory_gib")
+    return spec, min(whole, memory / 2 if given is None else given * 2**30)
+
+
+@CLOCK.spending("warm_up")
+def prove_kernels(
+    stack: AccelerationStack,
+    model: Denoiser,
+    spec: LatentSpec,
+    samples: int,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Has the stack decide about fused kernels for micro-batches of `samples`; returns what the run
+    has to keep."""
+    device = model.pos_embed.device
+    latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
+    t = torch.full((2,), 0.5, device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    return stack.prove_kernels(model, lambda: model(latents, t, labels), samples, folder)
 
 
 def build_optimizer(
@@ -76,18 +131,20 @@ def build_stack(
     """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable`
     is error, and if several processes would train apart from each other. `alone`: for one of them,
     whatever the others do. A plan has a `kind` of its own."""
-    strictness = {
-        "on_unavailable": cfg.runtime.on_unavailable.value,
-        "deterministic": cfg.deterministic,
-    }
-    promise = promised(
-        resolve_target(cfg.optim.get("_target_", ""), "optim"), cfg.optim.get("momentum", 0.0)
-    )
-    also: list[Technique] = [OptimizerState(promise, device)]
+    optimizer = resolve_target(cfg.optim.get("_target_", ""), "optim")
+    also: list[Technique] = [
+        OptimizerState(promised(optimizer, cfg.optim.get("momentum", 0.0)), device)
+    ]
     if cfg.adapter:
         adapter = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
         also.append(AdapterGradients(adapter.__name__.lower(), device))
-    stack = kind(cfg.runtime.values(), device, **strictness, also=also)
+    stack = kind(
+        cfg.runtime.values(),
+        device,
+        on_unavailable=cfg.runtime.on_unavailable.value,
+        deterministic=cfg.deterministic,
+        also=also,
+    )
     reason = stack.why_apart()
     if reason and not alone:
         mode = cfg.runtime.parallel.mode.value
@@ -131,9 +188,8 @@ class Training:
         samples as a metric."""
         state = self.state
         own = self.loader.skipped
-        if self.ranks.reduced(
-            torch.tensor(float(not own.keys() <= state.skipped_data.keys())), "max"
-        ):
+        new = float(not own.keys() <= state.skipped_data.keys())
+        if self.ranks.reduced(torch.tensor(new), "max"):
             for found in self.ranks.gathered_objects(own):
                 state.skipped_data = state.skipped_data | found
         return {"skipped_data": sum(state.skipped_data.values())}
@@ -207,14 +263,11 @@ def assemble(
     meter = Meter(
         cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model)
     )
-    spikes = (
-        SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
-        if cfg.guards.spike_sigmas
-        else None
-    )
+    spikes = None
+    if cfg.guards.spike_sigmas:
+        spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
-    settings = StepSettings(cfg.seed, cfg.batch_size, cfg.max_grad_norm)
-    step = stack.on_step(TrainStep(model, objective, optimizer, schedule, ema, settings, spikes))
+    step = stack.on_step(TrainStep(cfg, model, objective, optimizer, schedule, ema, spikes))
     return Training(
         cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base
     )

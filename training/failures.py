@@ -21,7 +21,7 @@ from common.errors import DISK, UserError, is_out_of_memory
 from common.files import make_folder, write_atomically
 from data.loader import Batch
 from training.assemble import Training
-from training.checkpoint.find import goes_on
+from training.checkpoint.load import goes_on
 from training.checkpoint.save import Checkpoints
 from training.distributed.exit import Asked
 from training.environment import memory_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from data.loader import Batch
 
 
+@dataclass
 class FlowMatching:
     """Mean squared error of the velocity on straight paths from data to noise.
 
@@ -26,24 +28,21 @@ class FlowMatching:
     can be used in sampling.
     """
 
-    def __init__(
-        self,
-        logit_mean: float = 0.0,
-        logit_std: float = 1.0,
-        timestep_shift: float = 1.0,
-        label_dropout: float = 0.1,
-    ) -> None:
-        if logit_std <= 0.0 or timestep_shift <= 0.0:
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    timestep_shift: float = 1.0
+    label_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.logit_std <= 0.0 or self.timestep_shift <= 0.0:
             raise UserError(
-                f"objective.logit_std={logit_std} and objective.timestep_shift={timestep_shift} "
-                "must be above 0."
+                f"objective.logit_std={self.logit_std} and "
+                f"objective.timestep_shift={self.timestep_shift} must be above 0."
             )
-        if not 0.0 <= label_dropout <= 1.0:
-            raise UserError(f"objective.label_dropout={label_dropout} must lie between 0 and 1.")
-        self.logit_mean = logit_mean
-        self.logit_std = logit_std
-        self.timestep_shift = timestep_shift
-        self.label_dropout = label_dropout
+        if not 0.0 <= self.label_dropout <= 1.0:
+            raise UserError(
+                f"objective.label_dropout={self.label_dropout} must lie between 0 and 1."
+            )
 
     def losses(
         self,
@@ -60,26 +59,22 @@ class FlowMatching:
 
         `drop_path_depth` is the number of blocks to draw stochastic depth for; 0 draws none.
         """
-        purposes = (
-            (Purpose.EVAL_NOISE, Purpose.EVAL_TIME) if held_out else (Purpose.NOISE, Purpose.TIME)
-        )
-        noise = counter_normal(seed, purposes[0], batch.position, batch.latents.shape[1:])
-        logit = self.logit_mean + self.logit_std * counter_normal(
-            seed, purposes[1], batch.position, (1,)
-        ).squeeze(1)
-        t = shifted(torch.sigmoid(logit), self.timestep_shift)
+        latents = batch.latents
         labels = batch.labels
+        position = batch.position
+        purpose = Purpose.EVAL_NOISE if held_out else Purpose.NOISE
+        noise = counter_normal(seed, purpose, position, latents.shape[1:])
+        purpose = Purpose.EVAL_TIME if held_out else Purpose.TIME
+        normal = counter_normal(seed, purpose, position, (1,)).squeeze(1)
+        t = shifted(torch.sigmoid(self.logit_mean + self.logit_std * normal), self.timestep_shift)
         extra = {}
         if not held_out:
-            drop = (
-                counter_uniform(seed, Purpose.LABEL_DROP, batch.position).squeeze(1)
-                < self.label_dropout
-            )
-            labels = torch.where(drop, null_label, labels)
+            drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)
+            labels = torch.where(drop < self.label_dropout, null_label, labels)
             if drop_path_depth:
                 extra["drop_uniforms"] = counter_uniform(
-                    seed, Purpose.DROP_PATH, batch.position, drop_path_depth
+                    seed, Purpose.DROP_PATH, position, drop_path_depth
                 )
-        x = torch.lerp(batch.latents, noise, t.view(-1, 1, 1, 1))
+        x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         velocity = model(x, t, labels, **extra)
-        return (velocity.float() - (noise - batch.latents)).square().mean(dim=(1, 2, 3)), t
+        return (velocity.float() - (noise - latents)).square().mean(dim=(1, 2, 3)), t

@@ -18,8 +18,15 @@ from common.errors import UserError
 from common.files import FolderLock, lock_folder, make_folder, read_object, write_atomically
 from common.text import as_json
 from training.assemble import Training
-from training.checkpoint.find import branch_of, complete, description, verified
-from training.checkpoint.load import MUST_MATCH, difference, identity
+from training.checkpoint.load import (
+    MUST_MATCH,
+    branch_of,
+    complete,
+    description,
+    difference,
+    identity,
+    verified,
+)
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, as_yaml, from_yaml, read_config
 from training.config.schema import TrainConfig

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from accel.composite_optimizer import Members, parameters_of
 from accel.sharding import cut
@@ -17,10 +18,24 @@ from common.errors import UserError
 from data.loader import LatentLoader
 from models.adapters import layers_of, trained
 from models.denoiser import Denoiser
-from training.checkpoint.parts import Kept, flat, nested
-from training.ema import EMA
+from training.checkpoint.files import Kept, flat, nested
 from training.metrics import Meter
-from training.step import SpikeGuard
+from training.step import EMA, SpikeGuard
+
+COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
+KEPT = {
+    "model": Kept.whole,
+    "ema": Kept.whole,
+    "optimizer": Kept.shared,
+    "techniques": Kept.shared,
+    "guards": Kept.shared,
+    "loader": Kept.values,
+    "counters": Kept.values,
+    "window": Kept.sums,
+    "rng": Kept.each,
+}
+"""The pieces of the state and how a checkpoint keeps each: the format of checkpoints. A new piece
+is one more entry here, and one in each of the methods that save and load."""
 
 
 @dataclass
@@ -46,6 +61,7 @@ class TrainState:
     """Blocks of the data that others stood in for, of all processes -> their samples."""
     began_at: int = 0
     """The step that this process started or resumed from."""
+    kept = KEPT
 
     def advance(self, samples: int) -> None:
         self.step += 1
@@ -67,21 +83,44 @@ class TrainState:
             every > 0 and (self.done or self.step % every == 0) for every in intervals
         )
 
-    @property
-    def kept(self) -> dict[str, Kept]:
-        return {piece.name: piece.kept for piece in PIECES}
-
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """Leaves by piece and name: references, not copies. Save or copy them before the next
         step."""
-        return {piece.name: piece.save(self) for piece in PIECES}
+        return {
+            "model": saved_weights(self.model),
+            "ema": self.ema.state_dict(),
+            "optimizer": dict(flat(self.optimizer.state_dict()["state"])),
+            "techniques": dict(flat(self.stack.state_dict())),
+            "guards": self.spikes.state_dict() if self.spikes else {},
+            "loader": self.loader.state_dict(),
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "window": self.meter.state_dict(),
+            "rng": rng_state(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Loads everything; ValueError if the tensors do not fit the model. Hyper-parameters stay
         the config's."""
-        for piece in PIECES:
-            piece.load(self, state[piece.name])
+        load_weights(self.model, state["model"])
+        self.ema.load_state_dict(state["ema"])
+        load_moments(self.optimizer, state["optimizer"])
+        self.stack.load_state_dict(nested(state["techniques"]))
+        if self.spikes:
+            self.spikes.load_state_dict(state["guards"])
+        self.loader.load_state_dict(state["loader"])
+        self.load_counters(state["counters"])
+        self.meter.load_state_dict(state["window"])
+        load_rng_state(state["rng"])
         self.began_at = self.step
+
+    def load_counters(self, saved: Mapping[str, Any]) -> None:
+        """Sets the counters; checkpoints of earlier versions have no `skipped_data`."""
+        known = {"skipped_data": {}} | dict(saved)
+        for name in COUNTERS:
+            counts = known[name].values() if name == "skipped_data" else [known[name]]
+            if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
+                raise UserError(f"the counter {name} is {known[name]}, which is no count.")
+            setattr(self, name, known[name])
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -98,21 +137,14 @@ class TrainState:
     def preserved(self) -> Iterator[None]:
         """Restores the state at the end of the block, from a copy in host memory: the device's is
         left to the step."""
-        before = copied(self.state_dict())
+        before = tree_map_only(
+            Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), self.state_dict()
+        )
         try:
             yield
         finally:
             self.load_state_dict(before)
             self.optimizer.zero_grad(set_to_none=True)
-
-
-def copied(node: Any) -> Any:
-    """The same tree with its tensors copied to host memory."""
-    if isinstance(node, Tensor):
-        return node.detach().to("cpu", copy=True)
-    if isinstance(node, Mapping):
-        return {key: copied(value) for key, value in node.items()}
-    return node
 
 
 def saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -146,19 +178,19 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
         return
 
     current = optimizer.state_dict()
-    own = dict(flat(current["state"]))
+    own = current["state"]
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in current["state"].items()}
+        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in own.items()}
     parameters = parameters_of(optimizer)
     for i, entries in saved.items():
         saved[i] = {name: cut(value, parameters[i]) for name, value in entries.items()}
 
-    same = saved.keys() == current["state"].keys()
-    if not (same and all(isinstance(value, Tensor) for value in own.values())):
+    tensors = [value for _, value in flat(own)]
+    if saved.keys() != own.keys() or not all(isinstance(value, Tensor) for value in tensors):
         optimizer.load_state_dict(current | {"state": saved})
         return
     values = dict(flat(saved))
-    for name, tensor in own.items():
+    for name, tensor in flat(own):
         value = values[name]
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
 
@@ -174,75 +206,3 @@ def load_rng_state(saved: Mapping[str, Tensor]) -> None:
     gpus = [saved[f"cuda.{i}"] for i in range(len(saved) - 1)]
     if len(gpus) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(gpus)
-
-
-COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
-
-
-def load_counters(state: TrainState, saved: Mapping[str, Any]) -> None:
-    """Sets the counters; checkpoints of earlier versions have no `skipped_data`."""
-    known = {"skipped_data": {}} | dict(saved)
-    for name in COUNTERS:
-        counts = known[name].values() if name == "skipped_data" else [known[name]]
-        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
-            raise UserError(f"the counter {name} is {known[name]}, which is no count.")
-        setattr(state, name, known[name])
-
-
-class Piece(NamedTuple):
-    """A piece of the state: its name in a checkpoint, how that keeps it, and the functions that
-    save and load its leaves."""
-
-    name: str
-    kept: Kept
-    save: Callable[[TrainState], Mapping[str, Any]]
-    load: Callable[[TrainState, Any], None]
-
-    @classmethod
-    def of(cls, name: str, kept: Kept, part: str) -> Piece:
-        """A part of the state that saves and loads itself, if there is one."""
-
-        def save(state: TrainState) -> Mapping[str, Any]:
-            own = getattr(state, part)
-            return {} if own is None else own.state_dict()
-
-        def load(state: TrainState, saved: Any) -> None:
-            own = getattr(state, part)
-            if own is not None:
-                own.load_state_dict(saved)
-
-        return cls(name, kept, save, load)
-
-
-PIECES = (
-    Piece(
-        "model",
-        Kept.whole,
-        lambda s: saved_weights(s.model),
-        lambda s, saved: load_weights(s.model, saved),
-    ),
-    Piece.of("ema", Kept.whole, "ema"),
-    Piece(
-        "optimizer",
-        Kept.shared,
-        lambda s: dict(flat(s.optimizer.state_dict()["state"])),
-        lambda s, saved: load_moments(s.optimizer, saved),
-    ),
-    Piece(
-        "techniques",
-        Kept.shared,
-        lambda s: dict(flat(s.stack.state_dict())),
-        lambda s, saved: s.stack.load_state_dict(nested(saved)),
-    ),
-    Piece.of("guards", Kept.shared, "spikes"),
-    Piece.of("loader", Kept.values, "loader"),
-    Piece(
-        "counters",
-        Kept.values,
-        lambda s: {name: getattr(s, name) for name in COUNTERS},
-        load_counters,
-    ),
-    Piece.of("window", Kept.sums, "meter"),
-    Piece("rng", Kept.each, lambda s: rng_state(), lambda s, saved: load_rng_state(saved)),
-)
-"""A new piece of state is one more entry. The names and kinds are the format of checkpoints."""

@@ -1,20 +1,23 @@
-"""One optimizer step, from micro-batches to updated parameters and averages, without waiting for
-the device."""
+"""One optimizer step, from micro-batches to updated parameters and their averages, without waiting
+for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from accel.composite_optimizer import is_fused
-from accel.sharding import local, replicated_like, total_norm
+from accel.composite_optimizer import is_fused, parts_of
+from accel.sharding import local, part_of, replicated_like, total_norm
+from common.errors import UserError
 from data.loader import Batch
+from models.adapters import trained
 from models.denoiser import Denoiser
-from training.ema import EMA
+from training.config.schema import TrainConfig
 from training.objective import FlowMatching
 from training.optimizers import Schedule
 
@@ -37,14 +40,89 @@ class StepOutput(NamedTuple):
     failure."""
 
 
-class StepSettings(NamedTuple):
-    """The numbers that a step goes by."""
+class EMA:
+    """Exponential moving average of the parameters, in fp32, with its length in samples.
 
-    seed: int
-    batch_size: int
-    """Global: of all micro-batches and processes."""
-    max_grad_norm: float
-    """0: no clipping."""
+    ema ← ema + w·(parameter - ema), with w = 1 - 0.5^(batch / half_life). The half-life is
+    `half_life_samples`, and early in training at most `ramp` times the samples seen, so that the
+    average is not dominated by initialisation (Karras et al. 2024, EDM2).
+    """
+
+    def __init__(self, model: nn.Module, half_life_samples: float, ramp: float = 0.05) -> None:
+        if half_life_samples <= 0.0 or ramp <= 0.0:
+            raise UserError(
+                f"ema.half_life_samples={half_life_samples} and ema.ramp={ramp} must be above 0."
+            )
+        self.half_life_samples = half_life_samples
+        self.ramp = ramp
+        named = trained(model)
+        self.names = list(named)
+        self.parameters = list(named.values())
+        self.averages = [p.detach().float().clone() for p in self.parameters]
+        """Sharded like the parameters: the arithmetic is elementwise, so each process updates its
+        own part."""
+        average_of = dict(zip(self.parameters, self.averages, strict=True))
+        self.parts = [
+            [(p, average_of[p]) for group in part for p in group["params"]]
+            for part in parts_of([{"params": self.parameters}])
+        ]
+        """Parameters with their averages, cut so that an update, while the gradients live, needs
+        little more memory."""
+
+    def weight(self, samples: int, batch_size: int) -> float:
+        """w for the step that ends at `samples` samples."""
+        half_life = min(self.half_life_samples, self.ramp * samples)
+        return 1.0 - 0.5 ** (batch_size / max(half_life, 1e-8))
+
+    @torch.no_grad()
+    def update(self, weight: Tensor) -> None:
+        """`weight` is a device scalar; 0 leaves the averages bit for bit as they are."""
+        # Not _foreach_lerp_: it takes one weight as a host number only, which would wait for the
+        # device.
+        for part in self.parts:
+            averages = [local(average) for _, average in part]
+            moves = torch._foreach_sub([local(p.detach()) for p, _ in part], averages)
+            torch._foreach_mul_(moves, weight)
+            torch._foreach_add_(averages, moves)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model holds the averages inside and its own parameters again after, bit for bit.
+
+        Parameters narrower than fp32 hold rounded averages, from copies that are made for the
+        while.
+        """
+        narrow = [(p, p.detach().clone()) for p in self.parameters if p.dtype != torch.float32]
+        self.exchange()
+        try:
+            yield
+        finally:
+            self.exchange()
+            with torch.no_grad():
+                for parameter, own in narrow:
+                    parameter.copy_(own)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        for parameter, average in zip(self.parameters, self.averages, strict=True):
+            own = parameter.detach().clone()
+            parameter.copy_(average)
+            if own.dtype == torch.float32:
+                average.copy_(own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Averages by parameter name: a state dict that the model itself can load."""
+        return dict(zip(self.names, self.averages, strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise UserError(
+                "the averages do not fit the model; they differ in "
+                f"{sorted(state.keys() ^ own.keys())[:5]}."
+            )
+        for name, average in own.items():
+            local(average).copy_(part_of(state[name], average))
 
 
 class SpikeGuard:
@@ -61,7 +139,6 @@ class SpikeGuard:
         self.sigmas = sigmas
         self.norms = torch.zeros(window, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self.places = torch.arange(window, device=device)
 
     @torch.no_grad()
     def passes(self, norm: Tensor) -> Tensor:
@@ -71,8 +148,9 @@ class SpikeGuard:
         full = self.count >= len(self.norms)
         finite = torch.isfinite(norm)
         limit = torch.where(full, mean + self.sigmas * std, torch.inf)
-        here = (self.places == self.count % len(self.norms)) & finite
-        self.norms.copy_(torch.where(here, torch.minimum(norm, limit), self.norms))
+        place = (self.count % len(self.norms)).view(1)
+        kept = torch.where(finite, torch.minimum(norm, limit), self.norms[place])
+        self.norms.index_copy_(0, place, kept)
         self.count.add_(finite)
         return finite & (norm <= limit)
 
@@ -105,12 +183,12 @@ class TrainStep:
 
     def __init__(
         self,
+        cfg: TrainConfig,
         model: Denoiser,
         objective: FlowMatching,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         ema: EMA,
-        settings: StepSettings,
         spikes: SpikeGuard | None = None,
     ) -> None:
         self.forward: Callable[..., Tensor] = model
@@ -127,9 +205,10 @@ class TrainStep:
         self.optimizer = optimizer
         self.lr_schedule = schedule
         self.ema = ema
-        self.seed, self.batch_size, self.max_grad_norm = settings
-        self.null_label = model.num_classes
-        self.drop_path_depth = model.depth if model.drop_path else 0
+        self.seed = cfg.seed
+        self.batch_size = cfg.batch_size
+        self.max_grad_norm = cfg.max_grad_norm or math.inf
+        self.model = model
         self.parameters = list(model.parameters())
         device = self.parameters[0].device
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -147,10 +226,8 @@ class TrainStep:
         factor = self.lr_schedule(end, self.batch_size)
         self.lr = self.base_lrs[0] * factor
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * factor)
-            else:
-                group["lr"] = base * factor
+            rate = base * factor
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         self.ema_weight.fill_(self.ema.weight(end, self.batch_size))
         self.position.fill_(samples)
 
@@ -160,8 +237,8 @@ class TrainStep:
             self.forward,
             batch,
             seed=self.seed,
-            null_label=self.null_label,
-            drop_path_depth=self.drop_path_depth,
+            null_label=self.model.num_classes,
+            drop_path_depth=self.model.depth if self.model.drop_path else 0,
             held_out=held_out,
         )
 
@@ -175,16 +252,15 @@ class TrainStep:
         norm = total_norm(grads)
         backed_off = torch.zeros_like(norm)
         if self.scaler is not None:
-            norm = norm / self.scaler.scale
-            overflow = ~torch.isfinite(norm) & torch.isfinite(total)
+            scale = self.scaler.scale
+            norm = norm / scale
             # at 1 there is nothing left to blame
-            backed_off = (overflow & (self.scaler.scale > 1.0)).float()
-        finite = torch.isfinite(norm)
-        taken = finite if self.spikes is None else self.spikes.passes(norm)
+            backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
+        taken = norm.isfinite() if self.spikes is None else self.spikes.passes(norm)
         taken = taken.to(self.ema_weight.device)
         self.optimizer_step(grads, norm.to(taken.device), taken)
         if self.scaler is not None:
-            self.scaler.update((~finite).float())
+            self.scaler.update((~norm.isfinite()).float())
         self.mark("optimizer")
         self.phase = "the averages"
         self.ema.update(torch.where(taken, self.ema_weight, 0.0))
@@ -196,7 +272,7 @@ class TrainStep:
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Gradients of the mean loss over all micro-batches; returns that loss."""
-        total = None
+        losses = []
         for i, batch in enumerate(batches):
             with self.synchronised(i + 1 == len(batches)):
                 self.phase = "the forward pass"
@@ -205,17 +281,12 @@ class TrainStep:
                 self.phase = "the backward pass"
                 (loss if self.scaler is None else loss * self.scaler.scale).backward()
                 self.mark("backward")
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
 
     def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""
-        divisor = (
-            (norm / self.max_grad_norm).clamp(min=1.0)
-            if self.max_grad_norm > 0
-            else torch.ones_like(norm)
-        )
+        divisor = (norm / self.max_grad_norm).clamp(min=1.0)
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):

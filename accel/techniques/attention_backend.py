@@ -20,6 +20,7 @@ import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -38,13 +39,14 @@ from common.errors import UserError
 from common.text import first_line
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
-OPS = {
-    "flash": (FLASH, "aten::_scaled_dot_product_flash_attention_for_cpu"),
-    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
-    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
-    "math": ("aten::_scaled_dot_product_attention_math",),
+BACKEND_OF = {
+    FLASH: "flash",
+    f"{FLASH}_for_cpu": "flash",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_attention_math": "math",
 }
-"""Backend -> the ops that only it runs."""
+"""Operation -> the backend that alone runs it."""
 REFUSALS = (
     "No available kernel",
     "No viable backend",
@@ -66,13 +68,9 @@ class Implementation(NamedTuple):
     install: str
 
 
+HOPPER = "build it from the folder hopper of https://github.com/Dao-AILab/flash-attention"
 IMPLEMENTATIONS = {
-    "flash3": Implementation(
-        "FA3",
-        (9,),
-        "flash_attn_interface",
-        "build it from the folder hopper of https://github.com/Dao-AILab/flash-attention",
-    ),
+    "flash3": Implementation("FA3", (9,), "flash_attn_interface", HOPPER),
     "flash4": Implementation(
         "FA4", (9, 10), "flash_attn.cute.interface", "pip install flash-attn-4"
     ),
@@ -85,15 +83,17 @@ class AttentionBackend(Technique):
     summary = (
         "`auto`, or one backend: `flash`, `cudnn`, `efficient`, `math`, `flex`, `flash3`, `flash4`"
     )
-    examples = tuple({"attention": name} for name in (*OPS, "flex", *IMPLEMENTATIONS))
+    examples = tuple(
+        {"attention": name}
+        for name in ("flash", "cudnn", "efficient", "math", "flex", *IMPLEMENTATIONS)
+    )
     off = AUTO
     loss_rtol = 2e-2
     in_sampling = True
     changes_kernels = "time"
     plan_note = "all kernels but math keep the same tensors"
-    switches: Sequence[torch.nn.Module] = ()
-    layers: Sequence[int] = ()
-    """How many of them each block has."""
+    layers: Sequence[Sequence[torch.nn.Module]] = ()
+    """The attention layers of each block."""
     failure: str | None = None
 
     @property
@@ -101,14 +101,14 @@ class AttentionBackend(Technique):
         return IMPLEMENTATIONS.get(str(self.value))
 
     def unavailable(self) -> str | None:
+        on_gpu = self.device.type == "cuda"
         if self.implementation:
             return without(self.implementation, self.device)
-        if self.device.type != "cuda" and self.value in ("cudnn", "efficient", "flex"):
+        if not on_gpu and self.value in ("cudnn", "efficient", "flex"):
             return (
                 f"PyTorch has no {self.value} attention with a backward pass for "
                 f"{self.device.type}."
             )
-        on_gpu = self.device.type == "cuda"
         if on_gpu and self.value == "flash" and torch.cuda.get_device_capability() < (8, 0):
             return (
                 "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
@@ -137,14 +137,12 @@ class AttentionBackend(Technique):
             ) from error
 
     def on_model(self, model: Model) -> Model:
-        found = [switches(block, "attention_backend") for block in blocks_of(model)]
-        self.switches = [m for modules in found for m in modules]
-        self.layers = [len(modules) for modules in found]
+        self.layers = [switches(block, "attention_backend") for block in blocks_of(model)]
         self.switch("flash" if self.implementation else str(self.value))
         return model
 
     def switch(self, backend: str) -> None:
-        for module in self.switches:
+        for module in chain(*self.layers):
             module.attention_backend = backend  # pyright: ignore[reportArgumentType]
 
     def recover(self, error: BaseException) -> str | None:
@@ -161,32 +159,39 @@ class AttentionBackend(Technique):
     # What would still say "on" if this did nothing? The backend that was asked for would, so the
     # row counts the operations and kernels that ran in each layer.
     def observe(self, evidence: Evidence) -> Observation:
-        if not self.switches:
+        count = sum(map(len, self.layers))
+        if not count:
             return Observation(UNUSED, "the model has no softmax attention")
-        ran = self.layers_by_backend(evidence)
-        note = ", ".join(f"{name} in {n} of {len(self.switches)} layers" for name, n in ran.items())
-        if named := current_flash_attention_impl():
-            note += f"; PyTorch says that {named} is active"
+        named = current_flash_attention_impl()
+        ran = self.layers_by_backend(evidence, named)
+        note = ", ".join(f"{name} in {n} of {count} layers" for name, n in ran.items())
+        note += f"; PyTorch says that {named} is active" * bool(named)
         note = note or "no attention ran"
         note += " (in an uncompiled step)" * evidence.blocks_uncompiled
-        complete = ran.total() == len(self.switches)
-        active = "mixed" if len(ran) > 1 else next(iter(ran)) if complete else False
+        active = False
         if UNSEEN in ran:
             active = UNSEEN
-            note = f"{note}: {NO_KERNEL_SEEN}"
+            note += f": {NO_KERNEL_SEEN}"
+        elif len(ran) > 1:
+            active = "mixed"
+        elif ran.total() == count:
+            active = next(iter(ran))
         return Observation(active, f"{self.failure}; {note}" if self.failure else note)
 
-    def layers_by_backend(self, evidence: Evidence) -> Counter[str]:
+    def layers_by_backend(self, evidence: Evidence, named: str | None) -> Counter[str]:
         """Backend -> number of attention layers whose forward pass it computed in every
-        micro-batch.
+        micro-batch. `named` is PyTorch's name of the kernels behind flash attention on a GPU, if
+        they are not its own.
 
         Compiling leaves no event of `flex` or `math` on the host, so where no kernel was seen they
         are `UNSEEN`.
         """
-        total: Counter[str] = Counter()
+        ours = {found.name: key for key, found in IMPLEMENTATIONS.items()}
+        backend_of = BACKEND_OF | ({FLASH: ours.get(named, named)} if named else {})
         flex_on_device = any("flex_attention" in op for op in evidence.ops)
-        for layers, calls in zip(self.layers, evidence.blocks, strict=False):
-            found = [backends(call.ops, flash_name()) for call in calls]
+        total: Counter[str] = Counter()
+        for layers, calls in zip(map(len, self.layers), evidence.blocks, strict=False):
+            found = [backends(call.ops, backend_of) for call in calls]
             ran = functools.reduce(Counter.__and__, found) if found else Counter()
             ran = Counter({name: min(n, layers) for name, n in ran.items()})
             if calls and not ran and flex_on_device:  # its kernel has no event on the host
@@ -197,25 +202,17 @@ class AttentionBackend(Technique):
         return total
 
 
-def backends(ops: Counter[str], flash: str) -> Counter[str]:
-    """Backend -> its calls among these ops; `flash` is what flash attention on a GPU is called at
-    present."""
-    ran = Counter({name: sum(ops[op] for op in its) for name, its in OPS.items()})
-    ran["flex"] = sum(n for op, n in ops.items() if "flex_attention" in op)
-    ran["flash"] -= ops[FLASH]
-    ran[flash] += ops[FLASH]
-    return +ran
-
-
-def flash_name() -> str:
-    """Our name for the kernels behind flash attention; PyTorch's where we have none."""
-    found = current_flash_attention_impl()
-    ours = {implementation.name: ours for ours, implementation in IMPLEMENTATIONS.items()}
-    return ours.get(found, found) if found else "flash"
+def backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
+    """Backend -> its calls among these operations."""
+    ran: Counter[str] = Counter()
+    for op, n in ops.items():
+        ran[backend_of.get(op, "flex" if "flex_attention" in op else "")] += n
+    del ran[""]
+    return ran
 
 
 def restore() -> None:
-    """PyTorch's own kernels."""
+    """Puts PyTorch's own kernels in their place."""
     if current_flash_attention_impl():
         restore_flash_attention_impl()
 

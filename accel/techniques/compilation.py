@@ -103,8 +103,10 @@ class Compile(Technique):
             module._compiled_call_impl = None
         self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{first_line(error)} (in {Path(where.filename).name}, {where.name})"
-        self.failure = f"the compiler failed, so nothing runs compiled: {what}"
+        self.failure = (
+            f"the compiler failed, so nothing runs compiled: {first_line(error)} (in "
+            f"{Path(where.filename).name}, {where.name})"
+        )
         if self.mode != "default":
             self.failure += f"; without runtime.compile_mode={self.mode} it may not"
         return self.failure
@@ -139,6 +141,7 @@ class Compile(Technique):
 
     @property
     def by_inductor(self) -> bool:
+        """Whether the compiler is PyTorch's own, which generates code."""
         return self.backend == "inductor"
 
 
@@ -146,7 +149,7 @@ def cxx_compiler() -> str | None:
     """Path of the C++ compiler that Inductor needs on a CPU: $CXX, or the first of the usual
     names."""
     names = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    return next((path for name in names if (path := shutil.which(name))), None)
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def is_compiler_failure(error: BaseException) -> bool:
@@ -155,5 +158,5 @@ def is_compiler_failure(error: BaseException) -> bool:
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._inductor.exc import InductorError
 
-    ours = isinstance(error, TorchRuntimeError)
-    return isinstance(error, TorchDynamoException | InductorError) and not ours
+    by_compiler = isinstance(error, TorchDynamoException | InductorError)
+    return by_compiler and not isinstance(error, TorchRuntimeError)

@@ -67,11 +67,7 @@ class CudnnBenchmark(Technique):
         if evidence.kernels_unseen:
             return Observation(UNSEEN, f"{note}; {NO_KERNEL_SEEN}")
         if not self.chosen:
-            return Observation(
-                UNUSED, f"{note}; the autotuner chose the kernels that run without it"
-            )
-        return Observation(
-            True,
-            f"{note}; {len(self.chosen)} kernels that do not run without it: "
-            f"{min(self.chosen)[:60]}",
-        )
+            note += "; the autotuner chose the kernels that run without it"
+            return Observation(UNUSED, note)
+        note += f"; {len(self.chosen)} kernels that do not run without it: {min(self.chosen)[:60]}"
+        return Observation(True, note)

@@ -36,9 +36,8 @@ class FusedAdamW(Technique):
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")
         )
         other = "foreach kernels" if foreach else "a loop over tensors"
-        if fused:
-            note = f"{fused} calls of _fused_adamw_ in one optimizer step"
-            return Observation(
-                not (foreach or loop), f"{note}, and {other}" if foreach or loop else note
-            )
-        return Observation(False, f"{other}, no _fused_adamw_")
+        if not fused:
+            return Observation(False, f"{other}, no _fused_adamw_")
+        note = f"{fused} calls of _fused_adamw_ in one optimizer step"
+        alone = not (foreach or loop)
+        return Observation(alone, note if alone else f"{note}, and {other}")

@@ -38,7 +38,7 @@ class FusedKernel(Technique):
 
     def asks_for_proof(self, model: torch.nn.Module) -> bool:
         """Whether the key is wanted and the model has something that it exchanges."""
-        return self.enabled and bool(self.switches_of(model))
+        return self.enabled and bool(switches(blocks_of(model), self.key))
 
     def settle(self, proof: Proof) -> None:
         """Takes the decision that was asked for."""
@@ -61,13 +61,10 @@ class FusedKernel(Technique):
         self.settle(Proof(True, "assumed"))
 
     def on_model(self, model: Model) -> Model:
-        self.switches = self.switches_of(model)
+        self.switches = switches(blocks_of(model), self.key)
         for module in self.switches:
             setattr(module, self.key, self.proof is not None and self.proof.on)
         return model
-
-    def switches_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        return switches(blocks_of(model), self.key)
 
     # What would still say "on" if this did nothing? The modules' switches would, and so would a
     # call of the operator, which may run its definition; the row counts launches of its kernels.
@@ -79,15 +76,17 @@ class FusedKernel(Technique):
             lambda call: any(op.startswith(f"fastlatent::{self.op}") for op in call.ops)
         )
         everywhere = sum(called) >= min(len(called), len(self.switches))
-        unseen = self.enabled and evidence.kernels_unseen and any(called) and everywhere
-        seen = (
-            NO_KERNEL_SEEN if unseen else f"{launches} launches of its Triton kernels in one step"
-        )
+        active = launches > 0 and everywhere
+        seen = f"{launches} launches of its Triton kernels in one step"
+        if self.enabled and evidence.kernels_unseen and any(called) and everywhere:
+            active = UNSEEN
+            seen = NO_KERNEL_SEEN
         note = f"{evidence.share(called)} called {self.op}; {seen}"
-        if self.enabled and self.proof is None:
+        if self.proof:
+            note = f"{self.proof.why}; {note}"
+        elif self.enabled:
             note = f"nobody proved it, so nothing may launch it; {note}"
-        active = UNSEEN if unseen else launches > 0 and everywhere
-        return Observation(active, f"{self.proof.why}; {note}" if self.proof else note)
+        return Observation(active, note)
 
 
 class FusedAddNorm(FusedKernel):

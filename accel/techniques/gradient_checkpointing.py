@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -47,29 +46,20 @@ class CheckpointBlocks(Technique):
     summary = "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`"
     options: ClassVar = {"checkpoint_policy": "blocks"}
     examples = tuple(
-        {"gradient_checkpointing": True, "checkpoint_policy": policy}
-        for policy in ("blocks", "every_2", "selective")
+        {"gradient_checkpointing": True, "checkpoint_policy": policy} for policy in DOES
     )
     loss_rtol = 0.0
     saves_memory = "runtime.gradient_checkpointing=true"
     changes_kernels = "time"
     savings = (
-        Saving(
-            {"gradient_checkpointing": True, "checkpoint_policy": "selective"},
-            "recomputes what is cheap",
-            30,
-        ),
-        Saving(
-            {"gradient_checkpointing": True, "checkpoint_policy": "blocks"},
-            "one more forward pass",
-            40,
-        ),
+        Saving(examples[2], "recomputes what is cheap", 30),
+        Saving(examples[0], "one more forward pass", 40),
     )
     blocks: nn.ModuleList | None = None
 
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         super().__init__(value, device, **options)
-        self.policy = self.option["checkpoint_policy"]
+        self.policy: str = self.option["checkpoint_policy"]
         self.period = 2 if value and self.policy == "every_2" else 1
         self.uncompiled: list[list[BlockEvidence]] = []
         """The calls of each compiled block in an uncompiled step: a compiled one has no cache to
@@ -83,23 +73,10 @@ class CheckpointBlocks(Technique):
                 "ignore", message="A saved_tensors_hooks context", category=FutureWarning
             )
             self.blocks = blocks_of(model)
-            wrap = self.selectively_recomputed if self.policy == "selective" else recomputed
-            for block in list(blocks_of(model))[:: 2 if self.policy == "every_2" else 1]:
-                block.forward = wrap(block.forward)
+            how = {"context_fn": contexts} if self.policy == "selective" else {}
+            for block in list(self.blocks)[:: self.period]:
+                block.forward = recomputed(block.forward, **how)
         return model
-
-    def selectively_recomputed(self, forward: Callable) -> Callable:
-        def contexts():
-            first, again = create_selective_checkpoint_contexts(self.decide)
-            if SAVED.caches and not torch.compiler.is_compiling():
-                SAVED.caches[-1].append(first.storage)
-            return first, again
-
-        return recomputed(forward, context_fn=contexts)
-
-    def decide(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        kept = is_kept(op.name())
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         hidden = evidence.compiled_calls and not evidence.blocks_uncompiled
@@ -120,13 +97,10 @@ class CheckpointBlocks(Technique):
         if policy == "every_2":
             found = [one == (i % 2 == 0) for i, one in enumerate(found)]
         elif policy == "selective":
-            found = replace(evidence, blocks=looked_into).where(keeps_products)
-            found = [
-                ok and kept_alike(*pair)
-                for ok, *pair in zip(found, evidence.blocks, looked_into, strict=True)
-            ]
+            pairs = zip(evidence.blocks, looked_into, strict=True)
+            found = [keeps_products(*pair) for pair in pairs]
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
-        note = f"{evidence.share(found)} {DOES[str(policy)]}; each kept {kept[0]:.2f} to "
+        note = f"{evidence.share(found)} {DOES[policy]}; each kept {kept[0]:.2f} to "
         note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
             names = {name for calls in looked_into for call in calls for name in call.cached}
@@ -135,25 +109,38 @@ class CheckpointBlocks(Technique):
         return Observation(all(found), note)
 
 
+def contexts() -> tuple[Any, Any]:
+    """The contexts of the first forward pass of a block and of its repetition under "selective"."""
+    first, again = create_selective_checkpoint_contexts(decide)
+    if SAVED.caches and not torch.compiler.is_compiling():
+        SAVED.caches[-1].append(first.storage)
+    return first, again
+
+
+def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = is_kept(op.name())
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def is_kept(op: str) -> bool:
     """Returns whether "selective" keeps the results of an operation, such as "aten::mm"."""
     name = op.rpartition("::")[2].split(".")[0]
     return op.startswith(SCAN) or name in PRODUCTS or name.startswith(ATTENTION)
 
 
-def keeps_products(call: BlockEvidence) -> bool:
-    return bool(call.cached) and all(map(is_kept, call.cached))
-
-
-def kept_alike(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
-    """Returns whether a block's calls keep as much as uncompiled ones, within a quarter.
+def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
+    """Returns whether a block's caches hold results of products only, and its calls keep as much as
+    uncompiled ones, within a quarter.
 
     A compiler leaves out the last result, which is the block's own (7 % of the bytes in our
     models).
     """
-    pairs = zip(calls, uncompiled, strict=True)
-    ratios = [call.saved_bytes / max(1, other.saved_bytes) for call, other in pairs]
-    return all(0.75 <= ratio <= 1.25 for ratio in ratios)
+    return bool(uncompiled) and all(
+        other.cached
+        and all(map(is_kept, other.cached))
+        and 0.75 <= call.saved_bytes / max(1, other.saved_bytes) <= 1.25
+        for call, other in zip(calls, uncompiled, strict=True)
+    )
 
 
 def recomputed(forward: Callable, **how: Any) -> Callable:
@@ -161,19 +148,12 @@ def recomputed(forward: Callable, **how: Any) -> Callable:
 
     # Our own closure, not functools.partial: a partial in place of `forward` breaks
     # compile(fullgraph=True).
-    def forward_recomputed(*inputs):
-        keep = keeps_generator()
+    def forward_recomputed(*inputs: torch.Tensor) -> Any:
+        # Recomputation starts from the generator's state of the first pass; while a CUDA graph is
+        # being captured that cannot be read, and our blocks draw nothing from generators.
+        keep = torch.compiler.is_compiling() or not (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        )
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, **how)
 
     return forward_recomputed
-
-
-def keeps_generator() -> bool:
-    """Whether recomputation starts from the generator's state of the first pass.
-
-    Always, but while a CUDA graph is being captured: there it cannot be read. Our blocks draw
-    nothing from generators.
-    """
-    return torch.compiler.is_compiling() or not (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )

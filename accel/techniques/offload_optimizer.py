@@ -30,8 +30,8 @@ class HostState(Members):
     def __init__(self, groups: Groups, make: Make) -> None:
         super().__init__(groups, [make(part) for part in parts_of(groups)])
         self.device = self.numbered[0].device
-        self.host: dict[tuple[int, Tensor, str], Tensor] = {}
-        """(Optimizer, parameter, name) -> what it keeps, in host memory."""
+        self.host: dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]] = {}
+        """Optimizer -> (parameter, name) -> what it keeps, in host memory."""
         self.moved = 0
         """Bytes that the latest step moved, both ways."""
 
@@ -39,30 +39,25 @@ class HostState(Members):
         self.moved = 0
         super().step(closure)
 
-    def entries(
-        self, member: torch.optim.Optimizer
-    ) -> Iterator[tuple[tuple[int, Tensor, str], dict[str, Any], str]]:
-        """Key in `host`, entries of a parameter, and name, of all that a member keeps."""
-        for optimizer in innermost(member):
-            for parameter, entries in optimizer.state.items():
-                for name in list(entries):
-                    yield (id(optimizer), parameter, name), entries, name
-
     @contextmanager
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds its state on the device inside; after, it lies in host memory again."""
-        for key, entries, name in self.entries(member):
-            if key in self.host:
-                entries[name] = self.host[key].to(self.device, copy=True, non_blocking=True)
-                self.moved += nbytes_of(entries[name])
+        for optimizer in innermost(member):
+            for key, value in self.host.get(optimizer, {}).items():
+                parameter, name = key
+                on_device = value.to(self.device, copy=True, non_blocking=True)
+                optimizer.state[parameter][name] = on_device
+                self.moved += nbytes_of(on_device)
         yield
-        for key, entries, name in self.entries(member):
-            value = entries[name]
-            if isinstance(value, Tensor) and value.numel() >= SMALL:
-                if key not in self.host:
-                    self.host[key] = host_tensor(value)
-                entries[name] = self.host[key].copy_(value, non_blocking=True)
-                self.moved += nbytes_of(value)
+        for optimizer in innermost(member):
+            host = self.host.setdefault(optimizer, {})
+            for parameter, entries in optimizer.state.items():
+                for name, value in entries.items():
+                    if isinstance(value, Tensor) and value.numel() >= SMALL:
+                        if (parameter, name) not in host:
+                            host[parameter, name] = host_tensor(value)
+                        entries[name] = host[parameter, name].copy_(value, non_blocking=True)
+                        self.moved += nbytes_of(value)
 
     def kept(self, parameter: Tensor) -> dict[str, Any]:
         """Waits for the copies, which the step has only queued."""
@@ -115,21 +110,26 @@ class OffloadOptimizer(Technique):
         return 0.0 if self.enabled else None
 
     def in_host_memory(self) -> list[Tensor]:
-        return [held for state in self.states for held in state.host.values()]
+        hosts = [host for state in self.states for host in state.host.values()]
+        return [held for host in hosts for held in host.values()]
 
     # What would still say "on" if this did nothing? The update's own count of moved bytes would, so
     # the row asks each tensor of the state where it lies.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")
-        kept = [t for state in self.states for p in state.numbered for t in state.kept(p).values()]
-        kept = [t for t in kept if isinstance(t, Tensor) and t.numel() >= SMALL]
+        kept = [
+            t
+            for state in self.states
+            for p in state.numbered
+            for t in state.kept(p).values()
+            if isinstance(t, Tensor) and t.numel() >= SMALL
+        ]
         away = [t for t in kept if t.device.type == "cpu"]
         moved = sum(state.moved for state in self.states)
         size = sum(t.nbytes for t in away)
         note = (
             f"{len(away)} of {len(kept)} tensors of the state lie in host memory, "
-            f"{size / 2**20:.1f} MiB; the step "
+            f"{size / 2**20:.1f} MiB; the step moved {moved / 2**20:.1f} MiB there and back"
         )
-        note += f"moved {moved / 2**20:.1f} MiB there and back"
         return Observation(len(away) == len(kept) and moved >= 2 * size > 0, note)

@@ -11,10 +11,9 @@ it costs: communication, and with fsdp two gathers a block. Speed: not measured 
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -32,8 +31,13 @@ BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
     else "broadcast_buffers"  # before torch 2.13
 )
-REDUCTIONS = {"ddp": "all_?reduce", "fsdp": "reduce_?scatter", "hsdp": "reduce_?scatter"}
-"""What must be seen of each mode, as part of an operation's name."""
+REDUCTIONS = {"ddp": "allreduce", "fsdp": "reducescatter", "hsdp": "reducescatter"}
+"""What must be seen of each mode, as part of an operation's name without underscores."""
+COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "reducescatter": "reduce-scatter",
+    "allgather": "all-gather",
+}
 
 
 class DataParallel(Technique):
@@ -91,12 +95,13 @@ class DataParallel(Technique):
 
     def mesh(self) -> DeviceMesh:
         world = world_size()
+        device = self.device.type
         if self.value == "fsdp":
-            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
-        here = torch.cuda.device_count() if self.device.type == "cuda" else world
+            return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+        here = torch.cuda.device_count() if device == "cuda" else world
         degree = self.option["shard_degree"] or min(world, here)
-        shape = (world // degree, degree)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        names = ("replicate", "shard")
+        return init_device_mesh(device, (world // degree, degree), mesh_dim_names=names)
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -104,7 +109,6 @@ class DataParallel(Technique):
             return model
         from torch.distributed import fsdp
 
-        on_gpu = self.device.type == "cuda"
         # Autocast decides about dtypes; inputs are left alone, for the residual stream is one and
         # stays fp32.
         precision = fsdp.MixedPrecisionPolicy(
@@ -112,7 +116,7 @@ class DataParallel(Technique):
         )
         offload = fsdp.OffloadPolicy()
         if self.option["cpu_offload"]:
-            offload = fsdp.CPUOffloadPolicy(pin_memory=on_gpu)
+            offload = fsdp.CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         mesh = self.mesh()
         # It warns of the gate, which a block returns as a view; nothing writes to that.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
@@ -127,12 +131,13 @@ class DataParallel(Technique):
         return model
 
     def on_step(self, step: AnyStep) -> AnyStep:
-        if self.value == "ddp" and self.enabled:
-            how = {name: self.option[name] for name in ("bucket_cap_mb", "gradient_as_bucket_view")}
-            how[BUFFERS] = False  # our buffers never change
-            devices = [torch.cuda.current_device()] if self.device.type == "cuda" else None
+        if self.value == "ddp":
             self.wrapped = nn.parallel.DistributedDataParallel(
-                self.model, device_ids=devices, **how
+                self.model,
+                device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None,
+                bucket_cap_mb=self.option["bucket_cap_mb"],
+                gradient_as_bucket_view=self.option["gradient_as_bucket_view"],
+                **{BUFFERS: False},  # our buffers never change
             )
             if self.travels_narrow:
                 self.wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -141,16 +146,13 @@ class DataParallel(Technique):
             step.synchronised = self.synchronised  # pyright: ignore[reportAttributeAccessIssue]
         return step
 
-    def synchronised(self, last: bool) -> AbstractContextManager[object]:
-        """Surrounds a micro-batch: only the last one of a step communicates its gradients."""
-        if self.wrapped is not None:
-            return nullcontext() if last else self.wrapped.no_sync()
-        return self.gathering(last)
-
     @contextmanager
-    def gathering(self, last: bool) -> Iterator[None]:
-        self.model.set_requires_gradient_sync(last)
-        yield
+    def synchronised(self, last: bool) -> Iterator[None]:
+        """Surrounds a micro-batch: only the last one of a step communicates its gradients."""
+        if self.shards:
+            self.model.set_requires_gradient_sync(last)
+        with nullcontext() if self.shards or last else self.wrapped.no_sync():
+            yield
 
     @contextmanager
     def around_evaluation(self) -> Iterator[None]:
@@ -169,10 +171,12 @@ class DataParallel(Technique):
     # counts the collectives that sum gradients in this mode.
     def observe(self, evidence: Evidence) -> Observation:
         found = {
-            what: sum(n for name, n in evidence.ops.items() if re.search(what, name.lower()))
-            for what in ("all_?reduce", "reduce_?scatter", "all_?gather")
+            what: sum(
+                n for name, n in evidence.ops.items() if what in name.lower().replace("_", "")
+            )
+            for what in COLLECTIVES
         }
-        counts = ", ".join(f"{n} {what.replace('_?', '-')}" for what, n in found.items() if n)
+        counts = ", ".join(f"{n} {COLLECTIVES[what]}" for what, n in found.items() if n)
         note = f"{counts or 'no collectives'} in one step of {world_size()} processes"
         if not self.enabled:
             return Observation(self.off if world_size() == 1 else "not synchronised", note)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -25,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel.evidence import BlockEvidence, Evidence
+from accel.evidence import Evidence
 from accel.profiler import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS
 from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
 from accel.techniques import float8
@@ -68,10 +69,10 @@ class Precision(Technique):
     scaler: LossScaler | None = None
     layers: float8.Float8Layers | None = None
     model: nn.Module | None = None
-    looking = False
-    """`compare` sets it, so that `look_at` runs beside the next forward pass."""
+    around_forward: AbstractContextManager[object] = nullcontext()
+    """`compare` sets it, to look at the products of one step."""
     wide_weights: Set[str] = frozenset()
-    """Matrices that were multiplied in fp32 in that pass."""
+    """Matrices that were multiplied in fp32 in that step."""
 
     @property
     def recipe(self) -> str:
@@ -81,25 +82,25 @@ class Precision(Technique):
         if self.value == "fp8":
             return float8.unavailable(self.device)
         if self.device.type == "cuda":
-            needed = (8, 0) if self.value == "bf16" else (7, 0)
-            if torch.cuda.get_device_capability(self.device) < needed:
-                return (
-                    f"{self.value} needs compute capability {needed[0]}.{needed[1]} or newer; "
-                    f"use runtime.precision=fp32 on this GPU."
-                )
-        elif self.value == "fp16" and not torch.cpu._is_amx_fp16_supported():
+            major = 8 if self.value == "bf16" else 7
+            if torch.cuda.get_device_capability(self.device)[0] >= major:
+                return None
             return (
-                "This CPU has no native fp16 instructions (AMX-FP16), so fp16 would be slower "
-                "than fp32."
+                f"{self.value} needs compute capability {major}.0 or newer; use "
+                "runtime.precision=fp32 on this GPU."
             )
-        elif self.value == "bf16" and not (
-            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        ):
-            return (
-                "This CPU has no native bf16 instructions (AVX512-BF16 or AMX), so bf16 would be "
-                "slower than fp32."
-            )
-        return None
+        if self.value == "fp16":
+            native = torch.cpu._is_amx_fp16_supported()
+            instructions = "AMX-FP16"
+        else:
+            native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+            instructions = "AVX512-BF16 or AMX"
+        if native:
+            return None
+        return (
+            f"This CPU has no native {self.value} instructions ({instructions}), so {self.value} "
+            "would be slower than fp32."
+        )
 
     def arithmetic(self) -> dict[str, Any]:
         return self.settings if self.value == "fp8" else {self.key: self.value}
@@ -123,10 +124,8 @@ class Precision(Technique):
             forward = step.forward
 
             @functools.wraps(forward)
-            def autocast_forward(*args, **kwargs):
-                with self.autocast():
-                    if self.looking:
-                        self.look_at(functools.partial(forward, *args, **kwargs))
+            def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+                with self.autocast(), self.around_forward:
                     return forward(*args, **kwargs)
 
             step.forward = autocast_forward
@@ -139,26 +138,16 @@ class Precision(Technique):
         return self.scaler.state_dict() if self.scaler else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self.scaler and state:
-            self.scaler.load_state_dict(state)
+        for name, tensor in self.state_dict().items() if state else ():
+            tensor.copy_(state[name])
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         if self.enabled and self.model is not None and evidence.dtypes()["float"]:
-            self.looking = True
-            run()
-
-    def look_at(self, forward: Callable[[], object]) -> None:
-        """Runs the forward pass once more, uncompiled, and notes the weights that it multiplies in
-        fp32."""
-        assert self.model is not None
-        self.looking = False
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            WideWeightProducts(self.model) as products,
-        ):
-            forward()
-        self.wide_weights = products.found
+            self.around_forward = products = WideWeightProducts(self.model)
+            with torch.compiler.set_stance("force_eager"):
+                run()
+            self.around_forward = nullcontext()
+            self.wide_weights = products.found
 
     # What would still say "on" if this did nothing? Autocast's flag would, so the row counts the
     # dtypes of products. Of those in fp32 only products of two activations may be meant so: the
@@ -180,9 +169,12 @@ class Precision(Technique):
         dtypes = evidence.dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
         branches = Counter(name_of(str(call.branch_dtype)) for call in calls)
-        by_inductor = any(op.startswith(INDUCTOR) for op in evidence.ops)
-        unseen = by_inductor and not all(shows_products(call) for call in calls)
-        unseen |= any(op.startswith(TEMPLATES) for op in evidence.ops)
+        # Whether a library computed products of each block, which the profiler sees.
+        seen = all(any(op in call.ops for op in WEIGHT_PRODUCTS) for call in calls)
+        unseen = any(
+            op.startswith(TEMPLATES) or (op.startswith(INDUCTOR) and not seen)
+            for op in evidence.ops
+        )
         if not weights and not (unseen and branches):
             return Observation(False, "no matrix product ran")
         name = name_of(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
@@ -196,8 +188,9 @@ class Precision(Technique):
             shown = ", ".join(names[:3]) + ", …" * (len(names) > 3)
             note += f"; in fp32 are products of weights: {shown}"
         if unseen:
-            found = evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
-            share = evidence.share(found)
+            share = evidence.share(
+                evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
+            )
             note += (
                 f"; others in Inductor's own kernels, which do not tell; {share} returned {name}"
             )
@@ -206,11 +199,6 @@ class Precision(Technique):
         complete = right + meant == dtypes.total() and (not unseen or branches.keys() == {name})
         complete &= not self.wide_weights
         return Observation(name if complete else "mixed", note)
-
-
-def shows_products(call: BlockEvidence) -> bool:
-    """Whether a library computed products of the block's, which the profiler sees."""
-    return any(op in call.ops for op in WEIGHT_PRODUCTS)
 
 
 def name_of(dtype: str) -> str:
@@ -240,10 +228,6 @@ class LossScaler:
     def state_dict(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.scale.copy_(state["scale"])
-        self.good_steps.copy_(state["good_steps"])
-
 
 class WideWeightProducts(TorchDispatchMode):
     """Inside, notes in `found` the names of matrices of `model` that are multiplied in fp32,
@@ -260,17 +244,17 @@ class WideWeightProducts(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
         # A weak reference, so that no other tensor gets the address of a storage that is gone.
-        self.names = {reference_to(p): name for name, p in model.named_parameters() if p.ndim >= 2}
+        self.names = {storage_of(p): name for name, p in model.named_parameters() if p.ndim >= 2}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = plain_tensors((args, kwargs))
-        named = [self.names.get(reference_to(tensor)) for tensor in given]
+        named = [self.names.get(storage_of(tensor)) for tensor in given]
         if str(func).startswith(AS_PRODUCTS):
             wide = all(tensor.dtype is torch.float32 for tensor in plain_tensors(made))
             self.found |= {name for name in named if name and wide}
         elif named and None not in named:
-            self.names |= {reference_to(tensor): str(named[0]) for tensor in plain_tensors(made)}
+            self.names |= {storage_of(tensor): str(named[0]) for tensor in plain_tensors(made)}
         return made
 
 
@@ -278,7 +262,7 @@ AS_PRODUCTS = tuple(f"{name.replace('::', '.')}." for name in PRODUCTS)
 """How PyTorch calls products where they are dispatched: aten.mm.default."""
 
 
-def reference_to(tensor: Tensor) -> StorageWeakRef:
+def storage_of(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 

@@ -29,12 +29,9 @@ class Tf32(Technique):
                 "TF32 needs an NVIDIA GPU of compute capability 8.0 or newer; this run is on "
                 f"{self.device.type}."
             )
-        capability = torch.cuda.get_device_capability(self.device)
-        if capability < (8, 0):
-            return (
-                "TF32 needs compute capability 8.0 or newer; this GPU has "
-                f"{capability[0]}.{capability[1]}."
-            )
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if major < 8:
+            return f"TF32 needs compute capability 8.0 or newer; this GPU has {major}.{minor}."
         return None
 
     def arithmetic(self) -> dict[str, Any]:
@@ -54,8 +51,11 @@ class Tf32(Technique):
         product, convolution = rounds(self.device)
         products = evidence.dtypes()["float"]
         convolutions = evidence.dtypes(["aten::convolution"])["float"]
-        note = f"a product tried here {verb(product)}, a convolution {verb(convolution)}"
-        note += f"; {products} products of a step in fp32, {convolutions} of them convolutions"
+        does = {True: "rounds to TF32", False: "keeps fp32"}
+        note = (
+            f"a product tried here {does[product]}, a convolution {does[convolution]}; {products} "
+            f"products of a step in fp32, {convolutions} of them convolutions"
+        )
         if not product and not convolution:
             return Observation(False, note)
         if not products:
@@ -63,10 +63,6 @@ class Tf32(Technique):
         return Observation(
             (product or products == convolutions) and (convolution or not convolutions), note
         )
-
-
-def verb(rounded: bool) -> str:
-    return "rounds to TF32" if rounded else "keeps fp32"
 
 
 @torch.no_grad()

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -74,15 +73,14 @@ class RoundedUpdate(Members):
         ]
         super().__init__(groups, [make(part) for part in parts], stand_ins)
         self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
-        self.rounding = rounding
         self.at_once = at_once
         """Elements whose random bits are drawn at a time."""
         self.seed = 0
-        device = self.numbered[0].device
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.counts: dict[str, Any] | None = {}
-        """Elements of the latest step, by what was found of them, on the device; None once nobody
-        looks any more."""
+        self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered[0].device)
+        self.counting = True
+        """Whether somebody looks at `counts`."""
+        self.counts: Counter[str] = Counter()
+        """Elements of the latest step, by what was found of them, on the device."""
         self.draws = 0
         if rounding == "kahan":
             for parameter in narrow:
@@ -90,49 +88,53 @@ class RoundedUpdate(Members):
 
     def step(self, closure: Any = None) -> None:
         self.draws = 0
-        if self.counts is not None:
+        if self.counting:
             self.counts.clear()
         super().step(closure)
+
+    def rest(self, parameter: Tensor) -> Tensor | None:
+        """What was rounded off a parameter, where that is kept."""
+        return self.state[parameter].get(COMPENSATION)
 
     def widened(self, parameter: Tensor) -> Tensor:
         """A parameter in fp32, with what was rounded off before."""
         wide = parameter.detach().float()
-        return wide + self.state[parameter][COMPENSATION] if self.rounding == "kahan" else wide
+        rest = self.rest(parameter)
+        return wide if rest is None else wide + rest
 
     @contextmanager
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them
         is rounded."""
-        stand_ins = [p for p in parameters_of(member) if p in self.narrow]
-        stand_ins = [stand_in for stand_in in stand_ins if self.narrow[stand_in].grad is not None]
-        narrow = [self.narrow[stand_in] for stand_in in stand_ins]
-        for stand_in, parameter in zip(stand_ins, narrow, strict=True):
+        known = [(p, self.narrow[p]) for p in parameters_of(member) if p in self.narrow]
+        pairs = [(stand_in, p) for stand_in, p in known if p.grad is not None]
+        for stand_in, parameter in pairs:
             stand_in.data = self.widened(parameter)
             stand_in.grad = parameter.grad.float()
-            if self.counts is not None and self.rounding == "kahan":
-                self.count("rests", self.state[parameter][COMPENSATION] != 0.0)
+            rest = self.rest(parameter)
+            if rest is not None:
+                self.count("rests", rest != 0.0)
                 self.count("used", stand_in.data != parameter)
         yield
 
-        updated = [stand_in.data for stand_in in stand_ins]
-        for stand_in in stand_ins:
+        updated = [(parameter, stand_in.data) for stand_in, parameter in pairs]
+        for stand_in, _ in pairs:
             stand_in.grad = None
             stand_in.data = stand_in.data.new_empty([0] * stand_in.ndim)
-        if self.rounding == "kahan":
-            self.compensated(narrow, updated)
-        else:
-            self.randomly([p.detach() for p in narrow], updated)
-        if self.counts is not None:
-            for parameter, wide in zip(narrow, updated, strict=True):
-                self.look_at(parameter, wide)
+        self.compensated([pair for pair in updated if self.rest(pair[0]) is not None])
+        self.randomly([pair for pair in updated if self.rest(pair[0]) is None])
+        for parameter, wide in updated:
+            self.look_at(parameter, wide)
 
     def count(self, what: str, found: Tensor) -> None:
         """Adds the sum of `found` to a count of this step."""
-        assert self.counts is not None
-        self.counts[what] = self.counts.get(what, 0) + found.sum(dtype=torch.float64)
+        if self.counting:
+            self.counts[what] += found.sum(dtype=torch.float64)  # pyright: ignore[reportArgumentType]
 
     def look_at(self, parameter: Tensor, wide: Tensor) -> None:
         """Counts what rounding the values `wide` into a parameter did."""
+        if not self.counting:
+            return
         nearest = wide.bfloat16()
         # of the way from the lower value to the upper one
         part = (wide.view(torch.int32) & 0xFFFF) / 2.0**16
@@ -140,12 +142,14 @@ class RoundedUpdate(Members):
         self.count("inexact", nearest.float() != wide)
         self.count("unlike nearest", parameter.detach() != nearest)
         self.count("expected", torch.minimum(part, 1.0 - part))
-        if self.rounding == "kahan":
-            self.count("kept", self.state[parameter][COMPENSATION] != 0.0)
+        rest = self.rest(parameter)
+        if rest is not None:
+            self.count("kept", rest != 0.0)
 
-    def compensated(self, narrow: list[Any], updated: list[Tensor]) -> None:
+    def compensated(self, updated: list[tuple[Any, Tensor]]) -> None:
+        """Rounds to the nearest values, and keeps what that leaves out."""
         skipped = getattr(self, "found_inf", None)
-        for parameter, wide in zip(narrow, updated, strict=True):
+        for parameter, wide in updated:
             rest = self.state[parameter][COMPENSATION]
             rounded = wide.bfloat16()
             lost = (wide - rounded.float()).bfloat16()
@@ -156,14 +160,14 @@ class RoundedUpdate(Members):
             parameter.data.copy_(rounded)
             rest.copy_(lost)
 
-    def randomly(self, stored: list[Tensor], updated: list[Tensor]) -> None:
-        """Rounds as many tensors at a time as one draw serves."""
+    def randomly(self, updated: list[tuple[Any, Tensor]]) -> None:
+        """Rounds at random, as many tensors at a time as one draw serves."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        for tensors in zip(stored, updated, strict=True):
-            pairs += zip(*(t.view(-1).split(self.at_once) for t in tensors), strict=True)
+        for tensors in updated:
+            pairs += zip(*(t.detach().view(-1).split(self.at_once) for t in tensors), strict=True)
         while pairs:
-            taken = [pairs.pop(0)]
-            size = len(taken[0][0])
+            taken: list[tuple[Tensor, Tensor]] = []
+            size = 0
             while pairs and size + len(pairs[0][0]) <= self.at_once:
                 taken.append(pairs.pop(0))
                 size += len(taken[-1][0])
@@ -203,8 +207,6 @@ class Weights(Technique):
     parameters: Sequence[Tensor] = ()
     at_once = PART
     update: RoundedUpdate | None = None
-    seen: Mapping[str, int] = MappingProxyType({})
-    """What the update counted in the observed step."""
 
     @property
     def rounding(self) -> str:
@@ -222,11 +224,10 @@ class Weights(Technique):
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         self.parameters = list(model.parameters())
-        if self.enabled:
-            for linear in self.linears:
-                if type(linear) is nn.Linear:
-                    linear.__class__ = NarrowLinear
-                linear.weight.data = linear.weight.data.bfloat16()
+        for linear in self.linears if self.enabled else ():
+            if type(linear) is nn.Linear:
+                linear.__class__ = NarrowLinear
+            linear.weight.data = linear.weight.data.bfloat16()
         return model
 
     def on_optimizer(self, make: Make) -> Make:
@@ -247,10 +248,8 @@ class Weights(Technique):
         return step
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
-        if self.update is not None and self.update.counts is not None:
-            counts = {what: round(float(n)) for what, n in self.update.counts.items()}
-            self.seen = Counter(counts)
-            self.update.counts = None
+        if self.update is not None:
+            self.update.counting = False
 
     # What would still say "on" if this did nothing? The dtype of the weights would, and so would
     # the number of elements that the update goes over. Rounding at random shows in elements that
@@ -262,15 +261,16 @@ class Weights(Technique):
         narrow = [m.weight for m in self.linears if m.weight.dtype is torch.bfloat16]
         total = sum(p.numel() for p in self.parameters)
         held = sum(p.nbytes for p in self.parameters)
-        stored = sum(w.numel() for w in narrow)
         note = (
-            f"{len(narrow)} of {len(self.linears)} linear layers store bf16, {stored} of {total} "
+            f"{len(narrow)} of {len(self.linears)} linear layers store bf16, "
+            f"{sum(w.numel() for w in narrow)} of {total} parameters; "
+            f"{held / max(1, total):.2f} bytes a parameter"
         )
-        note += f"parameters; {held / max(1, total):.2f} bytes a parameter"
+        active = "mixed" if narrow else "fp32"
         if self.update is None:
-            return Observation("mixed" if narrow else "fp32", note)
-        seen = self.seen
-        meant = sum(w.numel() for w in narrow if w.requires_grad)
+            return Observation(active, note)
+
+        seen = Counter({what: round(float(n)) for what, n in self.update.counts.items()})
         if self.rounding == "stochastic":
             other = seen["unlike nearest"]
             expected = seen["expected"]
@@ -280,6 +280,7 @@ class Weights(Technique):
             kept = f"{seen['kept']} of {seen['inexact']} rests kept"
             found = f"with compensation: {kept}, {seen['used']} of {seen['rests']} from before used"
             right = seen["kept"] >= 0.99 * seen["inexact"] and seen["used"] >= 0.99 * seen["rests"]
-        note += f"; the update rounded {seen['rounded']} of them {found}"
-        complete = len(narrow) == len(self.linears) and seen["rounded"] == meant and right
-        return Observation("bf16" if complete else "mixed" if narrow else "fp32", note)
+        meant = sum(w.numel() for w in narrow if w.requires_grad)
+        if len(narrow) == len(self.linears) and seen["rounded"] == meant and right:
+            active = "bf16"
+        return Observation(active, f"{note}; the update rounded {seen['rounded']} of them {found}")

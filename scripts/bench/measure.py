@@ -27,9 +27,8 @@ from scripts.bench.step import Loop, Workload, time_steps
 from scripts.commands import table
 from scripts.plan.memory import Question, forecast
 from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
-from training.assemble import describe_run
+from training.assemble import describe_run, latents_of
 from training.checkpoint.save import Checkpoints
-from training.components import latents_of
 from training.environment import memory_of, pick_device
 from training.evaluate import evaluate
 from training.failures import lasting_bytes

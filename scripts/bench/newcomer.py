@@ -24,8 +24,7 @@ from data.loader import Batch, EpochOrder, InMemoryLatents
 from scripts.bench import Words
 from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak
-from training.assemble import build_stack
-from training.components import build_loader
+from training.assemble import build_loader, build_stack
 from training.config.build import build
 from training.config.compose import compose
 from training.environment import pick_device

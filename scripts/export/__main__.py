@@ -184,14 +184,14 @@ def write_program(cfg: ExportConfig, file: Path) -> None:
 
 
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
-    from training.checkpoint.find import read_newest, weights_file
+    from training.checkpoint.load import read_newest, weights_file
     from training.weights.adapter_file import write_peft
 
     read_newest(cfg.path, lambda: write_peft(weights_file(cfg.path, cfg.key), folder))
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
-    from training.checkpoint.tensor_file import header, write_tensors
+    from training.checkpoint.files import header, write_tensors
 
     trained = loaded(cfg)
     told = trained.opened.told

@@ -16,7 +16,7 @@ from models.autoencoders import PixelAutoencoder
 from sampling.draw import SAMPLER
 from sampling.load import TrainedModel
 from scripts.export.source import one_file
-from training.checkpoint.tensor_file import write_tensors
+from training.checkpoint.files import write_tensors
 from training.config.build import resolve_target
 from training.weights.pretrained import targets
 

@@ -45,7 +45,7 @@ from scripts.plan.memory import (
 )
 from scripts.plan.scale import ScaleConfig, Share, known_card, scale
 from scripts.plan.scale import __doc__ as scaling
-from training.components import latents_of
+from training.assemble import latents_of
 from training.config.compose import as_yaml, one_sentence
 from training.config.schema import Positive, TrainConfig, refuse_values
 from training.config.words import CONF

@@ -25,9 +25,9 @@ from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from scripts.plan.counting import Passed, Peak, Place, of_few_blocks, passed, planned_stack, updated
 from training.config.schema import TrainConfig
-from training.ema import EMA
 from training.environment import GIB
 from training.optimizers import parameter_groups
+from training.step import EMA
 from training.tune import STEPS
 from training.weights.adapter_base import find_base, put_on
 from training.weights.pretrained import build_on_meta

@@ -18,7 +18,7 @@ from common.errors import UserError
 from models.adapters import passes
 from scripts.commands import table
 from scripts.plan.memory import Question, forecast
-from training.components import latents_of
+from training.assemble import latents_of
 from training.config.schema import ParallelMode, refuse_values
 from training.environment import CARDS, GIB, Card
 from training.weights.adapter_base import settled

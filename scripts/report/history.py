@@ -12,8 +12,8 @@ from accel.ledger import LedgerRow, shown
 from common.errors import UserError
 from common.files import file_sha256, read_object
 from common.text import is_figure
-from training.checkpoint.find import complete, description, read_newest
-from training.checkpoint.parts import flat
+from training.checkpoint.files import flat
+from training.checkpoint.load import complete, description, read_newest
 from training.config.compose import read_config
 from training.goodput import told
 from training.metrics import read_metrics

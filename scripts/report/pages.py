@@ -27,7 +27,7 @@ from common.text import is_figure
 from sampling.draw import SAMPLER
 from scripts.report import history
 from scripts.report.history import HEADS, History, text
-from training.checkpoint.parts import flat
+from training.checkpoint.files import flat
 from training.config.compose import as_yaml, compose, from_yaml
 
 MAX_GRIDS = 6

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.faults.zygote import Zygote, said
-from training.checkpoint.find import complete, damage, description
-from training.checkpoint.parts import assembled, flat
+from training.checkpoint.files import assembled, flat
+from training.checkpoint.load import complete, damage, description
 from training.distributed.ranks import Ranks
-from training.state import PIECES
+from training.state import KEPT
 
 WORDS = [
     *(
@@ -36,8 +36,6 @@ WORDS = [
 ]
 """Twelve steps, six checkpoints; all state there is: moments, averages, a window of norms, a window
 of metrics."""
-
-KEPT = {piece.name: piece.kept for piece in PIECES}
 
 
 @dataclass(frozen=True)
@@ -121,4 +119,4 @@ def tidy(folder: Path) -> None:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody mends the disk while a test waits for it."""
     monkeypatch.setattr("training.checkpoint.save.PAUSES", (0.01, 0.02))
-    monkeypatch.setattr("training.checkpoint.find.PAUSES", (0.01, 0.02))
+    monkeypatch.setattr("training.checkpoint.load.PAUSES", (0.01, 0.02))

@@ -33,8 +33,7 @@ from tests.test_proof import GOOD
 from tests.test_report import FIGURES, PROTOCOL
 from train import train
 from training.assemble import Training, assemble, describe_run, restore
-from training.checkpoint.find import verified, weights_file
-from training.checkpoint.load import load
+from training.checkpoint.load import load, verified, weights_file
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
 from training.metrics import summary_table

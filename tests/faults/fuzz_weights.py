@@ -19,7 +19,7 @@ from sampling.load import draw_latents, numbers_of
 from tests.faults.fuzz import Say, as_json, at, mutate_bytes, mutate_tree, places
 from tests.faults.fuzz_sets import mutate_header, mutate_tensors
 from tests.helpers import CPU
-from training.checkpoint.tensor_file import KEY, header
+from training.checkpoint.files import KEY, header
 from training.config.schema import SamplingConfig
 from training.weights.pretrained import (
     PINNED,

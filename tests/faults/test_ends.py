@@ -26,7 +26,7 @@ from common.files import file_sha256
 from data.digits import DigitLatents
 from tests.faults.conftest import Start, said
 from tests.faults.zygote import HANG
-from training.checkpoint.find import complete
+from training.checkpoint.load import complete
 from training.config.compose import one_sentence
 from training.distributed.exit import StopRequest
 from training.distributed.ranks import Ranks, Together

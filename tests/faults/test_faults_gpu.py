@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.digits import DigitLatents
-from training.checkpoint.find import complete, damage
+from training.checkpoint.load import complete, damage
 
 pytestmark = pytest.mark.gpu
 Run = Callable[..., dict]

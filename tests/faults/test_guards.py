@@ -19,8 +19,8 @@ from tests.conftest import TINY_RUN
 from tests.faults.zygote import HANG
 from train import train
 from training import loggers
-from training.checkpoint.find import complete
-from training.checkpoint.parts import flat
+from training.checkpoint.files import flat
+from training.checkpoint.load import complete
 from training.checkpoint.save import Checkpoints, Save
 from training.config.compose import compose, one_sentence
 from training.state import TrainState

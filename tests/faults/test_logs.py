@@ -17,7 +17,7 @@ from common import terminal
 from common.terminal import Progress, counted
 from scripts.report.history import History
 from tests.faults.conftest import Start, outcome, said
-from training.checkpoint.find import complete
+from training.checkpoint.load import complete
 from training.metrics import MetricsFile, read_metrics
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {

@@ -24,11 +24,9 @@ from tests.faults.conftest import WORDS, Start, outcome, said
 from tests.faults.zygote import HANG
 from train import train
 from training.checkpoint import save
-from training.checkpoint.find import WHOLE, belonging, complete, damage, read_back
-from training.checkpoint.load import newest_verified
-from training.checkpoint.parts import Staged
+from training.checkpoint.files import DTYPES, WHOLE, Staged, write_tensors
+from training.checkpoint.load import belonging, complete, damage, newest_verified, read_back
 from training.checkpoint.save import Checkpoints, Save
-from training.checkpoint.tensor_file import DTYPES, write_tensors
 from training.config.compose import compose
 from training.distributed.ranks import Ranks
 
@@ -349,7 +347,7 @@ def test_a_bad_sector(
             raise OSError(errno.EIO, "Input/output error", str(file))
         return read_back(file, advance)
 
-    monkeypatch.setattr("training.checkpoint.find.read_back", read)
+    monkeypatch.setattr("training.checkpoint.load.read_back", read)
     if failures == 1:
         assert newest_verified(folder) == newest
     else:

@@ -33,8 +33,8 @@ from tests.faults.fuzz import DEEP, as_json, tried
 from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
 from tests.test_house import PACKAGES
 from train import train
-from training.checkpoint.find import complete, verified, weights_file
-from training.checkpoint.tensor_file import KEY
+from training.checkpoint.files import KEY
+from training.checkpoint.load import complete, verified, weights_file
 from training.config import secrets
 from training.config.build import build
 from training.config.compose import CONF, compose, one_sentence

@@ -20,15 +20,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.errors import UserError
 from common.files import file_sha256, make_folder, rename, sync_folder, write_atomically
 from common.terminal import Progress
 from common.text import as_json
-from training.checkpoint.find import PART, complete, damage, description, goes_on, step_of
-from training.checkpoint.parts import HostCopies, Kept, Staged, stage
-from training.checkpoint.tensor_file import header, write_tensors
+from training.checkpoint.files import PART, HostCopies, Staged, header, stage, write_tensors
+from training.checkpoint.load import Savable, complete, damage, description, goes_on, step_of
 from training.distributed.ranks import SINGLE, Ranks, Together
 from training.goodput import CLOCK
 
@@ -38,18 +37,6 @@ MARGIN = 1.1
 PAUSES = (2.0, 10.0, 50.0)
 """Seconds before a save that failed is tried again."""
 PATIENCE = timedelta(minutes=30)
-
-
-class Savable(Protocol):
-    """A state that can be saved; `TrainState` is one."""
-
-    step: int
-    samples: int
-
-    @property
-    def kept(self) -> Mapping[str, Kept]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -263,12 +250,15 @@ class Checkpoints:
         first = self.ranks.first
         together = self.together
         together.done = 0
+
+        def commit() -> None:
+            save.commit({name: of for share in shares for name, of in share.items()})
+            self.remove_old(save.folder)
+
         try:
             together.results(lambda: save.prepare() if first else None)
             shares = together.results(lambda: save.write_files(together.advance))
-            files = {name: of for share in shares for name, of in share.items()}
-            together.results(lambda: save.commit(files) if first else None)
-            together.results(lambda: self.remove_old(save.folder) if first else None)
+            together.results(lambda: commit() if first else None)
         except OSError as problem:
             if first and not isinstance(problem, TimeoutError):  # what hangs there is still at work
                 shutil.rmtree(save.temporary, ignore_errors=True)

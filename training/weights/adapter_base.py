@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.files import file_sha256
 from data.loader import LatentSpec
 from models.adapters import Adapter, attach
-from training.checkpoint.find import checkpoints_of, weights_file
+from training.checkpoint.load import checkpoints_of, weights_file
 from training.config.build import build
 from training.config.compose import Composed, compose
 from training.config.schema import TrainConfig

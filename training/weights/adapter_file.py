@@ -26,8 +26,8 @@ from common.text import is_figure
 from models.adapters import PromptedLabels, merge, trained
 from models.denoiser import Denoiser
 from models.layers import LabelEmbedding
-from training.checkpoint.find import weights_file
-from training.checkpoint.tensor_file import KEY, write_tensors
+from training.checkpoint.files import KEY, write_tensors
+from training.checkpoint.load import weights_file
 from training.weights.adapter_base import put_on
 from training.weights.pretrained import (
     AdapterNote,

@@ -30,7 +30,7 @@ from data.manifest import first_fault, wrong_lengths
 from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.layers import LabelEmbedding
-from training.checkpoint.tensor_file import KEY
+from training.checkpoint.files import KEY
 from training.config.build import build, is_admitted
 
 LONGEST = 2**24

@@ -1,0 +1,295 @@
+"""Splits a training state among the processes that write it, and joins it again from their files.
+
+A state has pieces, and a piece has leaves by name. `training/state.py` says how each piece is kept,
+see `Kept`. On the disk a leaf has the path `piece.name`, such as `optimizer.12.exp_avg`. Tensors go
+into one safetensors file a process (https://github.com/huggingface/safetensors: 8 bytes of header
+length, a JSON header, the tensors' bytes), sharded ones as this process's rows. Read together, the
+rows give whole tensors, which fit any number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accel.sharding import local, rows_of, whole
+from common.errors import UserError
+from common.text import first_line
+from training.distributed.ranks import SINGLE, Ranks
+
+WHOLE = ("model.safetensors", "ema.safetensors")
+PART = "rank-{rank}-of-{world_size}.safetensors"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+KEY = "fastlatent"
+"""The entry of a header's metadata that describes the model."""
+CHUNK = 1 << 24
+"""Bytes that are hashed and written at a time."""
+FLUSH = 1 << 28
+"""Bytes that may be on their way to the disk: a large file at once would leave nobody told of its
+progress."""
+
+
+class Kept(Enum):
+    """How a checkpoint keeps a piece of the state."""
+
+    whole = auto()
+    """Tensors in a file of their own, gathered and written by the first process, so that anything
+    can read them."""
+    shared = auto()
+    """Tensors and numbers; sharded, or the same in all processes."""
+    values = auto()
+    """Numbers that are the same in all processes."""
+    sums = auto()
+    """Tensors of each process, and numbers; at another number of processes each loads the mean of
+    the tensors."""
+    each = auto()
+    """Tensors of each process; at another number of processes, rank r loads those of rank r mod the
+    old number."""
+
+
+WITH_NUMBERS = (Kept.values, Kept.sums)
+"""Pieces whose numbers have an entry of their own in `state.json`."""
+
+
+class Staged(NamedTuple):
+    """One process's share of a state, in host memory, safe from the steps that follow."""
+
+    whole: dict[str, dict[str, Tensor]]
+    """The pieces that are kept whole; empty except in the first process."""
+    own: dict[str, Tensor]
+    rows: dict[str, int]
+    """First row of each tensor in `own` that is a shard."""
+    values: dict[str, Any]
+    """Everything that is no tensor; fit for JSON."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for part in (*self.whole.values(), self.own) for t in part.values())
+
+
+class HostCopies:
+    """Host memory that tensors are copied to, kept from one save to the next; page-locked beside a
+    GPU.
+
+    The copies are queued on the current stream, after the step that made the values and before the
+    next one, so only a caller of `ready` waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.memory: dict[str, Tensor] = {}
+        self.copied: torch.cuda.Event | None = None
+        self.device = 0
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self.memory or self.memory[name].shape != tensor.shape:
+            try:
+                self.memory[name] = torch.empty_like(
+                    tensor, device="cpu", pin_memory=tensor.is_cuda
+                )
+            except RuntimeError as error:
+                raise UserError(
+                    "there is no host memory for a copy of the state, "
+                    f"{tensor.nbytes / 2**20:.0f} MiB for {name} ({first_line(error)}); use "
+                    "async_checkpoints=false."
+                ) from error
+        return self.memory[name].copy_(tensor, non_blocking=True)
+
+    def mark(self) -> None:
+        """Notes where the device's queue stands; to be called after the last `take`."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.device = torch.cuda.current_device()
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def ready(self) -> None:
+        """Waits until all copies are complete. Any thread may call it; a new thread starts on the
+        first device."""
+        if self.copied is not None:
+            torch.cuda.set_device(self.device)
+            self.copied.synchronize()
+
+
+def stage(
+    state: Mapping[str, Mapping[str, Any]],
+    kept: Mapping[str, Kept],
+    first: bool,
+    copies: HostCopies | None,
+) -> Staged:
+    """Takes this process's share of a state to host memory; all processes call it together.
+
+    Without `copies` tensors of the host are taken as they are: write them before the next step.
+    """
+
+    def host(path: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        return tensor.cpu() if copies is None else copies.take(path, tensor)
+
+    leaves: dict[str, Any] = {}
+    staged = Staged({}, {}, {}, {"leaves": leaves})
+    for piece, how in kept.items():
+        tensors = {name: leaf for name, leaf in state[piece].items() if isinstance(leaf, Tensor)}
+        numbers = {name: leaf for name, leaf in state[piece].items() if name not in tensors}
+        if how in WITH_NUMBERS:
+            staged.values[piece] = numbers
+        else:
+            leaves |= flat({piece: numbers})
+
+        for name, leaf in tensors.items():
+            path = f"{piece}.{name}"
+            if how is Kept.whole:
+                # One by one, so that no device holds more than one gathered tensor.
+                tensor = whole(leaf)
+                if first:
+                    staged.whole.setdefault(piece, {})[name] = host(path, tensor)
+            elif isinstance(leaf, DTensor):
+                start = rows_of(leaf)
+                if start is not None:
+                    staged.rows[path] = start
+                    staged.own[path] = host(path, local(leaf))
+            elif first or how is not Kept.shared:
+                staged.own[path] = host(path, leaf)
+    if copies is not None:
+        copies.mark()
+    return staged
+
+
+def assembled(
+    folder: Path, values: Mapping[str, Any], kept: Mapping[str, Kept], ranks: Ranks = SINGLE
+) -> dict[str, dict[str, Any]]:
+    """Reads the files of all processes and returns the state, leaves by piece and name; each tensor
+    is whole.
+
+    `values` is the checkpoint's `state.json`.
+    """
+    parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for rank in range(values["world_size"]):
+        with safe_open(folder / PART.format(rank=rank, world_size=values["world_size"]), "pt") as f:
+            rows = json.loads(f.metadata()["rows"])
+            for path in f.keys():  # noqa: SIM118  # no mapping
+                parts[path].append((rows.get(path, 0), f.get_tensor(path)))
+
+    state: dict[str, dict[str, Any]] = {}
+    for piece, how in kept.items():
+        if how is Kept.whole:
+            state[piece] = load_file(folder / f"{piece}.safetensors")
+        else:
+            state[piece] = dict(values[piece]) if how in WITH_NUMBERS else {}
+    for piece, leaves in nested(values["leaves"]).items():
+        state[piece] |= leaves
+    for piece, leaves in nested(parts).items():
+        state[piece] |= {name: joined(of, kept[piece], ranks) for name, of in leaves.items()}
+    return state
+
+
+def joined(parts: list[tuple[int, Tensor]], how: Kept, ranks: Ranks) -> Tensor:
+    """One tensor of this process from those of all files, each with its first row."""
+    tensors = [tensor for _, tensor in parts]
+    if how is Kept.each or (how is Kept.sums and len(tensors) == ranks.world_size):
+        return tensors[ranks.rank % len(tensors)]
+    if how is Kept.sums:
+        return torch.stack(tensors).mean(0)
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
+
+
+def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree with dotted names."""
+    for key, value in node.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            yield from flat(value, name)
+        else:
+            yield name, value
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The leaves whose names are `key.entry`, by key and entry."""
+    tree: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        key, _, entry = name.partition(".")
+        tree.setdefault(key, {})[entry] = leaf
+    return tree
+
+
+def write_tensors(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    wrote: Callable[[int], None] = lambda n: None,
+) -> dict[str, Any]:
+    """Writes tensors of the host to `file`, flushed to the disk; returns its size and hash: `bytes`
+    and `sha256`.
+
+    The hash is of what was meant to be written, not of what a disk gave back, and no second copy is
+    made in memory. `wrote` is called with the bytes of each part; all but the last `FLUSH` of them
+    are on the disk then. TypeError for a dtype that the format lacks; OSError as the disk gives it.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    with file.open("wb") as stream:
+        for part in contents(tensors, metadata):
+            digest.update(part)
+            size += stream.write(part)
+            if size % FLUSH < len(part):
+                stream.flush()
+                os.fsync(stream.fileno())
+            wrote(len(part))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def contents(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, in order; wide dtypes first, so that every tensor lies aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} is of {tensor.dtype}, which safetensors does not hold.")
+        offsets = [end, end + tensor.nbytes]
+        end = offsets[1]
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        content = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        for start in range(0, len(content), CHUNK):
+            yield content[start : start + CHUNK]
+
+
+def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """Metadata for the header of the weights file `kind`, "model" or "ema"."""
+    told = {name: described[name] for name in ("model", "spec", "step")}
+    if described.get("adapter"):
+        told["adapter"] = described["adapter"] | {"base": described["base"]}
+    return {KEY: json.dumps({"weights": kind, **told})}
