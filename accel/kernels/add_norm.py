@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import refuse_empty, refuse_second_order, register, upcast
 from common.errors import UserError
 
 WIDEST = 8192
@@ -116,38 +115,11 @@ def backward_reference(
     return dbranch, d.to(residual_dtype, copy=True), sums
 
 
-def forward_fake(
-    branch: Tensor,
-    gate: Tensor,
-    residual: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    branch_rows: Tensor | None,
-    h_rows: Tensor | None,
-    eps: float,
-    residual_in_fp32: bool,
-    centred: bool,
-) -> tuple[Tensor, ...]:
-    statistics = torch.promote_types(branch.dtype, torch.float32)
-    z = residual.new_empty(residual.shape, dtype=statistics if residual_in_fp32 else branch.dtype)
-    rstd = branch.new_empty(branch.shape[:2], dtype=statistics)
-    return torch.empty_like(branch), z, rstd
-
-
-def backward_fake(
-    dh: Tensor, dz: Any, z: Tensor, branch: Tensor, gate: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    rstd, residual_dtype = rest[-3:-1]
-    sums = rstd.new_empty(branch.shape[0], 3, branch.shape[2])
-    return torch.empty_like(branch), z.new_empty(z.shape, dtype=residual_dtype), sums
-
-
 register(
     "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? "
     "branch_rows, Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, "
     "Tensor, Tensor)",
     forward_reference,
-    forward_fake,
     "add_norm_triton.launch_forward",
 )
 register(
@@ -155,7 +127,6 @@ register(
     "scale, Tensor? branch_rows, Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool "
     "centred) -> (Tensor, Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "add_norm_triton.launch_backward",
 )
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import arriving, of_chunks
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_second_order, upcast
+from accel.kernels.operator import heads_together, refuse_second_order, register, upcast
 
 
 def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
@@ -64,40 +63,21 @@ def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     )
 
 
-def states_fake(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    return weights.new_empty(x.shape[0], 2, x.shape[2], groups.shape[3], x.shape[3])
-
-
-def read_fake(
-    states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    pieces, _, heads, _, head_dim = states.shape
-    out = groups.new_empty(pieces, groups.shape[1], heads, head_dim)
-    return out, weights.new_empty(0 if other is None else weights.shape)
-
-
-def groups_fake(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1], 2, states.shape[3])
-
-
 MODULE = "chunked_ssd_triton"
 register(
     "ssd_states(Tensor x, Tensor groups, Tensor weights) -> Tensor",
     states_reference,
-    states_fake,
     f"{MODULE}.launch_states",
 )
 register(
     "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> "
     "(Tensor, Tensor)",
     read_reference,
-    read_fake,
     f"{MODULE}.launch_read",
 )
 register(
     "ssd_groups(Tensor states, Tensor x, Tensor weights) -> Tensor",
     groups_reference,
-    groups_fake,
     f"{MODULE}.launch_groups",
 )
 

@@ -18,8 +18,13 @@ from torch.utils.flop_counter import register_flop_formula
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.chunked_ssd import between_chunks
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import (
+    heads_together,
+    refuse_empty,
+    refuse_second_order,
+    register,
+    upcast,
+)
 from accel.kernels.ssd_decays import fused_ssd_decays
 from common.errors import UserError
 
@@ -104,38 +109,16 @@ def groups_backward(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Ten
         torch.bmm(dS[:, i].mT, C_out[:, :, i], out=dB[:, :, i])
 
 
-def plain_fake(x: Tensor, *rest: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def gated_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-def backward_fake(
-    dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> tuple[Tensor, ...]:
-    joined = x.new_empty(*x.shape[:2], channels_of(x, B_in))
-    return joined, torch.empty_like(steps), torch.empty_like(sums), sums.new_empty(x.shape[2])
-
-
 INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
-register(
-    f"ssd({INPUTS}) -> Tensor",
-    plain_reference,
-    plain_fake,
-    "bidirectional_ssd_triton.launch_forward",
-)
+register(f"ssd({INPUTS}) -> Tensor", plain_reference, "bidirectional_ssd_triton.launch_forward")
 register(
     f"ssd_gated({INPUTS}, Tensor z, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
     gated_reference,
-    gated_fake,
     "bidirectional_ssd_triton.launch_gated",
 )
 register(
     f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "bidirectional_ssd_backward_triton.launch_backward",
 )
 

@@ -17,8 +17,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import (
+    heads_together,
+    refuse_empty,
+    refuse_second_order,
+    register,
+    upcast,
+)
 
 
 def gated_norm(
@@ -51,28 +56,15 @@ def backward_reference(
     return (dgated * silu).to(y.dtype), (dh * normed).sum((0, 1))
 
 
-def forward_fake(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return y.new_empty(y.shape)
-
-
-def backward_fake(
-    dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
-) -> tuple[Tensor, ...]:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    return y.new_empty(y.shape), weight.new_empty(weight.shape, dtype=wide)
-
-
 register(
     "gated_norm(Tensor y, Tensor z, Tensor weight, float eps) -> Tensor",
     gated_norm,
-    forward_fake,
     "gated_norm_triton.launch_forward",
 )
 register(
     "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) "
     "-> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "gated_norm_triton.launch_backward",
 )
 

@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import refuse_empty, refuse_second_order, register, upcast
 from common.errors import UserError
 
 
@@ -90,28 +89,15 @@ def backward_reference(
     return with_usual_strides(dweight), dbias
 
 
-def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def backward_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return weight.new_empty(weight.shape, dtype=dtype), bias.new_empty(bias.shape, dtype=dtype)
-
-
 register(
     "local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor",
     forward_reference,
-    forward_fake,
     "local_mix_triton.launch_forward",
 )
 register(
     "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, "
     "Tensor(a!) dx) -> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "local_mix_triton.launch_backward",
 )
 

@@ -16,8 +16,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import (
+    heads_together,
+    refuse_empty,
+    refuse_second_order,
+    register,
+    upcast,
+)
 from common.errors import UserError
 
 Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, "B K L P"]]
@@ -103,31 +108,13 @@ def backward_reference(
     return torch.stack((*parts, upcast(dv)), dim=2).to(qkv.dtype), dweights
 
 
-def forward_fake(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, length, _, heads, head_dim = qkv.shape
-    return qkv.new_empty(batch, length, heads, head_dim), qkv.new_empty(
-        batch, length, heads, head_dim
-    )
-
-
-def backward_fake(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    return qkv.new_empty(qkv.shape), qkv.new_empty(2, qkv.shape[4], dtype=wide)
-
-
 INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? rotations, float eps"
 register(
-    f"qk_rope({INPUTS}) -> (Tensor, Tensor)",
-    forward_reference,
-    forward_fake,
-    "qk_rope_triton.launch_forward",
+    f"qk_rope({INPUTS}) -> (Tensor, Tensor)", forward_reference, "qk_rope_triton.launch_forward"
 )
 register(
     f"qk_rope_backward(Tensor dq, Tensor dk, Tensor dv, {INPUTS}) -> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "qk_rope_triton.launch_backward",
 )
 

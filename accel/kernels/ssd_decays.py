@@ -20,8 +20,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import (
+    heads_together,
+    refuse_empty,
+    refuse_second_order,
+    register,
+    upcast,
+)
 
 LOG2E = 1.0 / math.log(2.0)
 LEAST = -32.0
@@ -89,30 +94,15 @@ def backward_reference(
     return draw.sum((0, 1)), (da * A * steps).sum((0, 1))
 
 
-def forward_fake(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
-    batch, length, _, heads = dt.shape
-    wide = torch.promote_types(dt.dtype, torch.float32)
-    steps = dt.new_empty(batch * -(-length // piece), 2, heads, piece, dtype=wide)
-    return steps, torch.empty_like(steps)
-
-
-def backward_fake(
-    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, *rest: Tensor
-) -> tuple[Tensor, Tensor]:
-    return dsteps.new_empty(dt_bias.shape), dsteps.new_empty(dt_bias.shape)
-
-
 register(
     "ssd_decays(Tensor dt, Tensor dt_bias, Tensor A_log, int piece) -> (Tensor, Tensor)",
     ssd_decays,
-    forward_fake,
     "ssd_decays_triton.launch_forward",
 )
 register(
     "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, "
     "Tensor(a!) ddt) -> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "ssd_decays_triton.launch_backward",
 )
 

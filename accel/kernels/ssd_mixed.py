@@ -21,8 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
 from accel.kernels.fused_ssd import check_sizes, slices_of, ssd_backward_flops, ssd_flops
 from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import refuse_empty, refuse_second_order, register, upcast
 from common.errors import UserError
 
 
@@ -122,26 +121,13 @@ def backward(
     )
 
 
-def forward_fake(projected: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (*projected.shape[:2], *rest[7].shape)
-    return projected.new_empty(shape), projected.new_empty(shape)
-
-
-def backward_fake(dh: Tensor, y: Tensor, projected: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    sums = (rest[i] for i in (0, 1, 4, 5, 6, 7))
-    wide = (t.new_empty(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in sums)
-    return projected.new_empty(projected.shape), *wide
-
-
 INPUTS = (
     "Tensor projected, Tensor weight, Tensor bias, int rows, int columns, Tensor dt_bias, Tensor "
     "A_log, Tensor D, Tensor norm_weight, float eps"
 )
-register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake)
+register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward)
 register(
-    f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
-    backward,
-    backward_fake,
+    f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})", backward
 )
 
 

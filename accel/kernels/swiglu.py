@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import refuse_empty, refuse_second_order, register, upcast
 from common.errors import UserError
 
 
@@ -58,24 +57,10 @@ def backward_reference(dh: Tensor, joined: Tensor) -> Tensor:
     return torch.cat((dgate, upcast(dh) * F.silu(gate)), dim=-1).to(joined.dtype)
 
 
-def forward_fake(joined: Tensor) -> Tensor:
-    return joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
-
-
-def backward_fake(dh: Tensor, joined: Tensor) -> Tensor:
-    return joined.new_empty(joined.shape)
-
-
-register(
-    "swiglu(Tensor joined) -> Tensor",
-    forward_reference,
-    forward_fake,
-    "swiglu_triton.launch_forward",
-)
+register("swiglu(Tensor joined) -> Tensor", forward_reference, "swiglu_triton.launch_forward")
 register(
     "swiglu_backward(Tensor dh, Tensor joined) -> Tensor",
     backward_reference,
-    backward_fake,
     "swiglu_triton.launch_backward",
 )
 
