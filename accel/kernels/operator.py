@@ -4,7 +4,7 @@ tensors."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,44 @@ def register(schema: str, definition: Callable[..., Any], launcher: str | None =
     LIBRARY.impl(name, definition, "CPU")
     LIBRARY.impl(name, on_gpu if launcher else definition, "CUDA")
     torch.library.register_fake(f"fastlatent::{name}", shaped, lib=LIBRARY)
+
+
+def differentiable(
+    compute: Callable[..., Any], gradients: Callable[..., Sequence[Any]], zeros: bool = True
+) -> Callable[..., Any]:
+    """Makes one function that autograd knows of an operator and its backward pass.
+
+    `compute(*inputs)` returns the result, or a tuple of them, and all that the backward pass needs;
+    `gradients(*gradients of the results, *needed)` the gradients of the first inputs, in any dtype.
+    Without `zeros` the gradient of a result that nobody used is None. No function has an autocast
+    rule, for that would cast fp32 inputs too.
+    """
+
+    class Function(torch.autograd.Function):
+        """A function that PyTorch differentiates once."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            results, needed = compute(*inputs)
+            ctx.save_for_backward(*[t if isinstance(t, Tensor) else None for t in needed])
+            ctx.constants = [None if isinstance(t, Tensor) else t for t in needed]
+            ctx.dtypes = [t.dtype if isinstance(t, Tensor) else None for t in inputs]
+            ctx.set_materialize_grads(zeros)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            refuse_second_order()
+            # Lists, for Dynamo of torch 2.14 refuses generators here.
+            saved = list(zip(ctx.saved_tensors, ctx.constants, strict=True))
+            found = gradients(*grads, *[c if t is None else t for t, c in saved])
+            cast = [
+                None if g is None else g.to(dtype)
+                for g, dtype in zip(found, ctx.dtypes, strict=False)
+            ]
+            return (*cast, *[None] * (len(ctx.dtypes) - len(cast)))
+
+    return Function.apply
 
 
 def heads_together(t: Tensor) -> Tensor:

@@ -16,13 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import (
-    heads_together,
-    refuse_empty,
-    refuse_second_order,
-    register,
-    upcast,
-)
+from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
 from common.errors import UserError
 
 Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, "B K L P"]]
@@ -119,27 +113,19 @@ register(
 )
 
 
-class FusedQKRope(torch.autograd.Function):
-    """The operators as one differentiable function of qkv and the weights."""
+def compute(qkv: Tensor, *rest: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Queries, keys and values, and what the backward pass needs."""
+    return (*torch.ops.fastlatent.qk_rope(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
 
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = torch.ops.fastlatent.qk_rope(qkv, *rest)
-        *tensors, ctx.eps = rest
-        ctx.save_for_backward(qkv, *tensors)
-        return q, k, qkv.select(2, 2)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        qkv, *tensors = ctx.saved_tensors
-        # a list: Dynamo of torch 2.14 refuses generators here
-        of_heads = [heads_together(g) for g in grads]
-        dqkv, dweights = torch.ops.fastlatent.qk_rope_backward(*of_heads, qkv, *tensors, ctx.eps)
-        weights = [
-            None if w is None else d.to(w.dtype) for d, w in zip(dweights, tensors[:2], strict=True)
-        ]
-        return dqkv, *weights, None, None
+def gradients(dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of qkv and, if there are any, of both weights."""
+    of_heads = [heads_together(g) for g in (dq, dk, dv)]
+    dqkv, dweights = torch.ops.fastlatent.qk_rope_backward(*of_heads, *inputs)
+    return (dqkv,) if inputs[1] is None else (dqkv, *dweights)
+
+
+differentiable_rope = differentiable(compute, gradients)
 
 
 def fused_qk_rope(
@@ -171,5 +157,5 @@ def fused_qk_rope(
             f"{head_dim}; choose such a size, or runtime.fused_rope=false."
         )
     tensors = [None if t is None else t.contiguous() for t in given.values()]
-    q, k, v = FusedQKRope.apply(qkv.contiguous(), *tensors, eps)
+    q, k, v = differentiable_rope(qkv.contiguous(), *tensors, eps)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

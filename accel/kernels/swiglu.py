@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import refuse_empty, refuse_second_order, register, upcast
+from accel.kernels.operator import differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -65,18 +65,10 @@ register(
 )
 
 
-class FusedSwiglu(torch.autograd.Function):
-    """The operators as one differentiable function."""
-
-    @staticmethod
-    def forward(ctx: Any, joined: Tensor) -> Tensor:
-        ctx.save_for_backward(joined)
-        return torch.ops.fastlatent.swiglu(joined)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        refuse_second_order()
-        return torch.ops.fastlatent.swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)
+differentiable_swiglu = differentiable(
+    lambda joined: (torch.ops.fastlatent.swiglu(joined), (joined,)),
+    lambda dh, joined: [torch.ops.fastlatent.swiglu_backward(dh.contiguous(), joined)],
+)
 
 
 def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
@@ -87,4 +79,4 @@ def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
         raise UserError(
             f"swiglu got {joined.shape[-1]} channels; gate and value must have as many each."
         )
-    return FusedSwiglu.apply(joined.contiguous())
+    return differentiable_swiglu(joined.contiguous())
