@@ -110,25 +110,6 @@ class Members(torch.optim.Optimizer):
             with self.around(member):
                 member.step()
 
-    def kept(self, parameter: Tensor) -> dict[str, Any]:
-        """What is kept for one parameter, by name: plain tensors, which are written in place, and
-        numbers."""
-        owner, key = self.located(parameter)
-        return dict(plain(owner.state.get(key, {}))) | self.extras(parameter)
-
-    def extras(self, parameter: Tensor) -> dict[str, Any]:
-        """What is kept for one parameter beside the members' own."""
-        found = dict(self.state.get(parameter, {}))
-        key = self.stand_ins.get(parameter, parameter)
-        owner = self.owner[key]
-        return found | (owner.extras(key) if isinstance(owner, Members) else {})
-
-    def located(self, parameter: Tensor) -> tuple[torch.optim.Optimizer, Tensor]:
-        """The optimizer that updates a parameter, and the tensor by which it knows it."""
-        key = self.stand_ins.get(parameter, parameter)
-        owner = self.owner[key]
-        return owner.located(key) if isinstance(owner, Members) else (owner, key)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the parameters themselves; a stand-in has a gradient during the update only."""
         assert set_to_none
@@ -136,9 +117,9 @@ class Members(torch.optim.Optimizer):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """`state`: number of a parameter -> `kept`. Hyper-parameters are left out: the
+        """`state`: number of a parameter -> `kept_by`. Hyper-parameters are left out: the
         configuration has them."""
-        kept = {i: self.kept(p) for i, p in enumerate(self.numbered)}
+        kept = {i: kept_by(self, p) for i, p in enumerate(self.numbered)}
         return {"state": {i: entries for i, entries in kept.items() if entries}, "param_groups": []}
 
     @torch.no_grad()
@@ -150,29 +131,25 @@ class Members(torch.optim.Optimizer):
         use for is zero.
         """
         saved = state_dict["state"]
-        owner, key = self.located(self.numbered[0])
+        owner, key, _ = located(self, self.numbered[0])
         if saved and not owner.state.get(key):
             self.make_state()
         for i, parameter in enumerate(self.numbered):
             entries = saved.get(i, {})
-            ours = self.extras(parameter)
+            owner, key, ours = located(self, parameter)
             holds_a_state = bool(entries.keys() - ours)
-            for name, value in self.kept(parameter).items():
-                is_missing = name not in entries
-                is_members = name not in ours
-                if holds_a_state and is_missing and is_members:
+            for name, current in kept_by(self, parameter).items():
+                if holds_a_state and name not in entries and name not in ours:
                     raise UserError(
                         f"the optimizer's state has no {name} for parameter {i}; it is another's."
                     )
-                self.put(parameter, name, value, entries.get(name, 0))
-
-    def put(self, parameter: Tensor, name: str, current: Any, value: Any) -> None:
-        """Writes one entry of what is kept for a parameter."""
-        if isinstance(current, Tensor):
-            current.copy_(value) if isinstance(value, Tensor) else current.fill_(value)
-            return
-        owner, key = self.located(parameter)
-        owner.state[key][name] = type(current)(value)
+                value = entries.get(name, 0)
+                if not isinstance(current, Tensor):
+                    owner.state[key][name] = type(current)(value)
+                elif isinstance(value, Tensor):
+                    current.copy_(value)
+                else:
+                    current.fill_(value)
 
     def make_state(self) -> None:
         """Has every member make its state, by a step of rate 0 on gradients of 0: parameters stay
@@ -194,12 +171,24 @@ class Members(torch.optim.Optimizer):
         own.update(scale)
 
 
+def located(
+    optimizer: torch.optim.Optimizer, parameter: Tensor
+) -> tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]:
+    """The innermost optimizer that updates a parameter, the tensor by which it knows it, and what
+    those around it keep for the parameter."""
+    ours: dict[str, Any] = {}
+    while isinstance(optimizer, Members):
+        ours |= optimizer.state.get(parameter, {})
+        parameter = optimizer.stand_ins.get(parameter, parameter)
+        optimizer = optimizer.owner[parameter]
+    return optimizer, parameter, ours
+
+
 def kept_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """What an optimizer keeps for one parameter; of a library's tensor class its parts, under a
-    name for each."""
-    if isinstance(optimizer, Members):
-        return optimizer.kept(parameter)
-    return dict(plain(optimizer.state.get(parameter, {})))
+    """What an optimizer keeps for one parameter, by name: plain tensors, which are written in
+    place, and numbers; of a library's tensor class its parts, under a name for each."""
+    owner, key, ours = located(optimizer, parameter)
+    return dict(plain(owner.state.get(key, {}))) | ours
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

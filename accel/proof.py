@@ -18,15 +18,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from accel.block_kinds import Use, recorded
 from accel.ledger import AUTO
 from accel.sharding import gathered, is_first
-from common.files import cache_folder, write_to_cache
+from accel.technique import blocks_of
+from common.files import cache_folder
 from common.text import first_line
 from common.workers import run_watched
 
@@ -48,6 +48,16 @@ class Proof:
 
     on: bool
     why: str
+
+
+class Use(NamedTuple):
+    """Blocks of one kind: one of them, how many there are, and what they get."""
+
+    block: nn.Module
+    blocks: int
+    inputs: list[Any]
+    """(shape, stride, dtype) of each."""
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,9 @@ def prove(
 
     # The first process's memory counts, if all processes ask the same.
     facts = facts_of(question, uses)
-    everyone = gathered((facts, read(folder / FILE) if folder else {}, read(cache_file(facts))))
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    cache = cache_folder("kernels") / f"{name}.json"
+    everyone = gathered((facts, read(folder / FILE) if folder else {}, read(cache)))
     alike = all(theirs == facts for theirs, *_ in everyone)
     _, earlier, cached = everyone[0]
     before = earlier.get("chosen", {})
@@ -105,11 +117,12 @@ def prove(
     elif alike and cached.get("facts") == facts and not unanswered(cached["found"], keys, timed):
         found = cached["found"]
     else:
-        found = tried_by_all(question, uses, keys, timed)
+        found = merged(gathered(tried(question, uses, keys, timed)))
         passing = any(result.get("passing") for result in found.values())
         if is_first() and not chosen and not passing:
-            remember(facts, found)
-
+            remember(cache, {"facts": facts, "found": found})
+            text = json.dumps({"facts": facts, "found": found}, indent=1) + "\n"
+            write_to_cache(cache, text)
     proofs = {
         key: judged(found.get(key), key in timed, question.captured) for key in question.asked
     }
@@ -148,7 +161,7 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     from torch.utils import collect_env
 
     here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("proof", "trial", "parity", "block_kinds")]
+    own = [here / f"{name}.py" for name in ("proof", "trial", "parity")]
     sources = [file.read_bytes() for file in (*own, *sorted(here.glob("kernels/*.py")))]
     left_out = () if question.timed else question.change_times_only
     facts: dict[str, Any] = {
@@ -169,25 +182,49 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     return json.loads(json.dumps(facts))
 
 
-def tried_by_all(
-    question: Question, uses: list[Use], keys: list[str], timed: list[str]
-) -> dict[str, Any]:
-    """What all processes found about `keys`, as one finding; the first process says that it takes a
-    while."""
+def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
+    """The blocks of a model by kind, with the shapes, strides and dtypes of what they get; or why
+    they have none."""
+    inputs: dict[nn.Module, Any] = {}
+    hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in blocks_of(model)]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    uses: dict[str, Use] = {}
+    for block, got in inputs.items():
+        if not all(isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in got):
+            return (
+                "it cannot be tried, for a block takes something else than tensors of floating "
+                "point by sample"
+            )
+        metas = [[list(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")] for t in got]
+        kind = described(block, metas)
+        number = uses[kind].blocks + 1 if kind in uses else 1
+        uses[kind] = Use(block, number, metas, kind)
+    return list(uses.values())
+
+
+def described(block: nn.Module, metas: list[Any]) -> str:
+    """What makes two blocks of one kind: their modules, tensors, grids and inputs."""
+    modules = []
+    for module in block.modules():
+        grids = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
+        modules.append([f"{type(module).__module__}.{type(module).__qualname__}", grids])
+    tensors = [[name, list(t.shape), str(t.dtype)] for name, t in block.state_dict().items()]
+    return hashlib.sha256(json.dumps([modules, tensors, metas], default=str).encode()).hexdigest()
+
+
+def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]) -> dict[str, Any]:
+    """What processes of their own found about `keys`; one that crashes or hangs costs the key that
+    it was at. The first process of a run says that it takes a while."""
     began = time.monotonic()
     says = is_first() and bool(keys)
     if says:
         words = f"Trying {', '.join(keys)} on this device, in a process of its own …"
         print(words, file=sys.stderr, flush=True)
-    found = merged(gathered(tried(question, uses, keys, timed)))
-    if says:
-        print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
-    return found
-
-
-def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]) -> dict[str, Any]:
-    """What processes of their own found about `keys`; one that crashes or hangs costs the key that
-    it was at."""
     if question.device.type == "cuda":
         torch.cuda.empty_cache()  # the trial takes its memory from the same device
     job = {
@@ -203,8 +240,7 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
     with tempfile.TemporaryDirectory(prefix="fastlatent-trial-") as name:
         folder = Path(name)
         try:
-            for i, use in enumerate(uses):
-                torch.save(use.block, folder / f"block-{i}.pt")
+            torch.save([use.block for use in uses], folder / "blocks.pt")
         except Exception as error:
             why = f"its block cannot be sent to another process: {first_line(error)}"
             return {key: failed(why) for key in keys}
@@ -219,19 +255,18 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
                 why = f"the process that tried it {end} in {state.get('doing', 'its start')}"
                 for key in [at] if at else missing:
                     found[key] = found.get(key, {}) | failed(why)
+    if says:
+        print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
     return found
 
 
 def unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
     """Keys that a trial still has to answer."""
 
-    def is_answered(key: str) -> bool:
-        result = found.get(key)
-        if result is None:
-            return False
-        return result["refusal"] is not None or key not in timed or "times" in result
+    def is_answered(result: Mapping[str, Any], is_timed: bool) -> bool:
+        return result["refusal"] is not None or not is_timed or "times" in result
 
-    return [key for key in keys if not is_answered(key)]
+    return [key for key in keys if key not in found or not is_answered(found[key], key in timed)]
 
 
 def outcome(
@@ -266,18 +301,13 @@ def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
         one[key] = dict(refused[0] if refused else result)
         for name in ("error", "definition_error"):
             one[key][name] = max(r[name] for r in results)
-        if refused or "times" not in result:
-            continue
         for kind in TIMES.values():
-            taken = {name: [r[kind][name] for r in results] for name in ("on", "off")}
-            one[key][kind] = {k: None if None in all_ else max(all_) for k, all_ in taken.items()}
+            if refused or kind not in result:
+                continue
+            for name in ("on", "off"):
+                taken = [r[kind][name] for r in results]
+                one[key][kind] = one[key][kind] | {name: None if None in taken else max(taken)}
     return one
-
-
-def cache_file(facts: Mapping[str, Any]) -> Path:
-    """Where the findings of these facts are kept."""
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder("kernels") / f"{name}.json"
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -290,9 +320,3 @@ def read(file: Path) -> dict[str, Any]:
         if all(type(on) is bool for on in content.get("chosen", {}).values()):
             return content
     return {}
-
-
-def remember(facts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Writes the cache."""
-    text = json.dumps({"facts": facts, "found": found}, indent=1) + "\n"
-    write_to_cache(cache_file(facts), text)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from accel.composite_optimizer import Make
-from accel.evidence import observe_step
+from accel.evidence import observe_ops, observe_step
 from accel.ledger import AUTO, Ledger, LedgerRow
-from accel.profiler import observe_ops
 from accel.proof import Question, prove
 from accel.sharding import agreed, world_size
 from accel.technique import AnyStep, Model, Technique

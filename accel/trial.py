@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import statistics
 import sys
 import time
@@ -28,7 +27,8 @@ from accel.evidence import BlockEvidence, BlockProbe
 from accel.parity import Comparing
 from accel.proof import TIMES, outcome
 from accel.stack import AccelerationStack
-from accel.technique import switches
+from accel.technique import blocks_of, switches
+from common.files import write_atomically
 from common.text import first_line
 
 SAMPLES = 4
@@ -76,14 +76,6 @@ def forward_and_backward(
     return seeds
 
 
-class Holder(nn.Module):
-    """A model of one block, for the techniques to act on."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([block])
-
-
 class Variant:
     """One block as the run would run it: its autocast, attention, checkpointing and compile; some
     kernels on."""
@@ -93,7 +85,9 @@ class Variant:
         for key in on:
             switch(block, key, True)
         self.stack = stack
-        self.block = stack.on_model(Holder(block)).blocks[0]
+        model = nn.Module()
+        model.blocks = nn.ModuleList([block])
+        self.block = blocks_of(stack.on_model(model))[0]
         self.seeds: list[Tensor] | None = None
         self.kept = 0
 
@@ -144,10 +138,7 @@ class Trial:
         torch.use_deterministic_algorithms(self.job["deterministic"])
         self.stack = self.new_stack()
         self.stack.on_process()
-        self.blocks = [
-            torch.load(folder / f"block-{i}.pt", weights_only=False, map_location=self.device)
-            for i in range(len(self.job["blocks"]))
-        ]
+        self.blocks = torch.load(folder / "blocks.pt", weights_only=False, map_location=self.device)
 
     def new_stack(self) -> AccelerationStack:
         return AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
@@ -158,8 +149,7 @@ class Trial:
         self.doing = doing
         self.key = key
         content = {"doing": doing, "key": key, "patience": patience, "found": self.found}
-        (self.folder / "found.tmp").write_text(json.dumps(content))
-        os.replace(self.folder / "found.tmp", self.folder / "found.json")
+        write_atomically(self.folder / "found.json", json.dumps(content))
 
     def run(self) -> None:
         for key in self.job["keys"]:

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.evidence import BlockEvidence, Evidence, observe_step
-from accel.profiler import EIGHT_BIT
+from accel.evidence import EIGHT_BIT, BlockEvidence, Evidence, observe_step
 from accel.stack import AccelerationStack
 from accel.techniques import float8
 from accel.techniques.compilation import Compile

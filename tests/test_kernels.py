@@ -8,13 +8,7 @@ import torch.nn.functional as F
 
 from accel.kernels import bidirectional_ssd as ssd
 from accel.kernels.add_norm import add_norm
-from accel.kernels.counter_noise import (
-    Purpose,
-    counter_bits,
-    counter_normal,
-    counter_uniform,
-    philox,
-)
+from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform, draw, philox
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import local_mix
 from accel.kernels.ssd_decays import prefix_sums_by_doubling
@@ -40,13 +34,13 @@ def test_philox_gives_the_published_integers(counter, key, expected):
 
 def test_draws_depend_on_seed_purpose_and_position_only():
     position = torch.tensor([5, 2**33 + 5, 7])
-    bits = counter_bits(3, Purpose.NOISE, position, 6)
-    assert torch.equal(bits[2:], counter_bits(3, Purpose.NOISE, position[2:], 6))
-    assert torch.equal(bits[:, :3], counter_bits(3, Purpose.NOISE, position, 3))
+    bits = draw("bits", 3, Purpose.NOISE, position, 6)
+    assert torch.equal(bits[2:], draw("bits", 3, Purpose.NOISE, position[2:], 6))
+    assert torch.equal(bits[:, :3], draw("bits", 3, Purpose.NOISE, position, 3))
     assert not torch.equal(bits[0], bits[1])  # the upper half of the position counts
-    assert not torch.equal(bits, counter_bits(4, Purpose.NOISE, position, 6))
-    assert not torch.equal(bits, counter_bits(3 + 2**32, Purpose.NOISE, position, 6))
-    assert not torch.equal(bits, counter_bits(3, Purpose.TIME, position, 6))
+    assert not torch.equal(bits, draw("bits", 4, Purpose.NOISE, position, 6))
+    assert not torch.equal(bits, draw("bits", 3 + 2**32, Purpose.NOISE, position, 6))
+    assert not torch.equal(bits, draw("bits", 3, Purpose.TIME, position, 6))
 
 
 def test_uniform_and_normal_have_their_moments():

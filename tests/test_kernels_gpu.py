@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
-from accel.kernels.counter_noise import counter_bits, counter_normal, counter_uniform
+from accel.kernels.counter_noise import counter_normal, counter_uniform, draw
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
@@ -197,7 +197,7 @@ def test_operators_compile_and_replay_in_a_graph(op):
 def test_draws_are_those_of_the_definition(seed):
     position = torch.tensor([0, 5, 2**33 + 5])
     assert torch.equal(
-        counter_bits(seed, 3, position.cuda(), 50).cpu(), counter_bits(seed, 3, position, 50)
+        draw("bits", seed, 3, position.cuda(), 50).cpu(), draw("bits", seed, 3, position, 50)
     )
     assert torch.equal(
         counter_uniform(seed, 3, position.cuda(), 50).cpu(), counter_uniform(seed, 3, position, 50)

@@ -13,12 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from accel.adapter_gradients import AdapterGradients
-from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_step
+from accel.counted_rows import AdapterGradients, OptimizerState
+from accel.evidence import BlockEvidence, BlockProbe, Evidence, observe_ops, observe_step
 from accel.kernels.attend import attend
 from accel.ledger import UNUSED, Ledger, LedgerRow
-from accel.optimizer_state import OptimizerState
-from accel.profiler import observe_ops
 from accel.stack import TECHNIQUES, AccelerationStack
 from accel.techniques.compilation import Compile
 from accel.techniques.cuda_graph import CudaGraph

@@ -379,7 +379,7 @@ class TestRounding:
             weight.grad = torch.ones_like(weight)
             optimizer.step()
         assert weight.dtype is torch.bfloat16
-        kept = optimizer.kept(weight).get("compensation", torch.zeros(1))
+        kept = kept_by(optimizer, weight).get("compensation", torch.zeros(1))
         assert (weight.double() + kept.double()).mean().item() == pytest.approx(0.9, abs=1e-3)
         plain = torch.ones(1, dtype=torch.bfloat16)
         assert all(plain.sub_(1e-4).item() == 1.0 for _ in range(10))

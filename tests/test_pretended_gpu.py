@@ -15,8 +15,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import accel.kernels
-from accel import profiler
-from accel.evidence import BlockEvidence, Evidence, observe_step
+from accel.evidence import FLEX, BlockEvidence, Evidence, observe_step, profiled_events
 from accel.kernels.add_norm import fused_add_norm
 from accel.kernels.counter_noise import Purpose
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
@@ -132,8 +131,8 @@ def test_the_profiler_is_asked_for_a_gpus_kernels(monkeypatch):
         return own(**how)
 
     monkeypatch.setattr(torch.autograd.profiler, "profile", recorder)
-    profiler.profiled_events(lambda: None, CUDA)
-    profiler.profiled_events(lambda: None, CPU)
+    profiled_events(lambda: None, CUDA)
+    profiled_events(lambda: None, CPU)
     assert asked == [activities, {torch.profiler.ProfilerActivity.CPU}]
 
 
@@ -206,7 +205,7 @@ def test_what_compiles_itself_is_no_compiled_block(monkeypatch):
     are."""
 
     def compiled(*regions):
-        events = [("Optimizer.step#AdamW4bit.step", 10, 30), (profiler.FLEX, 50, 20), *regions]
+        events = [("Optimizer.step#AdamW4bit.step", 10, 30), (FLEX, 50, 20), *regions]
         found = []
         for name, start, length in sorted(events, key=lambda event: event[1]):
             event = profiler_event(name)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.adapter_gradients import AdapterGradients
 from accel.composite_optimizer import Groups
+from accel.counted_rows import AdapterGradients, OptimizerState, promised
 from accel.ledger import Ledger
-from accel.optimizer_state import OptimizerState, promised
 from accel.sharding import world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 WIDEST = 8192
@@ -116,38 +115,11 @@ def backward_reference(
     return dbranch, d.to(residual_dtype, copy=True), sums
 
 
-def forward_fake(
-    branch: Tensor,
-    gate: Tensor,
-    residual: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    branch_rows: Tensor | None,
-    h_rows: Tensor | None,
-    eps: float,
-    residual_in_fp32: bool,
-    centred: bool,
-) -> tuple[Tensor, ...]:
-    statistics = torch.promote_types(branch.dtype, torch.float32)
-    z = residual.new_empty(residual.shape, dtype=statistics if residual_in_fp32 else branch.dtype)
-    rstd = branch.new_empty(branch.shape[:2], dtype=statistics)
-    return torch.empty_like(branch), z, rstd
-
-
-def backward_fake(
-    dh: Tensor, dz: Any, z: Tensor, branch: Tensor, gate: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    rstd, residual_dtype = rest[-3:-1]
-    sums = rstd.new_empty(branch.shape[0], 3, branch.shape[2])
-    return torch.empty_like(branch), z.new_empty(z.shape, dtype=residual_dtype), sums
-
-
 register(
     "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? "
     "branch_rows, Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, "
     "Tensor, Tensor)",
     forward_reference,
-    forward_fake,
     "add_norm_triton.launch_forward",
 )
 register(
@@ -155,39 +127,29 @@ register(
     "scale, Tensor? branch_rows, Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool "
     "centred) -> (Tensor, Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "add_norm_triton.launch_backward",
 )
 
 
-class FusedAddNorm(torch.autograd.Function):
-    """The operators as one differentiable function. No autocast rule: that would cast the fp32
-    residual too."""
+def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
+    """h and z, and what the backward pass needs: of the inputs neither residual nor shift."""
+    branch, gate, residual, scale, _, *rows, _, _, centred = inputs
+    h, z, rstd = torch.ops.fastlatent.add_norm(*inputs)
+    return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
 
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        branch, gate, _, scale, _, branch_rows, h_rows, *_ = arguments
-        h, z, rstd = torch.ops.fastlatent.add_norm(*arguments)
-        ctx.save_for_backward(z, branch, gate, scale, branch_rows, h_rows, rstd)
-        ctx.dtypes = [t.dtype for t in arguments[:5]]
-        ctx.centred = arguments[-1]
-        ctx.set_materialize_grads(False)
-        return h, z
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        dh, dz = grads
-        z, branch, gate, scale, branch_rows, h_rows, rstd = ctx.saved_tensors
-        dh = torch.zeros_like(branch) if dh is None else dh.contiguous()
-        dz = None if dz is None else dz.contiguous()
-        dbranch, dresidual, sums = torch.ops.fastlatent.add_norm_backward(
-            dh, dz, z, branch, gate, scale, branch_rows, h_rows, rstd, ctx.dtypes[2], ctx.centred
-        )
-        dgate, dscale, dshift = sums.unbind(1)
-        found = (dbranch, dgate, dresidual, dscale, dshift)
-        cast = (g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True))
-        return (*cast, *[None] * 5)
+def gradients(
+    dh: Tensor | None, dz: Tensor | None, z: Tensor, branch: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of branch, gate, residual, scale and shift."""
+    dh = torch.zeros_like(branch) if dh is None else dh.contiguous()
+    dz = None if dz is None else dz.contiguous()
+    dbranch, dresidual, sums = torch.ops.fastlatent.add_norm_backward(dh, dz, z, branch, *rest)
+    dgate, dscale, dshift = sums.unbind(1)
+    return dbranch, dgate, dresidual, dscale, dshift
+
+
+differentiable_add_norm = differentiable(compute, gradients, zeros=False)
 
 
 def fused_add_norm(
@@ -217,7 +179,7 @@ def fused_add_norm(
             f"{branch.shape[2]}; choose a smaller model.dim, or runtime.fused_add_norm=false."
         )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]
-    return FusedAddNorm.apply(
+    return differentiable_add_norm(
         branch.contiguous(),
         vectors[0],
         residual.contiguous(),

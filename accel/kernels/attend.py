@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accel.profiler import FLEX
+from accel.evidence import FLEX
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from accel.kernels.gated_norm import gated_norm
-from accel.kernels.shared import refuse_empty, upcast
+from accel.kernels.operator import refuse_empty, upcast
 from accel.kernels.ssd_decays import ssd_decays
 from common.errors import UserError
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import arriving, of_chunks
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_second_order, upcast
+from accel.kernels.operator import differentiable, heads_together, register, upcast
 
 
 def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
@@ -64,40 +63,21 @@ def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     )
 
 
-def states_fake(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    return weights.new_empty(x.shape[0], 2, x.shape[2], groups.shape[3], x.shape[3])
-
-
-def read_fake(
-    states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    pieces, _, heads, _, head_dim = states.shape
-    out = groups.new_empty(pieces, groups.shape[1], heads, head_dim)
-    return out, weights.new_empty(0 if other is None else weights.shape)
-
-
-def groups_fake(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1], 2, states.shape[3])
-
-
 MODULE = "chunked_ssd_triton"
 register(
     "ssd_states(Tensor x, Tensor groups, Tensor weights) -> Tensor",
     states_reference,
-    states_fake,
     f"{MODULE}.launch_states",
 )
 register(
     "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> "
     "(Tensor, Tensor)",
     read_reference,
-    read_fake,
     f"{MODULE}.launch_read",
 )
 register(
     "ssd_groups(Tensor states, Tensor x, Tensor weights) -> Tensor",
     groups_reference,
-    groups_fake,
     f"{MODULE}.launch_groups",
 )
 
@@ -112,42 +92,35 @@ def read_flops(states: Any, other: Any, *rest: Any, **kwargs: Any) -> int:
     return 4 * states[0] * states[2] * states[3] * states[4] * other[1]
 
 
-class FusedStates(torch.autograd.Function):
-    """What each chunk leaves of its own: `ssd_states` as a differentiable function of x, B and
-    weights."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, B_in: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, B_in, weights)
-        return torch.ops.fastlatent.ssd_states(x, B_in, weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        refuse_second_order()
-        x, B_in, weights = ctx.saved_tensors
-        dstates = grads[0].contiguous()
-        ops = torch.ops.fastlatent
-        dx, dweights = ops.ssd_read(dstates, B_in, weights, None, x)
-        return dx, ops.ssd_groups(dstates, x, weights), dweights
+def states_gradients(
+    dstates: Tensor, x: Tensor, B_in: Tensor, weights: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of x, B_in and weights."""
+    ops = torch.ops.fastlatent
+    dstates = dstates.contiguous()
+    dx, dweights = ops.ssd_read(dstates, B_in, weights, None, x)
+    return dx, ops.ssd_groups(dstates, x, weights), dweights
 
 
-class FusedRead(torch.autograd.Function):
-    """What tokens read of the states that arrive at their chunk, added to y: of y, states, C and
-    weights."""
+def compute_read(y: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What tokens read of the states that arrive at their chunk, added to y."""
+    return torch.ops.fastlatent.ssd_read(*inputs, y, None)[0], inputs
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, states: Tensor, C_out: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(states, C_out, weights)
-        return torch.ops.fastlatent.ssd_read(states, C_out, weights, y, None)[0]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        refuse_second_order()
-        states, C_out, weights = ctx.saved_tensors
-        dy = grads[0].contiguous()
-        ops = torch.ops.fastlatent
-        dweights = ops.ssd_read(states, C_out, weights, None, dy)[1]
-        return dy, ops.ssd_states(dy, C_out, weights), ops.ssd_groups(states, dy, weights), dweights
+def read_gradients(
+    dy: Tensor, states: Tensor, C_out: Tensor, weights: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of y, states, C_out and weights."""
+    ops = torch.ops.fastlatent
+    dy = dy.contiguous()
+    dweights = ops.ssd_read(states, C_out, weights, None, dy)[1]
+    return dy, ops.ssd_states(dy, C_out, weights), ops.ssd_groups(states, dy, weights), dweights
+
+
+differentiable_states = differentiable(
+    lambda *inputs: (torch.ops.fastlatent.ssd_states(*inputs), inputs), states_gradients
+)
+differentiable_read = differentiable(compute_read, read_gradients)
 
 
 def between_chunks(
@@ -161,11 +134,11 @@ def between_chunks(
 ) -> Float[Tensor, "S T K P"]:
     """y, and what its tokens receive from the other chunks of their sample."""
     to_edge, decays = of_chunks(steps, sums)
-    left = FusedStates.apply(heads_together(x), heads_together(B_in), to_edge).unflatten(
+    left = differentiable_states(heads_together(x), heads_together(B_in), to_edge).unflatten(
         0, (batch, -1)
     )
     decays = decays.unflatten(0, (batch, -1))[..., None, None]
     states = [arriving(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
-    return FusedRead.apply(
+    return differentiable_read(
         y, torch.stack(states, dim=2).flatten(0, 1), heads_together(C_out), sums.exp2()
     )

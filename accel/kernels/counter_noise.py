@@ -98,25 +98,17 @@ WITH_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
-    """`words` draws a sample; by one launch on a GPU."""
+    """`words` independent draws a sample, of one of `DEFINITIONS`; by one launch on a GPU.
+
+    "bits" are uniform 32-bit integers, as int64 in [0, 2³²). The Philox key is the seed's low and
+    high 32 bits; the counter is (word // 4, purpose, position low, position high).
+    """
     if position.is_cuda and WITH_TRITON:
         from accel.kernels.counter_noise_triton import launch
 
         with torch.cuda.device_of(position):
             return launch(kind, seed, purpose, position, words)
     return DEFINITIONS[kind](seed, purpose, position, words)
-
-
-def counter_bits(
-    seed: int, purpose: int, position: Int[Tensor, "B"], words: int
-) -> Int[Tensor, "B W"]:
-    """`words` independent uniform 32-bit integers a sample, as int64 in [0, 2³²).
-
-    The Philox key is the seed's low and high 32 bits; the counter is (word // 4, purpose, position
-    low, position high). Only tests call it: with it they compare all 32 bits of the kernel's
-    integers, of which a uniform keeps 23.
-    """
-    return draw("bits", seed, purpose, position, words)
 
 
 def counter_uniform(

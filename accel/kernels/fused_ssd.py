@@ -18,8 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.chunked_ssd import between_chunks
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.gated_norm import gradients as gated_norm_gradients
+from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
 from accel.kernels.ssd_decays import fused_ssd_decays
 from common.errors import UserError
 
@@ -28,26 +28,15 @@ SIZES = (16, 32, 64, 128)
 """What head dim and state size may be: the matrix units' shapes."""
 
 
-def gated_reference(
-    x: Tensor,
-    steps: Tensor,
-    sums: Tensor,
-    B_in: Tensor,
-    C_out: Tensor,
-    D: Tensor,
-    z: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """The gated and normed y, and y."""
-    y = definition.within(x, steps, sums, B_in, C_out, D).contiguous()
-    return gated_norm(y, z, norm_weight, eps), y
+def plain_reference(*inputs: Tensor) -> Tensor:
+    """y, of x, steps, sums, B_in, C_out and D."""
+    return definition.within(*inputs).contiguous()
 
 
-def plain_reference(
-    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> Tensor:
-    return definition.within(x, steps, sums, B_in, C_out, D).contiguous()
+def gated_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The gated and normed y, and y, of the same inputs, z, norm_weight and eps."""
+    y = plain_reference(*inputs[:6])
+    return gated_norm(y, *inputs[6:]), y
 
 
 def backward_reference(
@@ -104,38 +93,16 @@ def groups_backward(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Ten
         torch.bmm(dS[:, i].mT, C_out[:, :, i], out=dB[:, :, i])
 
 
-def plain_fake(x: Tensor, *rest: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def gated_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-def backward_fake(
-    dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> tuple[Tensor, ...]:
-    joined = x.new_empty(*x.shape[:2], channels_of(x, B_in))
-    return joined, torch.empty_like(steps), torch.empty_like(sums), sums.new_empty(x.shape[2])
-
-
 INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
-register(
-    f"ssd({INPUTS}) -> Tensor",
-    plain_reference,
-    plain_fake,
-    "bidirectional_ssd_triton.launch_forward",
-)
+register(f"ssd({INPUTS}) -> Tensor", plain_reference, "bidirectional_ssd_triton.launch_forward")
 register(
     f"ssd_gated({INPUTS}, Tensor z, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
     gated_reference,
-    gated_fake,
     "bidirectional_ssd_triton.launch_gated",
 )
 register(
     f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "bidirectional_ssd_backward_triton.launch_backward",
 )
 
@@ -155,47 +122,30 @@ def ssd_backward_flops(
     return 2 * ssd_flops(x, None, None, B_in) + 8 * x[0] * x[1] * x[1] * B_in[3]
 
 
-def gradients(dy: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of x, steps, sums, B_in, C_out and D, which are `inputs`."""
-    x = inputs[0]
-    D = inputs[5]
-    joined, dsteps, dsums, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), *inputs)
+def gradients(dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of x, steps, sums, B_in, C_out and D."""
+    joined, dsteps, dsums, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), x, *rest)
     dx, dB, dC = slices_of(joined, *x.shape[2:])
-    return dx, dsteps, dsums, dB, dC, dD.to(D.dtype)
+    return dx, dsteps, dsums, dB, dC, dD
 
 
-class FusedSSD(torch.autograd.Function):
-    """The operators as one differentiable function of x, steps, sums, B, C, D."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return torch.ops.fastlatent.ssd(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        refuse_second_order()
-        return gradients(grads[0], ctx.saved_tensors)
+def compute_gated(*inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """The gated and normed y, and what the backward pass needs: y and the inputs."""
+    h, y = torch.ops.fastlatent.ssd_gated(*inputs)
+    return h, (y, *inputs)
 
 
-class FusedGatedSSD(torch.autograd.Function):
-    """The same with gate and head norm, of z and its weight too."""
+def gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """The same gradients, and those of z and norm_weight."""
+    *of_scan, z, norm_weight, eps = inputs
+    dy, *of_gate = gated_norm_gradients(dh, y, z, norm_weight, eps)
+    return *gradients(dy, *of_scan), *of_gate
 
-    @staticmethod
-    def forward(ctx: Any, eps: float, z: Tensor, norm_weight: Tensor, *inputs: Tensor) -> Tensor:
-        h, y = torch.ops.fastlatent.ssd_gated(*inputs, z, norm_weight, eps)
-        ctx.save_for_backward(y, z, norm_weight, *inputs)
-        ctx.eps = eps
-        return h
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        y, z, norm_weight, *inputs = ctx.saved_tensors
-        backward = torch.ops.fastlatent.gated_norm_backward
-        dz = z.new_empty(z.shape)
-        dy, dweight = backward(grads[0].contiguous(), y, z, norm_weight, ctx.eps, dz)
-        return None, dz, dweight.to(norm_weight.dtype), *gradients(dy, tuple(inputs))
+differentiable_ssd = differentiable(
+    lambda *inputs: (torch.ops.fastlatent.ssd(*inputs), inputs), gradients
+)
+differentiable_gated_ssd = differentiable(compute_gated, gated_gradients)
 
 
 def fused_bidirectional_ssd(
@@ -228,7 +178,9 @@ def fused_bidirectional_ssd(
     if z is None:
         return inside(*inputs)
     weight = definition.gate_weight(norm_weight).contiguous()
-    return FusedGatedSSD.apply(eps, heads_together(z), weight, *as_the_kernels_take_them(*inputs))
+    return differentiable_gated_ssd(
+        *as_the_kernels_take_them(*inputs), heads_together(z), weight, eps
+    )
 
 
 def check_sizes(head_dim: int, state_dim: int) -> None:
@@ -252,17 +204,8 @@ def chunked(
 
 def inside(*inputs: Tensor) -> Tensor:
     """`within` as an operator."""
-    return FusedSSD.apply(*as_the_kernels_take_them(*inputs))
+    return differentiable_ssd(*as_the_kernels_take_them(*inputs))
 
 
-def as_the_kernels_take_them(
-    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> tuple[Tensor, ...]:
-    return (
-        heads_together(x),
-        steps,
-        sums,
-        heads_together(B_in),
-        heads_together(C_out),
-        D.contiguous(),
-    )
+def as_the_kernels_take_them(*inputs: Tensor) -> list[Tensor]:
+    return [heads_together(t) if t.ndim == 4 else t.contiguous() for t in inputs]

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
 
 
 def gated_norm(
@@ -51,49 +50,29 @@ def backward_reference(
     return (dgated * silu).to(y.dtype), (dh * normed).sum((0, 1))
 
 
-def forward_fake(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return y.new_empty(y.shape)
-
-
-def backward_fake(
-    dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
-) -> tuple[Tensor, ...]:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    return y.new_empty(y.shape), weight.new_empty(weight.shape, dtype=wide)
-
-
 register(
     "gated_norm(Tensor y, Tensor z, Tensor weight, float eps) -> Tensor",
     gated_norm,
-    forward_fake,
     "gated_norm_triton.launch_forward",
 )
 register(
     "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) "
     "-> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "gated_norm_triton.launch_backward",
 )
 
 
-class FusedGatedNorm(torch.autograd.Function):
-    """The operators as one differentiable function of y, z and weight."""
+def gradients(dh: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Gradients of y, z and weight."""
+    dz = z.new_empty(z.shape)
+    dy, dweight = torch.ops.fastlatent.gated_norm_backward(dh.contiguous(), y, z, *rest, dz)
+    return dy, dz, dweight
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(y, z, weight)
-        ctx.eps = eps
-        return torch.ops.fastlatent.gated_norm(y, z, weight, eps)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        y, z, weight = ctx.saved_tensors
-        backward = torch.ops.fastlatent.gated_norm_backward
-        dz = z.new_empty(z.shape)
-        dy, dweight = backward(grads[0].contiguous(), y, z, weight, ctx.eps, dz)
-        return dy, dz, dweight.to(weight.dtype), None
+differentiable_norm = differentiable(
+    lambda *inputs: (torch.ops.fastlatent.gated_norm(*inputs), inputs), gradients
+)
 
 
 def fused_gated_norm(
@@ -105,4 +84,4 @@ def fused_gated_norm(
     """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not
     contiguous."""
     refuse_empty("gated_norm", y)
-    return FusedGatedNorm.apply(y.contiguous(), heads_together(z), weight.contiguous(), eps)
+    return differentiable_norm(y.contiguous(), heads_together(z), weight.contiguous(), eps)

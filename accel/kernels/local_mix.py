@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -90,28 +89,15 @@ def backward_reference(
     return with_usual_strides(dweight), dbias
 
 
-def forward_fake(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def backward_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return weight.new_empty(weight.shape, dtype=dtype), bias.new_empty(bias.shape, dtype=dtype)
-
-
 register(
     "local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor",
     forward_reference,
-    forward_fake,
     "local_mix_triton.launch_forward",
 )
 register(
     "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, "
     "Tensor(a!) dx) -> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "local_mix_triton.launch_backward",
 )
 
@@ -126,25 +112,15 @@ def backward_flops(dy: Any, x: Any, weight: Any, *rest: Any, **kwargs: Any) -> i
     return 2 * forward_flops(x, weight)
 
 
-class FusedLocalMix(torch.autograd.Function):
-    """The operators as one differentiable function of x, weight and bias."""
+def gradients(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Gradients of x, weight and bias."""
+    dx = x.new_empty(x.shape)
+    return dx, *torch.ops.fastlatent.local_mix_backward(dy.contiguous(), x, *rest, dx)
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.grid = (rows, columns)
-        return torch.ops.fastlatent.local_mix(x, weight, bias, rows, columns)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        x, weight, bias = ctx.saved_tensors
-        dx = x.new_empty(x.shape)
-        backward = torch.ops.fastlatent.local_mix_backward
-        dweight, dbias = backward(grads[0].contiguous(), x, weight, bias, *ctx.grid, dx)
-        return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
+differentiable_mix = differentiable(
+    lambda *inputs: (torch.ops.fastlatent.local_mix(*inputs), inputs), gradients
+)
 
 
 def fused_local_mix(
@@ -159,7 +135,7 @@ def fused_local_mix(
     refuse_empty("local_mix", x)
     check_shape(x, weight, grid)
     x = x if x.stride(2) == 1 else x.contiguous()
-    return FusedLocalMix.apply(x, weight.contiguous(), bias.contiguous(), *grid)
+    return differentiable_mix(x, weight.contiguous(), bias.contiguous(), *grid)
 
 
 def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:

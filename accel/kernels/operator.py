@@ -1,13 +1,15 @@
-"""How our operators become PyTorch's: one registration for all of them."""
+"""How our operators become PyTorch's: one registration for all of them, and what they all do with
+tensors."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common.errors import UserError
 
@@ -29,14 +31,9 @@ OPERATORS: dict[str, Operator] = {}
 """Every registered operator by name; accel/trial.py compares its two ways."""
 
 
-def register(
-    schema: str,
-    definition: Callable[..., Any],
-    fake: Callable[..., Any],
-    launcher: str | None = None,
-) -> None:
-    """Defines `fastlatent::<schema>`: `definition` computes it on a CPU, `launcher` on a GPU,
-    `fake` gives its shapes.
+def register(schema: str, definition: Callable[..., Any], launcher: str | None = None) -> None:
+    """Defines `fastlatent::<schema>`: `definition` computes it on a CPU, `launcher` on a GPU.
+    All outputs are contiguous; `definition`, run on fake tensors, tells their shapes.
 
     `launcher` is "<module of accel.kernels>.<function>"; it is imported at the first launch, for it
     needs Triton. None is for a definition that calls other operators of ours.
@@ -55,14 +52,88 @@ def register(
         with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
             return launch(*arguments)
 
+    def shaped(*arguments: Any) -> Any:
+        return tree_map(lambda t: t.new_empty(t.shape), definition(*arguments))
+
     OPERATORS[name] = Operator(definition, on_gpu if launcher else None)
     LIBRARY.define(schema)
     LIBRARY.impl(name, definition, "CPU")
     LIBRARY.impl(name, on_gpu if launcher else definition, "CUDA")
-    torch.library.register_fake(f"fastlatent::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"fastlatent::{name}", shaped, lib=LIBRARY)
+
+
+def differentiable(
+    compute: Callable[..., Any], gradients: Callable[..., Sequence[Any]], zeros: bool = True
+) -> Callable[..., Any]:
+    """Makes one function that autograd knows of an operator and its backward pass.
+
+    `compute(*inputs)` returns the result, or a tuple of them, and all that the backward pass needs;
+    `gradients(*gradients of the results, *needed)` the gradients of the first inputs, in any dtype.
+    Without `zeros` the gradient of a result that nobody used is None. No function has an autocast
+    rule, for that would cast fp32 inputs too.
+    """
+
+    class Function(torch.autograd.Function):
+        """A function that PyTorch differentiates once."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            results, needed = compute(*inputs)
+            ctx.save_for_backward(*[t if isinstance(t, Tensor) else None for t in needed])
+            ctx.constants = [None if isinstance(t, Tensor) else t for t in needed]
+            ctx.dtypes = [t.dtype if isinstance(t, Tensor) else None for t in inputs]
+            ctx.set_materialize_grads(zeros)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            refuse_second_order()
+            # Lists, for Dynamo of torch 2.14 refuses generators here.
+            saved = list(zip(ctx.saved_tensors, ctx.constants, strict=True))
+            found = gradients(*grads, *[c if t is None else t for t, c in saved])
+            cast = [
+                None if g is None else g.to(dtype)
+                for g, dtype in zip(found, ctx.dtypes, strict=False)
+            ]
+            return (*cast, *[None] * (len(ctx.dtypes) - len(cast)))
+
+    return Function.apply
 
 
 def heads_together(t: Tensor) -> Tensor:
     """`t` (B, L, groups, width) with each token's values in one stretch of memory; tokens may be
     apart."""
     return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
+
+
+def refuse_empty(operator: str, *inputs: Tensor) -> None:
+    """ValueError if one of them has no sample, token or channel."""
+    for t in inputs:
+        if t.numel() == 0:
+            raise UserError(
+                f"{operator} got a tensor of shape {tuple(t.shape)}; give it at least one sample, "
+                "token and channel."
+            )
+
+
+def refuse_second_order() -> None:
+    """Raises a RuntimeError in a backward pass that is to be differentiated itself; each of ours
+    begins with this call.
+
+    `create_graph=True` runs backward passes with gradients on. The result of ours would count as a
+    constant, and a sum with other terms would get a wrong gradient without a word. A compiled
+    backward pass does not come through here:
+    PyTorch refuses to differentiate it. Gradients are always on while Dynamo traces, so that does
+    not count.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "The fused operators have no second derivative, and create_graph=True asks for one; "
+            "set the keys runtime.fused_… of kernels to false for it."
+        )
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """`tensor` in fp32 if it is narrower, else as it is (so that fp64 inputs give an fp64
+    reference)."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
 from common.errors import UserError
 
 Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, "B K L P"]]
@@ -103,56 +102,30 @@ def backward_reference(
     return torch.stack((*parts, upcast(dv)), dim=2).to(qkv.dtype), dweights
 
 
-def forward_fake(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, length, _, heads, head_dim = qkv.shape
-    return qkv.new_empty(batch, length, heads, head_dim), qkv.new_empty(
-        batch, length, heads, head_dim
-    )
-
-
-def backward_fake(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    return qkv.new_empty(qkv.shape), qkv.new_empty(2, qkv.shape[4], dtype=wide)
-
-
 INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? rotations, float eps"
 register(
-    f"qk_rope({INPUTS}) -> (Tensor, Tensor)",
-    forward_reference,
-    forward_fake,
-    "qk_rope_triton.launch_forward",
+    f"qk_rope({INPUTS}) -> (Tensor, Tensor)", forward_reference, "qk_rope_triton.launch_forward"
 )
 register(
     f"qk_rope_backward(Tensor dq, Tensor dk, Tensor dv, {INPUTS}) -> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "qk_rope_triton.launch_backward",
 )
 
 
-class FusedQKRope(torch.autograd.Function):
-    """The operators as one differentiable function of qkv and the weights."""
+def compute(qkv: Tensor, *rest: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Queries, keys and values, and what the backward pass needs."""
+    return (*torch.ops.fastlatent.qk_rope(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
 
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = torch.ops.fastlatent.qk_rope(qkv, *rest)
-        *tensors, ctx.eps = rest
-        ctx.save_for_backward(qkv, *tensors)
-        return q, k, qkv.select(2, 2)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        qkv, *tensors = ctx.saved_tensors
-        # a list: Dynamo of torch 2.14 refuses generators here
-        of_heads = [heads_together(g) for g in grads]
-        dqkv, dweights = torch.ops.fastlatent.qk_rope_backward(*of_heads, qkv, *tensors, ctx.eps)
-        weights = [
-            None if w is None else d.to(w.dtype) for d, w in zip(dweights, tensors[:2], strict=True)
-        ]
-        return dqkv, *weights, None, None
+def gradients(dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of qkv and, if there are any, of both weights."""
+    of_heads = [heads_together(g) for g in (dq, dk, dv)]
+    dqkv, dweights = torch.ops.fastlatent.qk_rope_backward(*of_heads, *inputs)
+    return (dqkv,) if inputs[1] is None else (dqkv, *dweights)
+
+
+differentiable_rope = differentiable(compute, gradients)
 
 
 def fused_qk_rope(
@@ -184,5 +157,5 @@ def fused_qk_rope(
             f"{head_dim}; choose such a size, or runtime.fused_rope=false."
         )
     tensors = [None if t is None else t.contiguous() for t in given.values()]
-    q, k, v = FusedQKRope.apply(qkv.contiguous(), *tensors, eps)
+    q, k, v = differentiable_rope(qkv.contiguous(), *tensors, eps)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

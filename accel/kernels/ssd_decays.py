@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import heads_together, register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
 
 LOG2E = 1.0 / math.log(2.0)
 LEAST = -32.0
@@ -89,54 +88,29 @@ def backward_reference(
     return draw.sum((0, 1)), (da * A * steps).sum((0, 1))
 
 
-def forward_fake(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
-    batch, length, _, heads = dt.shape
-    wide = torch.promote_types(dt.dtype, torch.float32)
-    steps = dt.new_empty(batch * -(-length // piece), 2, heads, piece, dtype=wide)
-    return steps, torch.empty_like(steps)
-
-
-def backward_fake(
-    dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, *rest: Tensor
-) -> tuple[Tensor, Tensor]:
-    return dsteps.new_empty(dt_bias.shape), dsteps.new_empty(dt_bias.shape)
-
-
 register(
     "ssd_decays(Tensor dt, Tensor dt_bias, Tensor A_log, int piece) -> (Tensor, Tensor)",
     ssd_decays,
-    forward_fake,
     "ssd_decays_triton.launch_forward",
 )
 register(
     "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, "
     "Tensor(a!) ddt) -> (Tensor, Tensor)",
     backward_reference,
-    backward_fake,
     "ssd_decays_triton.launch_backward",
 )
 
 
-class FusedDecays(torch.autograd.Function):
-    """The operators as one differentiable function of dt, dt_bias and A_log."""
+def gradients(dsteps: Tensor, dsums: Tensor, dt: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Gradients of dt, dt_bias and A_log, which `rest` begins with."""
+    grads = (dsteps.contiguous(), dsums.contiguous())
+    ddt = dt.new_empty(dt.shape)
+    return ddt, *torch.ops.fastlatent.ssd_decays_backward(*grads, dt, *rest[:2], ddt)
 
-    @staticmethod
-    def forward(
-        ctx: Any, dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(dt, dt_bias, A_log)
-        return torch.ops.fastlatent.ssd_decays(dt, dt_bias, A_log, piece)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        dt, dt_bias, A_log = ctx.saved_tensors
-        dsteps, dsums = (g.contiguous() for g in grads)
-        ddt = dt.new_empty(dt.shape)
-        dbias, dA_log = torch.ops.fastlatent.ssd_decays_backward(
-            dsteps, dsums, dt, dt_bias, A_log, ddt
-        )
-        return ddt, dbias.to(dt_bias.dtype), dA_log.to(A_log.dtype), None
+differentiable_decays = differentiable(
+    lambda *inputs: (torch.ops.fastlatent.ssd_decays(*inputs), inputs), gradients
+)
 
 
 def fused_ssd_decays(
@@ -147,4 +121,6 @@ def fused_ssd_decays(
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
     """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
     refuse_empty("ssd_decays", dt)
-    return FusedDecays.apply(heads_together(dt), dt_bias.contiguous(), A_log.contiguous(), piece)
+    return differentiable_decays(
+        heads_together(dt), dt_bias.contiguous(), A_log.contiguous(), piece
+    )

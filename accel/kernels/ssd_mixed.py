@@ -11,7 +11,7 @@ mixed channels, W channels of the projection.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,8 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
 from accel.kernels.fused_ssd import check_sizes, slices_of, ssd_backward_flops, ssd_flops
 from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -54,94 +53,62 @@ def parts_of(
     return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
 
 
-def prepared(
-    parts: tuple[Tensor, Tensor, Tensor],
-    weight: Tensor,
-    bias: Tensor,
-    rows: int,
-    columns: int,
-    dt_bias: Tensor,
-    A_log: Tensor,
-) -> tuple[Tensor, ...]:
-    """Mixed x, steps, sums, and mixed B and C."""
-    z, xBC, dt = parts
-    mixed = torch.ops.fastlatent.local_mix(xBC, weight, bias, rows, columns)
-    steps, sums = torch.ops.fastlatent.ssd_decays(dt, dt_bias, A_log, dt.shape[1])
-    x, B_in, C_out = slices_of(mixed, *z.shape[2:])
-    return x, steps, sums, B_in, C_out
+class Inputs(NamedTuple):
+    """What both operators take, in this order; rows and columns are those of the grid."""
+
+    projected: Tensor
+    weight: Tensor
+    bias: Tensor
+    rows: int
+    columns: int
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+    norm_weight: Tensor
+    eps: float
+
+    def slices_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The parts of `projected`, or of its gradient."""
+        return parts_of(projected, self.weight, self.norm_weight)
+
+    def for_scan(self) -> tuple[Tensor, ...]:
+        """What the scan takes: mixed x, steps, sums, mixed B and C, and D."""
+        z, xBC, dt = self.slices_of(self.projected)
+        mixed = torch.ops.fastlatent.local_mix(xBC, *self[1:5])
+        decays = torch.ops.fastlatent.ssd_decays(dt, self.dt_bias, self.A_log, dt.shape[1])
+        x, *groups = slices_of(mixed, *z.shape[2:])
+        return x, *decays, *groups, self.D
 
 
-def forward(
-    projected: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    rows: int,
-    columns: int,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The gated and normed y, and y."""
-    parts = parts_of(projected, weight, norm_weight)
-    made = prepared(parts, weight, bias, rows, columns, dt_bias, A_log)
-    return torch.ops.fastlatent.ssd_gated(*made, D, parts[0], norm_weight, eps)
+    given = Inputs(*inputs)
+    z = given.slices_of(given.projected)[0]
+    return torch.ops.fastlatent.ssd_gated(*given.for_scan(), z, *given[-2:])
 
 
-def backward(
-    dh: Tensor,
-    y: Tensor,
-    projected: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    rows: int,
-    columns: int,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, ...]:
+def backward(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight; each part of the
     first is written where it belongs."""
     ops = torch.ops.fastlatent
-    dprojected = projected.new_empty(projected.shape)
-    parts = z, xBC, dt = parts_of(projected, weight, norm_weight)
-    dz, dxBC, ddt = parts_of(dprojected, weight, norm_weight)
-    dy, dnorm = ops.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
-    made = prepared(parts, weight, bias, rows, columns, dt_bias, A_log)
-    dmixed, dsteps, dsums, dD = ops.ssd_backward(dy, *made, D)
-    of_mixing = ops.local_mix_backward(dmixed, xBC, weight, bias, rows, columns, dxBC)
-    return (
-        dprojected,
-        *of_mixing,
-        *ops.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt),
-        dD,
-        dnorm,
-    )
-
-
-def forward_fake(projected: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (*projected.shape[:2], *rest[7].shape)
-    return projected.new_empty(shape), projected.new_empty(shape)
-
-
-def backward_fake(dh: Tensor, y: Tensor, projected: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    sums = (rest[i] for i in (0, 1, 4, 5, 6, 7))
-    wide = (t.new_empty(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in sums)
-    return projected.new_empty(projected.shape), *wide
+    given = Inputs(*inputs)
+    dprojected = torch.empty_like(given.projected)
+    z, xBC, dt = given.slices_of(given.projected)
+    dz, dxBC, ddt = given.slices_of(dprojected)
+    dy, dnorm = ops.gated_norm_backward(dh, y, z, *given[-2:], dz)
+    dmixed, dsteps, dsums, dD = ops.ssd_backward(dy, *given.for_scan())
+    of_mixing = ops.local_mix_backward(dmixed, xBC, *given[1:5], dxBC)
+    of_decays = ops.ssd_decays_backward(dsteps, dsums, dt, given.dt_bias, given.A_log, ddt)
+    return dprojected, *of_mixing, *of_decays, dD, dnorm
 
 
 INPUTS = (
     "Tensor projected, Tensor weight, Tensor bias, int rows, int columns, Tensor dt_bias, Tensor "
     "A_log, Tensor D, Tensor norm_weight, float eps"
 )
-register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake)
+register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward)
 register(
-    f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
-    backward,
-    backward_fake,
+    f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})", backward
 )
 
 
@@ -167,24 +134,19 @@ def parts_for_flops(projected: Any, weight: Any, norm_weight: Any) -> tuple[int,
     return mixing, ((batch, length, *norm_weight), None, None, (0, 0, 0, state))
 
 
-class FusedMixedSSD(torch.autograd.Function):
-    """The operators as one differentiable function."""
+def compute(*inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """The gated and normed y, and what the backward pass needs: y and the inputs."""
+    h, y = torch.ops.fastlatent.ssd_mixed(*inputs)
+    return h, (y, *inputs)
 
-    @staticmethod
-    def forward(ctx: Any, rows: int, columns: int, eps: float, *inputs: Tensor) -> Tensor:
-        h, y = torch.ops.fastlatent.ssd_mixed(*inputs[:3], rows, columns, *inputs[3:], eps)
-        ctx.save_for_backward(y, *inputs)
-        ctx.constants = (rows, columns, eps)
-        return h
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
-        y, *inputs = ctx.saved_tensors
-        rows, columns, eps = ctx.constants
-        backward = torch.ops.fastlatent.ssd_mixed_backward
-        found = backward(grads[0].contiguous(), y, *inputs[:3], rows, columns, *inputs[3:], eps)
-        return None, None, None, *(g.to(t.dtype) for g, t in zip(found, inputs, strict=True))
+def gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs; rows and columns have none."""
+    found = torch.ops.fastlatent.ssd_mixed_backward(dh.contiguous(), *needed)
+    return *found[:3], None, None, *found[3:]
+
+
+differentiable_ssd = differentiable(compute, gradients)
 
 
 def fused_mixed_ssd(
@@ -214,7 +176,6 @@ def fused_mixed_ssd(
     heads, head_dim = norm_weight.shape
     check_shape(projected, weight, grid)
     check_sizes(head_dim, (weight.shape[0] - heads * head_dim) // 4)
-    parameters = (weight, bias, dt_bias, A_log, upcast(D), norm_weight)
-    return FusedMixedSSD.apply(
-        *grid, eps, projected.contiguous(), *(t.contiguous() for t in parameters)
-    )
+    mixing = (projected.contiguous(), weight.contiguous(), bias.contiguous())
+    scan = [t.contiguous() for t in (dt_bias, A_log, upcast(D), norm_weight)]
+    return differentiable_ssd(*mixing, *grid, *scan, eps)

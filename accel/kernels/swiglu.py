@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import register
-from accel.kernels.shared import refuse_empty, refuse_second_order, upcast
+from accel.kernels.operator import differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -58,40 +57,18 @@ def backward_reference(dh: Tensor, joined: Tensor) -> Tensor:
     return torch.cat((dgate, upcast(dh) * F.silu(gate)), dim=-1).to(joined.dtype)
 
 
-def forward_fake(joined: Tensor) -> Tensor:
-    return joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
-
-
-def backward_fake(dh: Tensor, joined: Tensor) -> Tensor:
-    return joined.new_empty(joined.shape)
-
-
-register(
-    "swiglu(Tensor joined) -> Tensor",
-    forward_reference,
-    forward_fake,
-    "swiglu_triton.launch_forward",
-)
+register("swiglu(Tensor joined) -> Tensor", forward_reference, "swiglu_triton.launch_forward")
 register(
     "swiglu_backward(Tensor dh, Tensor joined) -> Tensor",
     backward_reference,
-    backward_fake,
     "swiglu_triton.launch_backward",
 )
 
 
-class FusedSwiglu(torch.autograd.Function):
-    """The operators as one differentiable function."""
-
-    @staticmethod
-    def forward(ctx: Any, joined: Tensor) -> Tensor:
-        ctx.save_for_backward(joined)
-        return torch.ops.fastlatent.swiglu(joined)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        refuse_second_order()
-        return torch.ops.fastlatent.swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)
+differentiable_swiglu = differentiable(
+    lambda joined: (torch.ops.fastlatent.swiglu(joined), (joined,)),
+    lambda dh, joined: [torch.ops.fastlatent.swiglu_backward(dh.contiguous(), joined)],
+)
 
 
 def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
@@ -102,4 +79,4 @@ def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
         raise UserError(
             f"swiglu got {joined.shape[-1]} channels; gate and value must have as many each."
         )
-    return FusedSwiglu.apply(joined.contiguous())
+    return differentiable_swiglu(joined.contiguous())

@@ -31,9 +31,8 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, REGION, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
-from accel.profiler import ACTIVATION_PRODUCTS, REGION
 from accel.technique import Model, Observation, Technique, blocks_of, switches
 from common.errors import UserError
 from common.text import first_line

@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accel.evidence import Evidence
-from accel.profiler import REGION
+from accel.evidence import REGION, Evidence
 from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
 from common.text import first_line
 

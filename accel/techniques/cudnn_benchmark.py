@@ -11,9 +11,8 @@ from collections.abc import Callable, Set
 
 import torch
 
-from accel.evidence import NO_KERNEL_SEEN, Evidence
+from accel.evidence import NO_KERNEL_SEEN, Evidence, observe_kernels
 from accel.ledger import UNSEEN, UNUSED
-from accel.profiler import observe_kernels
 from accel.technique import Observation, Technique
 
 CONVOLUTION = "aten::cudnn_convolution"

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.evidence import BlockEvidence, Evidence
-from accel.profiler import EIGHT_BIT, REGION
+from accel.evidence import EIGHT_BIT, REGION, BlockEvidence, Evidence
 from accel.technique import blocks_of
 from common.libraries import quiet
 

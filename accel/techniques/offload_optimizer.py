@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.composite_optimizer import Groups, Make, Members, innermost, nbytes_of, parts_of
+from accel.composite_optimizer import Groups, Make, Members, innermost, kept_by, nbytes_of, parts_of
 from accel.evidence import Evidence
 from accel.technique import Observation, Saving, Technique, Value
 
@@ -122,7 +122,7 @@ class OffloadOptimizer(Technique):
             t
             for state in self.states
             for p in state.numbered
-            for t in state.kept(p).values()
+            for t in kept_by(state, p).values()
             if isinstance(t, Tensor) and t.numel() >= SMALL
         ]
         away = [t for t in kept if t.device.type == "cpu"]

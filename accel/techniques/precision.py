@@ -26,8 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel.evidence import Evidence
-from accel.profiler import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS
+from accel.evidence import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS, Evidence
 from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR

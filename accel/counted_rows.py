@@ -1,0 +1,214 @@
+"""Two rows of the ledger that no runtime key switches: what the optimizer keeps, counted from its
+tensors, and whether an adapter trains, counted from its gradients.
+
+Forms of an optimizer's state: `fp32`: two moments of fp32 (AdamW, 8 bytes a parameter); `momentum`:
+one (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: both moments narrow (2, 1 and 2 bytes,
+and scales); `factored`: a row and a column of second moments (Adafactor); `none`: nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel.composite_optimizer import COMPENSATION, is_fused, kept_by, parameters_of
+from accel.evidence import Evidence
+from accel.sharding import local, world_size
+from accel.technique import AnyStep, Model, Observation, Technique, switches
+
+SMALL = 4096
+"""Elements below which the libraries keep moments in fp32."""
+NARROW = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
+
+
+class Promise(NamedTuple):
+    """The form of state that an optimizer promises, and for which parameters."""
+
+    form: str
+    block: int = 1
+    """It holds for parameters that blocks of so many elements divide."""
+
+    def holds_for(self, parameter: Tensor) -> bool:
+        if self.form in ("8bit", "4bit", "fp8"):
+            return parameter.numel() >= SMALL and parameter.numel() % self.block == 0
+        if self.form == "factored":
+            return parameter.ndim > 1
+        return parameter.ndim == 2 or self.form != "momentum"
+
+
+OF_TORCH = {"Adafactor": Promise("factored"), "Adam": Promise("fp32"), "AdamW": Promise("fp32")}
+
+
+def promised(kind: type, momentum: float = 0.0) -> Promise:
+    """What an optimizer of this class keeps; of SGD with `momentum` one moment."""
+    if kind is torch.optim.SGD:
+        return Promise("momentum" if momentum else "none")
+    own = Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
+    return OF_TORCH.get(kind.__name__, own) if kind.__module__.startswith("torch.") else own
+
+
+def form_of(kept: Mapping[str, Any], size: int) -> str:
+    """The form of what is kept for one parameter of `size` elements."""
+    tensors = [t for name, t in kept.items() if isinstance(t, Tensor) and name != COMPENSATION]
+    for dtype, name in NARROW.items():
+        if any(t.dtype is dtype for t in tensors):
+            packed = sum(t.numel() for t in tensors if t.dtype is dtype) == size
+            return "4bit" if packed else name
+    if "row_var" in kept:
+        return "factored"
+    full = sum(t.numel() == size and t.ndim > 0 and t.is_floating_point() for t in tensors)
+    return {0: "none", 1: "momentum"}.get(full, "fp32")
+
+
+class OptimizerState(Technique):
+    """What the optimizer keeps for each parameter; its value is what its class promises."""
+
+    key = "optim"
+    summary = "the form of the optimizer's state, counted"
+    off = "fp32"
+    loss_rtol = 0.0
+
+    def __init__(self, promise: Promise, device: torch.device) -> None:
+        super().__init__(promise.form, device)
+        self.promise = promise
+        self.optimizer: Any = None
+
+    def on_step(self, step: AnyStep) -> AnyStep:
+        self.optimizer = getattr(step, "optimizer", None)
+        return step
+
+    # What would still say "on" if this did nothing? The optimizer's class would, so the row looks
+    # at dtype and size of every tensor that is kept.
+    def observe(self, evidence: Evidence) -> Observation:
+        optimizer = self.optimizer
+        meant: Counter[str] = Counter()
+        others: Counter[str] = Counter()
+        total = size = 0
+        for parameter in parameters_of(optimizer):
+            kept = kept_by(optimizer, parameter)
+            counts = meant if self.promise.holds_for(parameter) else others
+            counts[form_of(kept, parameter.numel())] += 1
+            total += sum(t.nbytes for t in kept.values() if isinstance(t, Tensor))
+            size += parameter.numel()
+        note = f"{meant[self.promise.form]} of {meant.total()} parameters keep {self.promise.form}"
+        if wrong := meant - Counter({self.promise.form: meant.total()}):
+            note += f" ({counted(wrong)})"
+        if others:
+            note += f"; {others.total()} smaller or of another shape: {counted(others)}"
+        note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
+        note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
+        right = meant[self.promise.form] == meant.total()
+        return Observation(self.promise.form if right else "mixed", note)
+
+
+def counted(forms: Counter[str]) -> str:
+    return ", ".join(f"{n} {form}" for form, n in forms.items())
+
+
+class AdapterGradients(Technique):
+    """Whether an adapter trains.
+
+    Elsewhere fused paths read a layer's weight past the adapter on it, which then trains nothing
+    and nobody notices. Of each parameter of each adapted layer this row counts whether the backward
+    pass reached it, and whether its gradient was other than zero in one of the steps of warm-up:
+    LoRA's B starts at zero, so that A has a gradient from the second step on.
+    """
+
+    key = "adapter"
+    summary = "an adapter on frozen weights; counts the layers that it trains"
+    off = "none"
+    loss_rtol = 0.0
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name, device)
+        self.model: Any = None
+        self.step: Any = None
+        self.steps: list[dict[str, Tensor | None]] = []
+        """Of each step so far: parameter -> whether its gradient has a value other than zero; None:
+        no gradient."""
+        self.taken: list[Tensor] = []
+        """Of each step, whether it moved the weights."""
+
+    def on_model(self, model: Model) -> Model:
+        self.model = model
+        return model
+
+    def on_step(self, step: AnyStep) -> AnyStep:
+        self.step = step
+        update = self.step.optimizer_step
+
+        def looking(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
+            self.steps.append({name: moves(p.grad) for name, p, _ in self.parameters()})
+            self.taken.append(taken)
+            update(grads, norm, taken)
+
+        self.step.optimizer_step = looking
+        return step
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
+        """Name, parameter, and what an adapter calls it, of all that the adapted layers train."""
+        names = {module: name for name, module in self.model.named_modules()}
+        for layer in switches(self.model, "base_layer"):
+            for own, parameter in layer.named_parameters():
+                if not own.startswith("base_layer."):
+                    yield f"{names[layer]}.{own}", parameter, own
+
+    def on_warm(self) -> bool:
+        """Only warm-up looks at gradients."""
+        vars(self.step).pop("optimizer_step", None)
+        return False
+
+    # What would still say "on" if this did nothing? Layers that were attached would, so the row
+    # counts the gradients other than zero that arrive in them.
+    def observe(self, evidence: Evidence) -> Observation:
+        kinds = {name: kind for name, _, kind in self.parameters()}
+        layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
+        used = set[str]()
+        moved = dict[str, int]()
+        for number, flags in enumerate(self.together(), start=1):
+            for name, flag in zip(kinds, flags.tolist(), strict=True):
+                if flag >= 0:
+                    used.add(name)
+                if flag > 0:
+                    moved.setdefault(name, number)
+
+        # fp16 may skip the first steps; then A waits for B.
+        updated = any(bool(taken) for taken in self.taken[:-1])
+        idle = {layers[name] for name in kinds if name not in (moved if updated else used)}
+        unused = {layers[name] for name in kinds if name not in used}
+        every = len({*layers.values()})
+        counts = []
+        for kind, total in Counter(kinds.values()).items():
+            steps = [step for name, step in moved.items() if kinds[name] == kind]
+            since = f" from step {min(steps)} on" if steps else ""
+            counts.append(f"{kind} {len(steps)} of {total}{since}")
+        note = f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients "
+        note += f"other than zero: {', '.join(counts)}"
+        if idle:
+            note += f"; none: {', '.join(sorted(idle)[:3])}{', …' * (len(idle) > 3)}"
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        trained = sum(size for size, trains in sizes if trains)
+        note += f"; {trained} of {sum(size for size, _ in sizes)} parameters train"
+        return Observation("partly" if idle else self.value, note)
+
+    def together(self) -> list[Tensor]:
+        """Of each step a flag for each parameter, of all processes: -1 no gradient, 0 all zeros, 1
+        others."""
+        found = []
+        for step in self.steps:
+            none = torch.full((), -1.0, device=self.device)
+            flags = torch.stack([none if flag is None else flag.to(none) for flag in step.values()])
+            if world_size() > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX)
+            found.append(flags)
+        return found
+
+
+def moves(gradient: Tensor | None) -> Tensor | None:
+    """1 if a value is other than zero; on the device, so that nothing waits."""
+    return None if gradient is None else (local(gradient) != 0).any().float()
