@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, Field
 
 from common.files import write_atomically
 from common.require_python import STARTED
@@ -38,19 +37,8 @@ UNREADABLE = (
 """What reading a file of ours ends with where it is not there, or has values of another type."""
 FILE = "time.json"
 """The account's name in a run folder."""
-KINDS = (
-    "start",
-    "warm_up",
-    "steps",
-    "data_wait",
-    "evaluation",
-    "sampling",
-    "saving",
-    "logging",
-    "redone",
-    "idle",
-)
 MAINTENANCE = ("evaluation", "sampling", "saving", "logging")
+KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE, "redone", "idle")
 EVERY = 5.0
 """Seconds after which the account is written again."""
 MOST = 512
@@ -108,22 +96,18 @@ class Clock:
 CLOCK = Clock()
 """The clock of the run that this process is at."""
 
-Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
-Moment = Annotated[float, Field(ge=1.5e9, le=1e12, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
+Moment = Annotated[float, Field(ge=1.5e9, le=1e12)]
 """Unix time; no run began before the first of these."""
 
 
-@dataclass
-class Record:
+class Record(BaseModel, allow_inf_nan=False):
     """The content of an account's file."""
 
     first: Moment
     last: Moment
     seconds: dict[str, Seconds]
     reached: dict[int, Seconds]
-
-
-RECORD = TypeAdapter(Record)
 
 
 class Account:
@@ -149,7 +133,7 @@ class Account:
         if not file.exists():
             return
         try:
-            found = RECORD.validate_json(file.read_bytes())
+            found = Record.model_validate_json(file.read_bytes())
         except (OSError, ValueError) as error:
             warnings.warn(
                 f"{file} cannot be read ({type(error).__name__}); the account of the run's time "
@@ -173,20 +157,11 @@ class Account:
         CLOCK.switch(CLOCK.kind)
         return {kind: self.earlier[kind] + CLOCK.seconds[kind] for kind in KINDS}
 
-    @property
-    def goodput(self) -> float:
-        """The share of steps in all the time since the first start."""
-        seconds = self.seconds
-        return seconds["steps"] / max(1e-9, sum(seconds.values()))
-
-    @property
-    def due(self) -> bool:
-        """Whether it was not written for a while."""
-        return time.perf_counter() - self.written >= EVERY
-
-    def write(self, file: Path, saved_step: int | None = None) -> None:
-        """Writes the account, of a run that has just saved a step or not. A disk that refuses it
-        costs the account."""
+    def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
+        """Writes the account, of a run that has just saved a step or not; if not `now`, every few
+        seconds. A disk that refuses it costs the account."""
+        if not now and time.perf_counter() - self.written < EVERY:
+            return
         seconds = self.seconds
         self.written = time.perf_counter()
         if saved_step is not None:
@@ -212,40 +187,40 @@ class Account:
         """What a window's figures suggest to try, as a line; each bound is told once, and none is
         an empty line."""
         step_ms = 1e3 * batch_size / metrics["samples_per_s"]
-        data_ms = metrics["data_wait"] * step_ms
-        bound = bound_of(step_ms, data_ms, busy_ms)
-        if bound is None or bound in self.told:
+        found = bound_of(step_ms, metrics["data_wait"] * step_ms, busy_ms, left, data)
+        if found is None or found[0] in self.told:
             return ""
+        bound, reason, keys = found
         self.told.add(bound)
-        reason = reason_of(bound, step_ms, data_ms, busy_ms)
-        return f"{bound}: {reason}; try {', '.join(keys_for(bound, left, data))}"
+        return f"{bound}: {reason}; try {', '.join(keys)}"
 
 
-def bound_of(step_ms: float, data_ms: float, busy_ms: float | None) -> str | None:
-    """Whether a step waits for data, or the device for launches; None for neither. `busy_ms` is
-    None without a GPU."""
+def bound_of(
+    step_ms: float,
+    data_ms: float,
+    busy_ms: float | None,
+    left: Collection[str],
+    data: Mapping[str, Any],
+) -> tuple[str, str, list[str]] | None:
+    """What bounds a step that waits for data, or whose device waits for launches: its name, why
+    and what to try with this `data`; None for neither.
+
+    `busy_ms` is None without a GPU. Of switches only those are proposed that are `left`: to be had
+    here, and not on.
+    """
     if data_ms > WAITING * step_ms:
-        return "data-bound"
-    return "launch-bound" if busy_ms is not None and busy_ms < BUSY * step_ms else None
-
-
-def reason_of(bound: str, step_ms: float, data_ms: float, busy_ms: float | None) -> str:
-    if bound == "data-bound":
-        return f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
-    return (
+        keys = ["data=resident", "more data.num_workers"]
+        if "storage" in data:
+            keys = ["a larger data.device_memory_gib", "data.storage=int8"]
+        reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
+        return "data-bound", reason, keys
+    if busy_ms is None or busy_ms >= BUSY * step_ms:
+        return None
+    reason = (
         f"the GPU works for {busy_ms:.2f} ms of a step of {step_ms:.2f} ms and waits for launches "
         "otherwise"
     )
-
-
-def keys_for(bound: str, left: Collection[str], data: Mapping[str, Any]) -> list[str]:
-    """What to try with this `data`; of switches only those that are `left`: to be had here, and not
-    on."""
-    if bound == "launch-bound":
-        return [*left, "a larger batch_size"]
-    if "storage" in data:
-        return ["a larger data.device_memory_gib", "data.storage=int8"]
-    return ["data=resident", "more data.num_workers"]
+    return "launch-bound", reason, [*left, "a larger batch_size"]
 
 
 def told(seconds: Any) -> str:
