@@ -25,7 +25,7 @@ from training.assemble import Training
 from training.checkpoint.load import difference
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
-from training.evaluate import dealt_and_shown, in_order
+from training.evaluate import shared
 from training.goodput import CLOCK
 
 PROTOCOL = "fd_protocol.json"
@@ -154,17 +154,14 @@ class InRun:
         """
         began = time.perf_counter()
         ranks = self.training.ranks
-        found: list[tuple[int, tuple[bool, dict[str, Tensor]]]] = []
-        with self.training.state.averaged(), torch.no_grad():
-            count = -(-self.count // self.stream.batch_size)
-            batches = dealt_and_shown(range(count), count, "batches of distances", ranks)
-            for number, mine in batches:
-                _, latents = self.stream.batch(number)
-                if mine:
-                    finite = bool(latents.isfinite().all())
-                    found.append((number, (finite, self.evaluator.of_latents(latents))))
+        count = -(-self.count // self.stream.batch_size)
 
-        drawn = in_order(found, ranks)
+        def look(number: int) -> tuple[bool, dict[str, Tensor]]:
+            _, latents = self.stream.batch(number)
+            return bool(latents.isfinite().all()), self.evaluator.of_latents(latents)
+
+        with self.training.state.averaged(), torch.no_grad():
+            drawn = shared(range(count), count, "batches of distances", ranks, look)
         figures: dict[str, float] = {}
         if not all(finite for finite, _ in drawn):
             ranks.say("warning: samples are not finite, so they have no distances")
