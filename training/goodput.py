@@ -119,7 +119,7 @@ class Account:
         CLOCK.begin(time.perf_counter() - STARTED if first else 0.0)
         self.began = time.time() - (time.perf_counter() - CLOCK.since)
         self.first = self.began
-        self.earlier = dict.fromkeys(KINDS, 0.0)
+        self.earlier: dict[str, float] = defaultdict(float)
         self.reached: dict[int, float] = {}
         """Saved step -> productive seconds up to it."""
         self.written = time.perf_counter()
@@ -143,7 +143,7 @@ class Account:
             return
         self.first = min(found.first, self.began)
         self.reached = {at: seconds for at, seconds in found.reached.items() if at <= step}
-        self.earlier |= {kind: found.seconds.get(kind, 0.0) for kind in KINDS}
+        self.earlier.update(found.seconds)
 
         # Steps after the one that was saved are done again; since `last` nobody worked.
         redone = max(0.0, self.earlier["steps"] - max(self.reached.values(), default=0.0))
@@ -225,8 +225,9 @@ def bound_of(
 
 def told(seconds: Any) -> str:
     """The kinds with their shares, largest first, in one line; nothing of what is no account."""
-    known = seconds if isinstance(seconds, dict) else {}
-    known = {kind: float(s) for kind, s in known.items() if is_figure(s)}
+    found = seconds.items() if isinstance(seconds, dict) else ()
+    known = {kind: float(s) for kind, s in found if is_figure(s)}
     whole = max(1e-9, sum(known.values()))
-    shown = sorted(((s / whole, kind) for kind, s in known.items()), reverse=True)
-    return ", ".join(f"{share:.1%} {kind}" for share, kind in shown if share > 0.0005)
+    largest_first = sorted(known, key=known.__getitem__, reverse=True)
+    shown = [kind for kind in largest_first if known[kind] > 0.0005 * whole]
+    return ", ".join(f"{known[kind] / whole:.1%} {kind}" for kind in shown)

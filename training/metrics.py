@@ -71,6 +71,7 @@ class Meter:
         """On a GPU: where its queue stood when waiting for data began and ended, of waits that are
         not summed yet."""
         self.recompiles = 0
+        """Graphs that training steps compiled since `start`."""
         self.first_graph = graphs()
         self.expected_graphs = self.first_graph
         self.restart()
@@ -176,9 +177,19 @@ class Meter:
         self.trained_samples += samples
 
         wait = CLOCK.spent("data_wait") - self.wait_before
-        memory = memory_reserved_peak()
+        memory = torch.cuda.max_memory_reserved() if on_gpu() else None
         most = torch.tensor([wait, memory or 0.0], dtype=torch.float64)
         most_wait, most_memory = ranks.reduced(most, "max").tolist()
+
+        new = graphs() - self.expected_graphs
+        if new > 0:
+            self.recompiles += new
+            self.expected_graphs += new
+            warnings.warn(
+                f"{new} graphs were compiled after warm-up, {self.recompiles} by now, and "
+                f"training waited for it: {reason_of_last_graph()}",
+                stacklevel=2,
+            )
 
         rate = samples / seconds
         flops = rate * self.train_flops
@@ -196,33 +207,14 @@ class Meter:
             "data_wait": most_wait / seconds,
             "memory_reserved_peak": None if memory is None else int(most_memory),
             "graphs": graphs() - self.first_graph,
-            "recompiles": self.count_recompiles(),
+            "recompiles": self.recompiles,
         }
         self.restart()
         return report
 
-    def count_recompiles(self) -> int:
-        """Graphs that training steps compiled since `start`; warns of new ones, with the reason of
-        the last."""
-        new = graphs() - self.expected_graphs
-        if new > 0:
-            self.recompiles += new
-            self.expected_graphs += new
-            warnings.warn(
-                f"{new} graphs were compiled after warm-up, {self.recompiles} by now, and "
-                f"training waited for it: {reason_of_last_graph()}",
-                stacklevel=3,
-            )
-        return self.recompiles
-
 
 def on_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def memory_reserved_peak() -> int | None:
-    """Bytes that PyTorch's caching allocator held at most; None without a GPU."""
-    return torch.cuda.max_memory_reserved() if on_gpu() else None
 
 
 class Logged(NamedTuple):

@@ -135,17 +135,15 @@ class Ranks:
         if self.alone:
             return choose()
         told: list[Any] = [None, None]
-        failure: Exception | None = None
         if self.first:
             try:
                 told[0] = choose()
             except Exception as error:
-                failure = error
                 told[1] = error
         dist.broadcast_object_list(told, src=0)
-        result, theirs = told
-        if theirs is not None:
-            raise failure or theirs
+        result, failure = told
+        if failure is not None:
+            raise failure
         return result
 
     def gathered_objects(
