@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,27 +217,19 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-class Logged(NamedTuple):
-    """What a metrics file holds."""
-
-    lines: list[dict[str, Any]]
-    damaged: int
-    """Lines that are no object of a step and numbers."""
-    torn: bool
-    """Whether the last line is one of them and has no end: a process was killed while it wrote."""
-
-
-def read_metrics(file: Path) -> Logged:
-    """The lines of a metrics file, as far as they can be read; none where there is no file."""
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a metrics file, none where there is no file, and how many cannot be read: they
+    are no object of a step and numbers."""
     try:
-        content = file.read_bytes()
+        found = [as_metrics(line) for line in file.read_bytes().split(b"\n")]
     except FileNotFoundError:
-        return Logged([], 0, False)
+        return [], 0
     except OSError:
-        return Logged([], 1, False)
-    found = [as_metrics(line) for line in content.splitlines()]
-    torn = bool(found) and found[-1] is None and not content.endswith(b"\n")
-    return Logged([line for line in found if line is not None], found.count(None), torn)
+        return [], 1
+    # Nothing comes after the last end of a line, or what a process wrote when it was killed.
+    if found[-1] is None:
+        found.pop()
+    return [line for line in found if line is not None], found.count(None)
 
 
 def as_metrics(line: bytes) -> dict[str, Any] | None:
@@ -265,9 +257,8 @@ class MetricsFile:
         was.
         """
         file = self.file
-        logged = read_metrics(file)
-        kept = [line for line in logged.lines if line["step"] <= step]
-        lost = logged.damaged - logged.torn
+        lines, lost = read_metrics(file)
+        kept = [line for line in lines if line["step"] <= step]
         if lost:
             aside = file.with_name(f"{file.name}.damaged")
             rename(file, aside)

@@ -233,7 +233,7 @@ class Run:
         times."""
         self.keep_time(state, now=True)
         latest: dict[str, Any] = {}
-        for line in read_metrics(self.metrics.file).lines:
+        for line in read_metrics(self.metrics.file)[0]:
             latest |= line
         meter = state.meter
         rate = latest.get("samples_per_s")
