@@ -10,7 +10,6 @@ last, seconds before, counts here too.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections import defaultdict
@@ -49,18 +48,40 @@ BUSY = 0.8
 """Share of a step below which the device's work counts as bounded by launches."""
 
 
+Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
+Moment = Annotated[float, Field(ge=1.5e9, le=1e12)]
+"""Unix time; no run began before the first of these."""
+
+
+class Record(BaseModel, allow_inf_nan=False):
+    """The content of an account's file."""
+
+    first: Moment
+    last: Moment
+    seconds: dict[str, Seconds]
+    reached: dict[int, Seconds]
+
+
 class Clock:
-    """Seconds of this process by kind. The time between two switches goes to one kind, so the sum
-    is the clock's."""
+    """Seconds of a run by kind, and the account of them over all its processes. The time between
+    two switches goes to one kind, so the sum is the clock's."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self, seconds_ago: float = 0.0) -> None:
         """Forgets everything and starts now, or a while ago."""
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.kind = "start"
         self.since = time.perf_counter() - seconds_ago
+        self.began = time.time() - seconds_ago
+        self.first = self.began
+        self.kind = "start"
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Of this process."""
+        self.earlier: dict[str, float] = defaultdict(float)
+        """Of the processes before."""
+        self.reached: dict[int, float] = {}
+        """Saved step -> productive seconds up to it."""
+        self.written = self.since
 
     def switch(self, kind: str) -> str:
         """Has time from now on be of this kind; returns the one before."""
@@ -92,39 +113,6 @@ class Clock:
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
-
-CLOCK = Clock()
-"""The clock of the run that this process is at."""
-
-Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
-Moment = Annotated[float, Field(ge=1.5e9, le=1e12)]
-"""Unix time; no run began before the first of these."""
-
-
-class Record(BaseModel, allow_inf_nan=False):
-    """The content of an account's file."""
-
-    first: Moment
-    last: Moment
-    seconds: dict[str, Seconds]
-    reached: dict[int, Seconds]
-
-
-class Account:
-    """The seconds of a run by kind, over all its processes, in `file`."""
-
-    def __init__(self) -> None:
-        # The first run of a training process has begun with the process.
-        first = not CLOCK.seconds and Path(sys.argv[0]).name == "train.py"
-        CLOCK.begin(time.perf_counter() - STARTED if first else 0.0)
-        self.began = time.time() - (time.perf_counter() - CLOCK.since)
-        self.first = self.began
-        self.earlier: dict[str, float] = defaultdict(float)
-        self.reached: dict[int, float] = {}
-        """Saved step -> productive seconds up to it."""
-        self.written = time.perf_counter()
-        self.told: set[str] = set()
-
     def resume(self, file: Path, step: int) -> None:
         """Takes over the account that earlier processes of a run left, which goes on at `step`.
 
@@ -152,17 +140,17 @@ class Account:
         self.earlier["idle"] += max(0.0, self.began - found.last)
 
     @property
-    def seconds(self) -> dict[str, float]:
+    def account(self) -> dict[str, float]:
         """Seconds by kind, of all processes."""
-        CLOCK.switch(CLOCK.kind)
-        return {kind: self.earlier[kind] + CLOCK.seconds[kind] for kind in KINDS}
+        self.switch(self.kind)
+        return {kind: self.earlier[kind] + self.seconds[kind] for kind in KINDS}
 
     def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
         """Writes the account, of a run that has just saved a step or not; if not `now`, every few
         seconds. A disk that refuses it costs the account."""
         if not now and time.perf_counter() - self.written < EVERY:
             return
-        seconds = self.seconds
+        seconds = self.account
         self.written = time.perf_counter()
         if saved_step is not None:
             self.reached[saved_step] = seconds["steps"]
@@ -176,23 +164,11 @@ class Account:
         with suppress(OSError):
             write_atomically(file, as_json(found) + "\n")
 
-    def advice(
-        self,
-        metrics: Mapping[str, Any],
-        batch_size: int,
-        data: Mapping[str, Any],
-        busy_ms: float | None,
-        left: Collection[str],
-    ) -> str:
-        """What a window's figures suggest to try, as a line; each bound is told once, and none is
-        an empty line."""
-        step_ms = 1e3 * batch_size / metrics["samples_per_s"]
-        found = bound_of(step_ms, metrics["data_wait"] * step_ms, busy_ms, left, data)
-        if found is None or found[0] in self.told:
-            return ""
-        bound, reason, keys = found
-        self.told.add(bound)
-        return f"{bound}: {reason}; try {', '.join(keys)}"
+
+CLOCK = Clock()
+"""The clock of the run that this process is at; of its first one, if that is all it is for, since
+the process began."""
+CLOCK.begin(time.perf_counter() - STARTED)
 
 
 def bound_of(

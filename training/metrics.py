@@ -217,19 +217,19 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines of a metrics file, none where there is no file, and how many cannot be read: they
-    are no object of a step and numbers."""
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
+    """The lines of a metrics file, none where there is no file; how many cannot be read, for they
+    are no object of a step and numbers; and whether the last one is such a line and has no end: a
+    process was killed while it wrote."""
     try:
-        found = [as_metrics(line) for line in file.read_bytes().split(b"\n")]
+        content = file.read_bytes()
     except FileNotFoundError:
-        return [], 0
+        return [], 0, False
     except OSError:
-        return [], 1
-    # Nothing comes after the last end of a line, or what a process wrote when it was killed.
-    if found[-1] is None:
-        found.pop()
-    return [line for line in found if line is not None], found.count(None)
+        return [], 1, False
+    found = [as_metrics(line) for line in content.splitlines()]
+    torn = found[-1:] == [None] and not content.endswith(b"\n")
+    return [line for line in found if line is not None], found.count(None), torn
 
 
 def as_metrics(line: bytes) -> dict[str, Any] | None:
@@ -257,8 +257,9 @@ class MetricsFile:
         was.
         """
         file = self.file
-        lines, lost = read_metrics(file)
+        lines, damaged, torn = read_metrics(file)
         kept = [line for line in lines if line["step"] <= step]
+        lost = damaged - torn
         if lost:
             aside = file.with_name(f"{file.name}.damaged")
             rename(file, aside)

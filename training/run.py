@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -26,7 +27,7 @@ from training.config.compose import Composed, as_yaml, from_yaml, read_config
 from training.config.schema import TrainConfig
 from training.distributed.exit import EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
-from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, Account
+from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, bound_of
 from training.goodput import FILE as TIME_FILE
 from training.loggers import SafeLogger
 from training.metrics import FILE as METRICS_FILE
@@ -49,7 +50,9 @@ class Run:
 
     def __init__(self, composed: Composed) -> None:
         cfg = composed.cfg
-        self.account = Account()
+        # The first run of a training process has begun with the process.
+        if CLOCK.seconds or Path(sys.argv[0]).name != "train.py":
+            CLOCK.begin()
         self.cfg = cfg
         self.composed = composed
         self.ranks, self.device = connect(cfg)
@@ -61,6 +64,8 @@ class Run:
         self.lock: lock.Held | None = None
         self.rows: list[LedgerRow] = []
         """Rows of the ledger beside those of the techniques."""
+        self.told: set[str] = set()
+        """What bounds a step, as far as it was said."""
         self.stack: AccelerationStack | None = None
         """The techniques of the run, once it is open."""
 
@@ -166,30 +171,35 @@ class Run:
     def go_on_from(self, state: TrainState) -> None:
         """Continues the records of the run at the step of `state`: what was logged after it is
         dropped, and will be logged again."""
-        self.account.resume(self.folder / TIME_FILE, state.step)
+        CLOCK.resume(self.folder / TIME_FILE, state.step)
         kept = self.metrics.drop_after(state.step) if self.ranks.first else []
         if kept:
             state.meter.earlier_seconds = float(kept[-1].get("train_seconds") or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Logs a line, and says what its figures suggest to try."""
+        """Logs a line, and says once what bounds a step and what to try against it."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
         stack = self.stack
-        if stack is not None:
-            line = self.account.advice(
-                metrics, self.cfg.batch_size, self.cfg.data, stack.busy_ms, stack.left()
-            )
-            if line:
-                print(line, flush=True)
+        if stack is None:
+            return
+        step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
+        data_ms = metrics["data_wait"] * step_ms
+        found = bound_of(step_ms, data_ms, stack.busy_ms, stack.left(), self.cfg.data)
+        if found is None:
+            return
+        bound, reason, keys = found
+        if bound not in self.told:
+            self.told.add(bound)
+            print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
 
     def keep_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
         """Writes where the time of the run went: every few seconds, after each save, or now."""
         if self.ranks.first:
             state.meter.sum_waits()
             step = state.step if saved else None
-            self.account.write(self.folder / TIME_FILE, step, now=saved or now)
+            CLOCK.write(self.folder / TIME_FILE, step, now=saved or now)
 
     def show_finished(self) -> dict[str, Any]:
         """Says that the run is finished, with its summary, and touches nothing. ValueError for
@@ -240,7 +250,7 @@ class Run:
         if meter.train_seconds:
             rate = meter.trained_samples / meter.train_seconds
         own = CLOCK.seconds
-        spent = self.account.seconds
+        spent = CLOCK.account
         checkpoints = complete(self.folder / "checkpoints")
         grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=modified)
         summary = {

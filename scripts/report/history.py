@@ -70,7 +70,7 @@ class History:
         """What the distances measured during training depend on."""
         self.ledger = self.read_ledger()
         self.state, self.weights = read_newest(path, self.read_checkpoint)
-        self.lines, damaged = read_metrics(folder / "metrics.jsonl")
+        self.lines, damaged, _ = read_metrics(folder / "metrics.jsonl")
         steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
         self.grids = sorted(steps.items())
 
