@@ -57,7 +57,6 @@ def train(composed: Composed) -> dict[str, Any]:
     distances = InRun(training, autoencoder) if cfg.fd_every and autoencoder else None
     with failures_explained(training, run.folder):
         ledger = training.warm_up()
-    run.stack = training.stack
 
     # 3. Where we left off.
     checkpoints = run.checkpoints()

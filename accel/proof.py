@@ -120,7 +120,6 @@ def prove(
         found = merged(gathered(tried(question, uses, keys, timed)))
         passing = any(result.get("passing") for result in found.values())
         if is_first() and not chosen and not passing:
-            remember(cache, {"facts": facts, "found": found})
             text = json.dumps({"facts": facts, "found": found}, indent=1) + "\n"
             write_to_cache(cache, text)
     proofs = {

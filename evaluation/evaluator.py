@@ -36,7 +36,7 @@ from training.assemble import Training, build_loader
 from training.checkpoint.load import difference
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
-from training.evaluate import dealt_and_shown, in_order
+from training.evaluate import shared
 from training.goodput import CLOCK
 
 PROTOCOL = "fd_protocol.json"
@@ -319,16 +319,14 @@ class InRun:
         """
         began = time.perf_counter()
         ranks = self.training.ranks
-        found = []
-        with self.training.state.averaged(), torch.no_grad():
-            count = -(-self.count // self.stream.batch_size)
-            for number, mine in dealt_and_shown(range(count), count, "batches of distances", ranks):
-                _, latents = self.stream.batch(number)
-                if mine:
-                    finite = bool(latents.isfinite().all())
-                    found.append((number, self.evaluator.of_latents(latents) if finite else {}))
+        count = -(-self.count // self.stream.batch_size)
 
-        drawn = in_order(found, ranks)
+        def look(number: int) -> dict[str, Tensor]:
+            _, latents = self.stream.batch(number)
+            return self.evaluator.of_latents(latents) if bool(latents.isfinite().all()) else {}
+
+        with self.training.state.averaged(), torch.no_grad():
+            drawn = shared(range(count), count, "batches of distances", ranks, look)
         figures = {}
         if not all(drawn):
             ranks.say("warning: samples are not finite, so they have no distances")

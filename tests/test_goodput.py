@@ -16,7 +16,7 @@ from tests.test_tuning import SMALL
 from train import train
 from training import goodput
 from training.config.compose import compose
-from training.goodput import Account, Clock, told
+from training.goodput import Clock, bound_of, told
 from training.step import TrainStep
 
 RUN = [
@@ -143,22 +143,21 @@ def test_a_run_and_its_restart_add_up_to_the_clock(
 )
 def test_a_damaged_account_begins_anew(tmp_path: Path, content: str):
     (tmp_path / goodput.FILE).write_text(content)
-    account = Account()
+    clock = Clock()
     with pytest.warns(UserWarning, match="the account of the run's time begins anew"):
-        account.resume(tmp_path / goodput.FILE, 5)
-    assert account.seconds["idle"] == account.seconds["redone"] == 0.0
-    assert account.first == account.began
+        clock.resume(tmp_path / goodput.FILE, 5)
+    assert clock.account["idle"] == clock.account["redone"] == 0.0
+    assert clock.first == clock.began
 
 
 def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
     file = tmp_path / goodput.FILE
-    account = Account()
-    account.write(file, 3)
+    Clock().write(file, 3)
     later = json.loads(file.read_text()) | {"last": time.time() + 3600.0}
     file.write_text(json.dumps(later))
-    account = Account()
-    account.resume(file, 3)
-    assert account.seconds["idle"] == 0.0
+    clock = Clock()
+    clock.resume(file, 3)
+    assert clock.account["idle"] == 0.0
 
 
 def test_waiting_for_data_is_told_once_with_its_cure(
@@ -178,14 +177,16 @@ def test_waiting_for_data_is_told_once_with_its_cure(
 
 
 def test_waiting_for_launches_is_told_with_what_is_left_to_try():
-    account = Account()
     left = ["runtime.cuda_graph=true"]
-    window = {"samples_per_s": 1000.0, "data_wait": 0.02}
-    assert account.advice(window, 10, {}, 9.0, left) == ""
-    assert account.advice(window, 10, {}, None, left) == ""
-    assert account.advice(window, 10, {}, 5.0, left) == (
-        "launch-bound: the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches "
-        "otherwise; try runtime.cuda_graph=true, a larger batch_size"
+    assert bound_of(10.0, 0.2, 9.0, left, {}) is None
+    assert bound_of(10.0, 0.2, None, left, {}) is None
+    bound, reason, keys = bound_of(10.0, 0.2, 5.0, left, {}) or ()
+    assert bound == "launch-bound"
+    assert reason == (
+        "the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches otherwise"
     )
-    assert account.advice(window, 10, {}, 5.0, left) == ""
-    assert "data-bound: 20%" in account.advice(window | {"data_wait": 0.2}, 10, {}, 5.0, left)
+    assert keys == ["runtime.cuda_graph=true", "a larger batch_size"]
+    assert (bound_of(10.0, 2.0, 5.0, left, {}) or ())[:2] == (
+        "data-bound",
+        "20% of the step goes by before a batch is there",
+    )

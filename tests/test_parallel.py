@@ -25,7 +25,7 @@ from tests.helpers import pairwise
 from training.config.compose import compose
 from training.distributed.ranks import Ranks
 from training.environment import refuse_contradictions
-from training.evaluate import dealt
+from training.evaluate import shared
 
 WORDS = [
     *(
@@ -467,10 +467,20 @@ def test_keys_that_do_not_go_together_are_refused(words: list[str], sentence: st
 
 @pytest.mark.parametrize("count", range(8))
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_items_are_dealt_evenly(count: int, world: int):
-    hands = [list(dealt(range(count), Ranks(rank, world, rank))) for rank in range(world)]
+def test_items_are_shared_evenly(count: int, world: int):
+    """Processes one after the other; the last one knows what all have done."""
+
+    class OneOfThem(Ranks):
+        def gathered_objects(self, item: Any, group: Any = None) -> list[Any]:
+            hands.append(item)
+            return hands if len(hands) == self.world_size else [item] * self.world_size
+
+    hands: list[list[int]] = []
+    for rank in range(world):
+        ranks = OneOfThem(rank, world, rank)
+        found = shared(range(count), count, "items", ranks, lambda item: item)
     assert len({len(hand) for hand in hands}) == 1
-    assert sorted(item for hand in hands for item, mine in hand if mine) == list(range(count))
+    assert found == list(range(count))
 
 
 def test_one_process_may_take_the_path_of_many(finished: Finished, single: Path, tmp_path: Path):

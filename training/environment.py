@@ -114,8 +114,9 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    threads = f"{cpu_name()}, {torch.get_num_threads()} threads"
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    hardware = device_name(device)
+    if device.type == "cpu":
+        hardware = f"{cpu_name()}, {torch.get_num_threads()} threads"
     program = Path(sys.argv[0])
     argv = [
         str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program),
@@ -127,26 +128,20 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 def cpu_name() -> str:
     """The CPU's name where Linux tells it, otherwise its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def git_state() -> dict[str, Any] | None:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
+    """The commit of the code, and whether files that git knows differ from it; None without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "uncommitted_changes": bool(git("status", "--porcelain", "-uno")),
-        }
+        done = subprocess.run([*command, "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
+    commit, _, changed = done.stdout.strip().partition("-")
+    return {"commit": commit, "uncommitted_changes": bool(changed)}
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from common.terminal import counted
+from data.loader import Batch
 from models.autoencoders import Autoencoder
 from models.images import to_uint8, write_grid
 from models.sampler import draw_latents
@@ -18,6 +20,7 @@ from training.distributed.ranks import Ranks
 from training.goodput import CLOCK
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 MAX_CLASSES = 10
 """Classes in a grid made during training."""
 BUCKETS = 4
@@ -31,18 +34,14 @@ def evaluate(training: Training) -> dict[str, float]:
 
     Of several processes each takes its share of the batches. Empty if nothing is held out.
     """
-    ranks = training.ranks
-    batches = enumerate(training.loader.held_out(training.micro_batch))
+    batches = training.loader.held_out(training.micro_batch)
     count = -(-training.loader.held_out_count // training.micro_batch)
-    found = []
+
+    def losses(batch: Batch) -> Tensor:
+        return torch.stack(training.step.losses(batch, held_out=True), dim=1).double().cpu()
+
     with training.state.averaged():
-        for (number, batch), mine in dealt_and_shown(
-            batches, count, "batches of evaluation", ranks
-        ):
-            losses = training.step.losses(batch, held_out=True)
-            if mine:
-                found.append((number, torch.stack(losses, dim=1).double().cpu()))
-    rows = in_order(found, ranks)
+        rows = shared(batches, count, "batches of evaluation", training.ranks, losses)
     if not rows:
         return {}
 
@@ -55,30 +54,23 @@ def evaluate(training: Training) -> dict[str, float]:
     return result
 
 
-def dealt(items: Iterable[Item], ranks: Ranks) -> Iterator[tuple[Item, bool]]:
-    """Yields this process's share of the items as (item, is_real).
+def shared(
+    items: Iterable[Item], count: int, unit: str, ranks: Ranks, work: Callable[[Item], Result]
+) -> list[Result]:
+    """The results of `work` on `count` items, in their order, in all processes, of which each does
+    its share; the first one shows how far it is.
 
-    A short last round is padded with another process's item, so that all ranks step equally often,
-    as sharded models must.
+    In a short last round a process with no item works on another's, and nobody wants the result:
+    all step equally often, as sharded models must.
     """
     iterator = iter(items)
-    while together := list(islice(iterator, ranks.world_size)):
-        mine = ranks.rank < len(together)
-        yield together[ranks.rank if mine else 0], mine
-
-
-def dealt_and_shown(
-    items: Iterable[Item], count: int, unit: str, ranks: Ranks
-) -> Iterator[tuple[Item, bool]]:
-    """Deals `count` items, and the first process shows how far it is."""
-    return counted(dealt(items, ranks), -(-count // ranks.world_size), unit, not ranks.first)
-
-
-def in_order(found: list[tuple[int, Item]], ranks: Ranks) -> list[Item]:
-    """What all processes found of the items, in the order of the items' numbers: the same at any
-    number of processes."""
-    pairs = [pair for share in ranks.gathered_objects(found) for pair in share]
-    return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
+    own = []
+    rounds = range(0, count, ranks.world_size)
+    for _ in counted(rounds, len(rounds), unit, not ranks.first):
+        together = list(islice(iterator, ranks.world_size))
+        own.append(work(together[min(ranks.rank, len(together) - 1)]))
+    turns = zip(*ranks.gathered_objects(own), strict=True)
+    return [result for turn in turns for result in turn][:count]
 
 
 @CLOCK.spending("sampling")
@@ -97,17 +89,15 @@ def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Pat
     labels = torch.arange(classes, device=training.device).repeat_interleave(columns)
     places = torch.arange(len(labels), device=training.device)
     parts = places.split(max(1, training.micro_batch // 2))  # guidance doubles it
-    found = []
+
+    def images_at(place: Tensor) -> Tensor:
+        latents = draw_latents(
+            training.step.forward, spec, labels[place], place, cfg.seed, cfg.sampling
+        )
+        return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
+
     with training.state.averaged():
-        for (number, place), mine in dealt_and_shown(
-            enumerate(parts), len(parts), "batches of the sample grid", ranks
-        ):
-            latents = draw_latents(
-                training.step.forward, spec, labels[place], place, cfg.seed, cfg.sampling
-            )
-            if mine:
-                found.append((number, torch.from_numpy(to_uint8(autoencoder.decode(latents)))))
-    images = in_order(found, ranks)
+        images = shared(parts, len(parts), "batches of the sample grid", ranks, images_at)
     if ranks.first:
         note = f"{classes} of {len(spec.names)} classes" if len(spec.names) > classes else ""
         names = spec.names[:classes]

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from training.assemble import Training
 from training.checkpoint.load import goes_on
 from training.checkpoint.save import Checkpoints
 from training.distributed.exit import Asked
-from training.environment import memory_of
+from training.environment import GIB, memory_of
 
 
 def end_if_bad(
@@ -80,16 +80,10 @@ def samples_of(training: Training, batches: Sequence[Batch]) -> list[dict[str, A
     for batch in batches:
         loss, t = training.step.losses(batch)
         columns = (batch.position, batch.ids, batch.labels, t, loss)
-        rows += torch.stack([column.double() for column in columns], dim=1).tolist()
+        rows += zip(*(column.tolist() for column in columns), strict=True)
     shares = training.ranks.gathered_objects(rows)
     return [
-        {
-            "id": int(i),
-            "position": int(position),
-            "label": int(label),
-            "t": number(t),
-            "loss": number(loss),
-        }
+        {"id": i, "position": position, "label": label, "t": number(t), "loss": number(loss)}
         for position, i, label, t, loss in sorted(row for share in shares for row in share)
     ]
 
@@ -126,22 +120,23 @@ def failures_explained(training: Training, folder: Path) -> Iterator[None]:
     most."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in DISK:
+    except (OSError, RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            what = out_of_memory(training)
+        elif isinstance(error, OSError) and error.errno in DISK:
+            what = (
+                f"step {training.state.step}: {error.filename or 'a file'} cannot be written "
+                f"({error.strerror}); free space or mend the disk"
+            )
+        else:
             raise
-        what = error.filename or "a file"
         raise UserError(
-            f"step {training.state.step}: {what} cannot be written ({error.strerror}); free space "
-            f"or mend the disk; {goes_on(folder / 'checkpoints', training.state.samples)}."
+            f"{what}; {goes_on(folder / 'checkpoints', training.state.samples)}."
         ) from error
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        out_of_memory(training, folder, error)
 
 
-def out_of_memory(training: Training, folder: Path, error: Exception) -> NoReturn:
-    """Raises the ValueError that says where memory ran out, what takes it, and what helps most."""
+def out_of_memory(training: Training) -> str:
+    """Says where memory ran out, what takes it, and what helps most."""
     step = training.step
     device = training.device
     if device.type == "cuda":
@@ -150,14 +145,12 @@ def out_of_memory(training: Training, folder: Path, error: Exception) -> NoRetur
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = lasting_bytes(training)
     lasting = held.on_device - held.gradients
-    there = memory_of(device)
-    raise UserError(
-        f"out of memory in {step.phase} at step {training.state.step}: {peak / 2**30:.3g} of "
-        f"{there / 2**30:.3g} GiB were taken at the peak, {lasting / 2**30:.3g} of them by "
+    return (
+        f"out of memory in {step.phase} at step {training.state.step}: {peak / GIB:.3g} of "
+        f"{memory_of(device) / GIB:.3g} GiB were taken at the peak, {lasting / GIB:.3g} of them by "
         "weights, averages and the optimizer's state. What helps most: "
-        f"{', '.join(savings(training))}; "
-        f"{goes_on(folder / 'checkpoints', training.state.samples)}."
-    ) from error
+        f"{', '.join(savings(training))}"
+    )
 
 
 def savings(training: Training) -> list[str]:

@@ -10,7 +10,6 @@ last, seconds before, counts here too.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections import defaultdict
@@ -19,8 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, Field
 
 from common.files import write_atomically
 from common.require_python import STARTED
@@ -38,19 +36,8 @@ UNREADABLE = (
 """What reading a file of ours ends with where it is not there, or has values of another type."""
 FILE = "time.json"
 """The account's name in a run folder."""
-KINDS = (
-    "start",
-    "warm_up",
-    "steps",
-    "data_wait",
-    "evaluation",
-    "sampling",
-    "saving",
-    "logging",
-    "redone",
-    "idle",
-)
 MAINTENANCE = ("evaluation", "sampling", "saving", "logging")
+KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE, "redone", "idle")
 EVERY = 5.0
 """Seconds after which the account is written again."""
 MOST = 512
@@ -61,18 +48,40 @@ BUSY = 0.8
 """Share of a step below which the device's work counts as bounded by launches."""
 
 
+Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
+Moment = Annotated[float, Field(ge=1.5e9, le=1e12)]
+"""Unix time; no run began before the first of these."""
+
+
+class Record(BaseModel, allow_inf_nan=False):
+    """The content of an account's file."""
+
+    first: Moment
+    last: Moment
+    seconds: dict[str, Seconds]
+    reached: dict[int, Seconds]
+
+
 class Clock:
-    """Seconds of this process by kind. The time between two switches goes to one kind, so the sum
-    is the clock's."""
+    """Seconds of a run by kind, and the account of them over all its processes. The time between
+    two switches goes to one kind, so the sum is the clock's."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self, seconds_ago: float = 0.0) -> None:
         """Forgets everything and starts now, or a while ago."""
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.kind = "start"
         self.since = time.perf_counter() - seconds_ago
+        self.began = time.time() - seconds_ago
+        self.first = self.began
+        self.kind = "start"
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Of this process."""
+        self.earlier: dict[str, float] = defaultdict(float)
+        """Of the processes before."""
+        self.reached: dict[int, float] = {}
+        """Saved step -> productive seconds up to it."""
+        self.written = self.since
 
     def switch(self, kind: str) -> str:
         """Has time from now on be of this kind; returns the one before."""
@@ -104,43 +113,6 @@ class Clock:
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
-
-CLOCK = Clock()
-"""The clock of the run that this process is at."""
-
-Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
-Moment = Annotated[float, Field(ge=1.5e9, le=1e12, allow_inf_nan=False)]
-"""Unix time; no run began before the first of these."""
-
-
-@dataclass
-class Record:
-    """The content of an account's file."""
-
-    first: Moment
-    last: Moment
-    seconds: dict[str, Seconds]
-    reached: dict[int, Seconds]
-
-
-RECORD = TypeAdapter(Record)
-
-
-class Account:
-    """The seconds of a run by kind, over all its processes, in `file`."""
-
-    def __init__(self) -> None:
-        # The first run of a training process has begun with the process.
-        first = not CLOCK.seconds and Path(sys.argv[0]).name == "train.py"
-        CLOCK.begin(time.perf_counter() - STARTED if first else 0.0)
-        self.began = time.time() - (time.perf_counter() - CLOCK.since)
-        self.first = self.began
-        self.earlier = dict.fromkeys(KINDS, 0.0)
-        self.reached: dict[int, float] = {}
-        """Saved step -> productive seconds up to it."""
-        self.written = time.perf_counter()
-        self.told: set[str] = set()
-
     def resume(self, file: Path, step: int) -> None:
         """Takes over the account that earlier processes of a run left, which goes on at `step`.
 
@@ -149,7 +121,7 @@ class Account:
         if not file.exists():
             return
         try:
-            found = RECORD.validate_json(file.read_bytes())
+            found = Record.model_validate_json(file.read_bytes())
         except (OSError, ValueError) as error:
             warnings.warn(
                 f"{file} cannot be read ({type(error).__name__}); the account of the run's time "
@@ -159,7 +131,7 @@ class Account:
             return
         self.first = min(found.first, self.began)
         self.reached = {at: seconds for at, seconds in found.reached.items() if at <= step}
-        self.earlier |= {kind: found.seconds.get(kind, 0.0) for kind in KINDS}
+        self.earlier.update(found.seconds)
 
         # Steps after the one that was saved are done again; since `last` nobody worked.
         redone = max(0.0, self.earlier["steps"] - max(self.reached.values(), default=0.0))
@@ -168,26 +140,17 @@ class Account:
         self.earlier["idle"] += max(0.0, self.began - found.last)
 
     @property
-    def seconds(self) -> dict[str, float]:
+    def account(self) -> dict[str, float]:
         """Seconds by kind, of all processes."""
-        CLOCK.switch(CLOCK.kind)
-        return {kind: self.earlier[kind] + CLOCK.seconds[kind] for kind in KINDS}
+        self.switch(self.kind)
+        return {kind: self.earlier[kind] + self.seconds[kind] for kind in KINDS}
 
-    @property
-    def goodput(self) -> float:
-        """The share of steps in all the time since the first start."""
-        seconds = self.seconds
-        return seconds["steps"] / max(1e-9, sum(seconds.values()))
-
-    @property
-    def due(self) -> bool:
-        """Whether it was not written for a while."""
-        return time.perf_counter() - self.written >= EVERY
-
-    def write(self, file: Path, saved_step: int | None = None) -> None:
-        """Writes the account, of a run that has just saved a step or not. A disk that refuses it
-        costs the account."""
-        seconds = self.seconds
+    def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
+        """Writes the account, of a run that has just saved a step or not; if not `now`, every few
+        seconds. A disk that refuses it costs the account."""
+        if not now and time.perf_counter() - self.written < EVERY:
+            return
+        seconds = self.account
         self.written = time.perf_counter()
         if saved_step is not None:
             self.reached[saved_step] = seconds["steps"]
@@ -201,57 +164,46 @@ class Account:
         with suppress(OSError):
             write_atomically(file, as_json(found) + "\n")
 
-    def advice(
-        self,
-        metrics: Mapping[str, Any],
-        batch_size: int,
-        data: Mapping[str, Any],
-        busy_ms: float | None,
-        left: Collection[str],
-    ) -> str:
-        """What a window's figures suggest to try, as a line; each bound is told once, and none is
-        an empty line."""
-        step_ms = 1e3 * batch_size / metrics["samples_per_s"]
-        data_ms = metrics["data_wait"] * step_ms
-        bound = bound_of(step_ms, data_ms, busy_ms)
-        if bound is None or bound in self.told:
-            return ""
-        self.told.add(bound)
-        reason = reason_of(bound, step_ms, data_ms, busy_ms)
-        return f"{bound}: {reason}; try {', '.join(keys_for(bound, left, data))}"
+
+CLOCK = Clock()
+"""The clock of the run that this process is at; of its first one, if that is all it is for, since
+the process began."""
+CLOCK.begin(time.perf_counter() - STARTED)
 
 
-def bound_of(step_ms: float, data_ms: float, busy_ms: float | None) -> str | None:
-    """Whether a step waits for data, or the device for launches; None for neither. `busy_ms` is
-    None without a GPU."""
+def bound_of(
+    step_ms: float,
+    data_ms: float,
+    busy_ms: float | None,
+    left: Collection[str],
+    data: Mapping[str, Any],
+) -> tuple[str, str, list[str]] | None:
+    """What bounds a step that waits for data, or whose device waits for launches: its name, why
+    and what to try with this `data`; None for neither.
+
+    `busy_ms` is None without a GPU. Of switches only those are proposed that are `left`: to be had
+    here, and not on.
+    """
     if data_ms > WAITING * step_ms:
-        return "data-bound"
-    return "launch-bound" if busy_ms is not None and busy_ms < BUSY * step_ms else None
-
-
-def reason_of(bound: str, step_ms: float, data_ms: float, busy_ms: float | None) -> str:
-    if bound == "data-bound":
-        return f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
-    return (
+        keys = ["data=resident", "more data.num_workers"]
+        if "storage" in data:
+            keys = ["a larger data.device_memory_gib", "data.storage=int8"]
+        reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
+        return "data-bound", reason, keys
+    if busy_ms is None or busy_ms >= BUSY * step_ms:
+        return None
+    reason = (
         f"the GPU works for {busy_ms:.2f} ms of a step of {step_ms:.2f} ms and waits for launches "
         "otherwise"
     )
-
-
-def keys_for(bound: str, left: Collection[str], data: Mapping[str, Any]) -> list[str]:
-    """What to try with this `data`; of switches only those that are `left`: to be had here, and not
-    on."""
-    if bound == "launch-bound":
-        return [*left, "a larger batch_size"]
-    if "storage" in data:
-        return ["a larger data.device_memory_gib", "data.storage=int8"]
-    return ["data=resident", "more data.num_workers"]
+    return "launch-bound", reason, [*left, "a larger batch_size"]
 
 
 def told(seconds: Any) -> str:
     """The kinds with their shares, largest first, in one line; nothing of what is no account."""
-    known = seconds if isinstance(seconds, dict) else {}
-    known = {kind: float(s) for kind, s in known.items() if is_figure(s)}
+    found = seconds.items() if isinstance(seconds, dict) else ()
+    known = {kind: float(s) for kind, s in found if is_figure(s)}
     whole = max(1e-9, sum(known.values()))
-    shown = sorted(((s / whole, kind) for kind, s in known.items()), reverse=True)
-    return ", ".join(f"{share:.1%} {kind}" for share, kind in shown if share > 0.0005)
+    largest_first = sorted(known, key=known.__getitem__, reverse=True)
+    shown = [kind for kind in largest_first if known[kind] > 0.0005 * whole]
+    return ", ".join(f"{known[kind] / whole:.1%} {kind}" for kind in shown)

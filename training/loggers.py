@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import secrets
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
+from common.text import first_line
 from training.config.secrets import redact_words
 
 FINISH_SECONDS = 60.0
 """W&B has so long to upload the rest at the end of a run."""
-finish_timed_out = False
-"""Whether W&B did not finish in that time: at exit it would make the process wait for it again."""
+Arguments = ParamSpec("Arguments")
 
 
 class NoLogger:
@@ -59,28 +57,37 @@ class WandbLogger(NoLogger):
             remembered.write_text(secrets.token_hex(4))
 
         def begin(mode: Literal["online", "offline"]) -> Any:
-            with scrubbed_argv():
-                return wandb.init(
-                    project=self.project,
-                    entity=self.entity,
-                    dir=str(folder),
-                    name=folder.name,
-                    id=remembered.read_text(),
-                    resume="allow",
-                    config=dict(config),
-                    mode=mode,
-                    settings=wandb.Settings(init_timeout=30, console="off"),
-                )
+            return wandb.init(
+                project=self.project,
+                entity=self.entity,
+                dir=str(folder),
+                name=folder.name,
+                id=remembered.read_text(),
+                resume="allow",
+                config=dict(config),
+                mode=mode,
+                settings=wandb.Settings(
+                    init_timeout=30,
+                    console="off",
+                    finish_timeout=FINISH_SECONDS,
+                    finish_timeout_raises=True,
+                ),
+            )
 
+        words = sys.argv
+        sys.argv = redact_words(words)  # W&B keeps the command line
         try:
             self.run = begin(self.mode)
         except Exception as error:  # no key, no network, …: an offline run keeps the data
             warnings.warn(
-                f"W&B cannot be reached ({first_line(error)}); logging offline into {folder}.",
+                f"W&B cannot be reached ({type(error).__name__}: {first_line(error)}); logging "
+                f"offline into {folder}.",
                 stacklevel=2,
             )
             wandb.teardown()  # its service still holds the id
             self.run = begin("offline")
+        finally:
+            sys.argv = words
         self.run.define_metric("samples")
         self.run.define_metric("*", step_metric="samples")
 
@@ -97,7 +104,8 @@ class WandbLogger(NoLogger):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Uploads the rest; TimeoutError if that takes longer than `FINISH_SECONDS`."""
-        global finish_timed_out
+        import wandb
+
         if self.run is None:
             return
         kept = {
@@ -106,40 +114,9 @@ class WandbLogger(NoLogger):
             if value is not None and key != "sample_grid"
         }
         self.run.summary.update(kept)  # "sample_grid" is the last picture there, and here a path
-        failures: list[Exception] = []
-
-        def upload() -> None:
-            import wandb
-
-            try:
-                self.run.finish()
-                # its service ends when idle, and a later run of this process would not find it
-                wandb.teardown()
-            except Exception as error:
-                failures.append(error)
-
-        uploading = threading.Thread(target=upload, name="wandb-finish", daemon=True)
-        uploading.start()
-        uploading.join(FINISH_SECONDS)
-        if uploading.is_alive():
-            finish_timed_out = True
-            raise TimeoutError(
-                f"it did not finish in {FINISH_SECONDS:.0f} s; `wandb sync` in the run folder "
-                "uploads"
-            )
-        if failures:
-            raise failures[0]
-
-
-@contextmanager
-def scrubbed_argv() -> Iterator[None]:
-    """W&B keeps the command line."""
-    before = sys.argv
-    sys.argv = redact_words(sys.argv)
-    try:
-        yield
-    finally:
-        sys.argv = before
+        self.run.finish()
+        # its service ends when idle, and a later run of this process would not find it
+        wandb.teardown()
 
 
 class TensorBoardLogger(NoLogger):
@@ -176,7 +153,30 @@ class SafeLogger:
     """A logger that is switched off, with one warning, at its first exception."""
 
     def __init__(self, logger: NoLogger, silent: bool = False) -> None:
-        self.logger = NoLogger() if silent else logger
+        self.name = type(logger).__name__
+        self.off = silent
+        self.start = self.guarded(logger.start)
+        self.log = self.guarded(logger.log)
+        self.image = self.guarded(logger.image)
+        self.finish = self.guarded(logger.finish)
+
+    def guarded(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+        """A method of the logger that may fail in any way, and must not cost a run."""
+
+        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+            if self.off:
+                return
+            try:
+                method(*arguments, **named)
+            except Exception as error:
+                self.off = True
+                warnings.warn(
+                    f"{self.name} failed ({type(error).__name__}: {first_line(error)}) and is "
+                    "off; the run folder has all metrics.",
+                    stacklevel=2,
+                )
+
+        return call
 
     def __enter__(self) -> SafeLogger:
         return self
@@ -186,30 +186,3 @@ class SafeLogger:
         summary."""
         if kind is not None:
             self.finish({})
-
-    def guarded(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # a logger may fail in any way and must not cost a run
-            name = type(self.logger).__name__
-            warnings.warn(
-                f"{name} failed ({first_line(error)}) and is off; the run folder has all metrics.",
-                stacklevel=3,
-            )
-            self.logger = NoLogger()
-
-    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.guarded(lambda: self.logger.start(folder, config))
-
-    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
-        self.guarded(lambda: self.logger.log(metrics, samples))
-
-    def image(self, name: str, file: Path, samples: int) -> None:
-        self.guarded(lambda: self.logger.image(name, file, samples))
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self.guarded(lambda: self.logger.finish(summary))
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class Meter:
         """On a GPU: where its queue stood when waiting for data began and ended, of waits that are
         not summed yet."""
         self.recompiles = 0
+        """Graphs that training steps compiled since `start`."""
         self.first_graph = graphs()
         self.expected_graphs = self.first_graph
         self.restart()
@@ -176,9 +177,19 @@ class Meter:
         self.trained_samples += samples
 
         wait = CLOCK.spent("data_wait") - self.wait_before
-        memory = memory_reserved_peak()
+        memory = torch.cuda.max_memory_reserved() if on_gpu() else None
         most = torch.tensor([wait, memory or 0.0], dtype=torch.float64)
         most_wait, most_memory = ranks.reduced(most, "max").tolist()
+
+        new = graphs() - self.expected_graphs
+        if new > 0:
+            self.recompiles += new
+            self.expected_graphs += new
+            warnings.warn(
+                f"{new} graphs were compiled after warm-up, {self.recompiles} by now, and "
+                f"training waited for it: {reason_of_last_graph()}",
+                stacklevel=2,
+            )
 
         rate = samples / seconds
         flops = rate * self.train_flops
@@ -196,56 +207,29 @@ class Meter:
             "data_wait": most_wait / seconds,
             "memory_reserved_peak": None if memory is None else int(most_memory),
             "graphs": graphs() - self.first_graph,
-            "recompiles": self.count_recompiles(),
+            "recompiles": self.recompiles,
         }
         self.restart()
         return report
-
-    def count_recompiles(self) -> int:
-        """Graphs that training steps compiled since `start`; warns of new ones, with the reason of
-        the last."""
-        new = graphs() - self.expected_graphs
-        if new > 0:
-            self.recompiles += new
-            self.expected_graphs += new
-            warnings.warn(
-                f"{new} graphs were compiled after warm-up, {self.recompiles} by now, and "
-                f"training waited for it: {reason_of_last_graph()}",
-                stacklevel=3,
-            )
-        return self.recompiles
 
 
 def on_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def memory_reserved_peak() -> int | None:
-    """Bytes that PyTorch's caching allocator held at most; None without a GPU."""
-    return torch.cuda.max_memory_reserved() if on_gpu() else None
-
-
-class Logged(NamedTuple):
-    """What a metrics file holds."""
-
-    lines: list[dict[str, Any]]
-    damaged: int
-    """Lines that are no object of a step and numbers."""
-    torn: bool
-    """Whether the last line is one of them and has no end: a process was killed while it wrote."""
-
-
-def read_metrics(file: Path) -> Logged:
-    """The lines of a metrics file, as far as they can be read; none where there is no file."""
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
+    """The lines of a metrics file, none where there is no file; how many cannot be read, for they
+    are no object of a step and numbers; and whether the last one is such a line and has no end: a
+    process was killed while it wrote."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        return Logged([], 0, False)
+        return [], 0, False
     except OSError:
-        return Logged([], 1, False)
+        return [], 1, False
     found = [as_metrics(line) for line in content.splitlines()]
-    torn = bool(found) and found[-1] is None and not content.endswith(b"\n")
-    return Logged([line for line in found if line is not None], found.count(None), torn)
+    torn = found[-1:] == [None] and not content.endswith(b"\n")
+    return [line for line in found if line is not None], found.count(None), torn
 
 
 def as_metrics(line: bytes) -> dict[str, Any] | None:
@@ -273,9 +257,9 @@ class MetricsFile:
         was.
         """
         file = self.file
-        logged = read_metrics(file)
-        kept = [line for line in logged.lines if line["step"] <= step]
-        lost = logged.damaged - logged.torn
+        lines, damaged, torn = read_metrics(file)
+        kept = [line for line in lines if line["step"] <= step]
+        lost = damaged - torn
         if lost:
             aside = file.with_name(f"{file.name}.damaged")
             rename(file, aside)

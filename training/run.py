@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,15 +33,17 @@ from training.config.compose import Composed, as_yaml, from_yaml, read_config
 from training.config.schema import TrainConfig
 from training.distributed.exit import EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
-from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, Account
+from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, bound_of
 from training.goodput import FILE as TIME_FILE
 from training.loggers import SafeLogger
 from training.metrics import FILE as METRICS_FILE
 from training.metrics import MetricsFile, read_metrics, summary_table
 from training.state import TrainState
 from training.tune import FILE as TUNING_FILE
-from training.tune import ledger_row as tuning_row
-from training.tune import tuned
+from training.tune import ledger_row, tuned
+
+EARLIER = ("checkpoints/step-*", "summary.json")
+"""What a folder has in which a run was before."""
 
 
 class Run:
@@ -48,15 +51,16 @@ class Run:
 
     The folder holds config.yaml (as composed, unresolved and redacted), environment.json,
     ledger.json, kernels.json and tuning.json (where there was a choice), metrics.jsonl, time.json,
-    samples/, checkpoints/ and summary.json.
+    samples/, checkpoints/ and summary.json. The first process writes them.
     """
 
     def __init__(self, composed: Composed) -> None:
         cfg = composed.cfg
-        self.account = Account()
+        # The first run of a training process has begun with the process.
+        if CLOCK.seconds or Path(sys.argv[0]).name != "train.py":
+            CLOCK.begin()
         self.cfg = cfg
-        self.choices = composed.choices
-        self.config = composed.source
+        self.composed = composed
         self.ranks, self.device = connect(cfg)
         self.started = time.perf_counter()
         self.folder = self.ranks.agreed(
@@ -66,10 +70,17 @@ class Run:
         self.lock: FolderLock | None = None
         self.rows: list[LedgerRow] = []
         """Rows of the ledger beside those of the techniques."""
+        self.told: set[str] = set()
+        """What bounds a step, as far as it was said."""
         self.stack: AccelerationStack | None = None
-        """The techniques of the run, once it is warm."""
+        """The techniques of the run, once it is open."""
 
-        refuse_resume(cfg, self.folder)
+        earlier = [file for name in EARLIER for file in self.folder.glob(name)]
+        if cfg.resume == "never" and earlier:
+            raise UserError(
+                f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or "
+                "resume=auto."
+            )
         self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
         self.finished = self.ranks.agreed(lambda: finished_summary(cfg, self.folder))
         """The summary, where this folder holds a run that has seen all its samples: there is
@@ -102,16 +113,21 @@ class Run:
             ) from error
         return True
 
+    def keep(self, name: str, content: Any) -> None:
+        """Writes a JSON file into the folder, which the first of them makes; all processes call
+        it."""
+        self.claimed = self.claimed or self.ranks.agreed(self.hold)
+        if self.ranks.first:
+            write_atomically(self.folder / name, as_json(content, indent=1) + "\n")
+
     @CLOCK.spending("warm_up")
     def tuned(self) -> TrainConfig:
         """The configuration with the techniques that `runtime.tune` found to be fastest; without it
         as composed."""
         if self.cfg.runtime.tune:
             self.cfg, found = tuned(self.cfg, self.device, self.ranks, self.folder)
-            self.claimed = self.claimed or self.ranks.agreed(self.hold)
-            if self.ranks.first:
-                self.write_json(TUNING_FILE, found)
-            self.rows.append(tuning_row(found))
+            self.keep(TUNING_FILE, found)
+            self.rows.append(ledger_row(found))
         return self.cfg
 
     def checkpoints(self) -> Checkpoints:
@@ -133,65 +149,63 @@ class Run:
             self.lock.close()
         self.ranks.close()
 
-    def write_json(self, name: str, content: Any) -> None:
-        write_atomically(self.folder / name, as_json(content, indent=1) + "\n")
-
     def keep_kernels(self, training: Training) -> None:
         """Writes which kernels were chosen before they are first run, so that a run that is resumed
         computes with the same."""
-        if not training.kernels:
-            return
-        self.claimed = self.claimed or self.ranks.agreed(self.hold)
-        if self.ranks.first:
-            self.write_json(KERNELS_FILE, training.kernels)
+        if training.kernels:
+            self.keep(KERNELS_FILE, training.kernels)
 
     def open(self, training: Training, ledger: Ledger, logger: SafeLogger, where: str) -> None:
         """Describes the run that is about to start: in its folder, on the terminal and to the
-        logger; by the first process only."""
-        self.claimed = self.claimed or self.ranks.agreed(self.hold)
+        logger."""
         self.stack = training.stack
         ledger += self.rows
+        rows = ledger.as_dict()
+        self.keep("environment.json", self.environment)
+        self.keep("ledger.json", rows)
         if not self.ranks.first:
             return
-        rows = ledger.as_dict()
-        write_atomically(self.folder / "config.yaml", as_yaml(self.config))
-        self.write_json("environment.json", self.environment)
-        self.write_json("ledger.json", rows)
-
+        config = self.composed.source
+        write_atomically(self.folder / "config.yaml", as_yaml(config))
         hardware = self.environment["hardware"]
         print(f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{where}", flush=True)
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
-        facts |= {"config": self.config, "choices": self.choices}
+        facts |= {"config": config, "choices": self.composed.choices}
         facts["versions"] = self.environment["versions"]
         logger.start(self.folder, facts)
 
     def go_on_from(self, state: TrainState) -> None:
         """Continues the records of the run at the step of `state`: what was logged after it is
         dropped, and will be logged again."""
-        self.account.resume(self.folder / TIME_FILE, state.step)
+        CLOCK.resume(self.folder / TIME_FILE, state.step)
         kept = self.metrics.drop_after(state.step) if self.ranks.first else []
         if kept:
             state.meter.earlier_seconds = float(kept[-1].get("train_seconds") or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Logs a line, and says what its figures suggest to try."""
+        """Logs a line, and says once what bounds a step and what to try against it."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
-        if self.stack is not None:
-            cfg = self.cfg
-            busy_ms = self.stack.busy_ms
-            line = self.account.advice(
-                metrics, cfg.batch_size, cfg.data, busy_ms, self.stack.left()
-            )
-            if line:
-                print(line, flush=True)
+        stack = self.stack
+        if stack is None:
+            return
+        step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
+        data_ms = metrics["data_wait"] * step_ms
+        found = bound_of(step_ms, data_ms, stack.busy_ms, stack.left(), self.cfg.data)
+        if found is None:
+            return
+        bound, reason, keys = found
+        if bound not in self.told:
+            self.told.add(bound)
+            print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
 
     def keep_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
         """Writes where the time of the run went: every few seconds, after each save, or now."""
-        if self.ranks.first and (saved or now or self.account.due):
+        if self.ranks.first:
             state.meter.sum_waits()
-            self.account.write(self.folder / TIME_FILE, state.step if saved else None)
+            step = state.step if saved else None
+            CLOCK.write(self.folder / TIME_FILE, step, now=saved or now)
 
     def show_finished(self) -> dict[str, Any]:
         """Says that the run is finished, with its summary, and touches nothing. ValueError for
@@ -200,7 +214,7 @@ class Run:
         where = f"run_dir={self.folder} holds a finished run"
         try:
             before = read_config(self.folder / "config.yaml")
-            now = from_yaml(as_yaml(self.config))
+            now = from_yaml(as_yaml(self.composed.source))
         except (OSError, ValueError):
             before = {}
             now = {}
@@ -235,17 +249,16 @@ class Run:
         times."""
         self.keep_time(state, now=True)
         latest: dict[str, Any] = {}
-        for line in read_metrics(self.metrics.file).lines:
+        for line in read_metrics(self.metrics.file)[0]:
             latest |= line
         meter = state.meter
-        own = CLOCK.seconds
         rate = latest.get("samples_per_s")
         if meter.train_seconds:
             rate = meter.trained_samples / meter.train_seconds
+        own = CLOCK.seconds
+        spent = CLOCK.account
         checkpoints = complete(self.folder / "checkpoints")
-        grids = sorted(
-            (self.folder / "samples").glob("step-*.png"), key=lambda file: file.stat().st_mtime
-        )
+        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=modified)
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
@@ -261,15 +274,14 @@ class Run:
             "warm_up_seconds": own["warm_up"],
             "maintenance_seconds": sum(own[kind] for kind in MAINTENANCE),
             "save_stall_seconds": own["saving"],
-            "goodput": self.account.goodput,
-            "time": self.account.seconds,
+            "goodput": spent["steps"] / max(1e-9, sum(spent.values())),
+            "time": spent,
             "ledger": ledger.as_dict(),
             "checkpoint": str(checkpoints[-1]) if checkpoints else None,
-            "sample_grid": str(grids[-1]) if grids else None,
+            "sample_grid": grid and str(grid),
             "run_dir": str(self.folder),
         }
-        if self.ranks.first:
-            self.write_json("summary.json", summary)
+        self.keep("summary.json", summary)
         return summary
 
     def show_rehearsal(self) -> None:
@@ -278,16 +290,16 @@ class Run:
         wanted = self.cfg.rehearsal
         if wanted is None or not self.ranks.first:
             return
-        for folder in finished_runs(self.folder.parent, Path("runs")):
+        choices = self.composed.choices
+        chosen = {"experiment": wanted} | {key: choices.get(key) for key in ("model", "runtime")}
+        folders = (self.folder.parent, Path("runs"))
+        files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
+        for file in sorted(files, key=modified, reverse=True):
             try:
-                summary, environment = (
-                    read_object(folder / f"{name}.json") for name in ("summary", "environment")
-                )
-                then = environment["choices"]
-                versions = environment["versions"]
-                same = all(
-                    then.get(group) == self.choices.get(group) for group in ("model", "runtime")
-                )
+                summary = read_object(file)
+                then = read_object(file.with_name("environment.json"))
+                same = chosen.items() <= then["choices"].items()
+                same = same and then["versions"] == self.environment["versions"]
                 rows = [
                     f"    {k}: {row['requested']} -> {row['active']}"
                     for k, row in summary["ledger"].items()
@@ -295,30 +307,21 @@ class Run:
                 rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
             except UNREADABLE:
                 continue  # not a run of ours
-            if (
-                then.get("experiment") == wanted
-                and same
-                and versions == self.environment["versions"]
-            ):
-                print(f"latest {wanted} of this model and runtime: {folder}, {rate}")
+            if same:
+                print(f"latest {wanted} of this model and runtime: {file.parent}, {rate}")
                 print("\n".join(rows), flush=True)
                 return
         print(
-            f"warning: no {wanted} of model={self.choices.get('model')} "
-            f"runtime={self.choices.get('runtime')} with these versions lies in "
-            f"{self.folder.parent}; minutes of `experiment={wanted}` can save hours.",
+            f"warning: no {wanted} of model={chosen['model']} runtime={chosen['runtime']} with "
+            f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can "
+            "save hours.",
             flush=True,
         )
 
 
-def refuse_resume(cfg: TrainConfig, folder: Path) -> None:
-    """ValueError if the run must start anew, and its folder holds one."""
-    earlier = (*(folder / "checkpoints").glob("step-*"), *folder.glob("summary.json"))
-    if cfg.resume == "never" and earlier:
-        raise UserError(
-            f"resume=never, but run_dir={folder} holds a run; choose another run_dir or "
-            "resume=auto."
-        )
+def modified(file: Path) -> float:
+    """When a file was last changed, in seconds of Unix time."""
+    return file.stat().st_mtime
 
 
 def finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
@@ -336,15 +339,6 @@ def finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
         return summary
     except UNREADABLE:
         return None
-
-
-def finished_runs(*parents: Path) -> Iterator[Path]:
-    """Folders of finished runs below `parents`, newest first."""
-    summaries = {file.resolve() for parent in parents for file in parent.glob("*/summary.json")}
-    return (
-        file.parent
-        for file in sorted(summaries, key=lambda file: file.stat().st_mtime, reverse=True)
-    )
 
 
 def default_folder(choices: Mapping[str, str]) -> Path:

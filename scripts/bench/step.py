@@ -22,7 +22,7 @@ from scripts.timing import MemoryPeak, interleaved, spread, synchronise
 from training.assemble import assemble
 from training.config.schema import KERNELS
 from training.environment import pick_device
-from training.goodput import bound_of, keys_for, reason_of
+from training.goodput import bound_of
 from training.weights.adapter_base import settled
 
 NEVER = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
@@ -213,11 +213,10 @@ def verdict(
     words, such as runtime.compile=true, that this machine can do and this run has not on; only
     these are proposed.
     """
-    bound = bound_of(step_ms, data_ms, busy)
-    if bound:
-        reason = reason_of(bound, step_ms, data_ms, busy)
-        fewer = [kind.override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
-        return bound, reason, keys_for(bound, [word for word in fewer if word in left], data)
+    fewer = [kind.override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
+    found = bound_of(step_ms, data_ms, busy, [word for word in fewer if word in left], data)
+    if found is not None:
+        return found
 
     reason = f"{share:.0%} of the busy time goes into products, the rest into moving data"
     bound, wanted = (

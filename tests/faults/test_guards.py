@@ -18,7 +18,6 @@ from data.digits import DigitLatents
 from tests.conftest import TINY_RUN
 from tests.faults.zygote import HANG
 from train import train
-from training import loggers
 from training.checkpoint.files import flat
 from training.checkpoint.load import complete
 from training.checkpoint.save import Checkpoints, Save
@@ -274,7 +273,8 @@ class Wandb(types.ModuleType):
         self.summary = {}
         self.Settings = dict
 
-    def init(self, mode: str, **_: object) -> Wandb:
+    def init(self, mode: str, settings: dict, **_: object) -> Wandb:
+        self.settings = settings
         if self.down == "start" and mode == "online":
             raise ConnectionError("no route to host")
         return self
@@ -297,7 +297,9 @@ class Wandb(types.ModuleType):
         if self.down == "end":
             raise ConnectionError("broken pipe")
         if self.down == "hangs at the end":
-            time.sleep(600)
+            time.sleep(min(600.0, self.settings["finish_timeout"]))
+            if self.settings["finish_timeout_raises"]:
+                raise TimeoutError("Timed out finishing run.")
 
 
 @pytest.mark.fault(
@@ -310,8 +312,7 @@ def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wandb", fake)
     if down == "hangs at the end":
         monkeypatch.setattr("training.loggers.FINISH_SECONDS", 0.5)
-    monkeypatch.setattr("training.loggers.finish_timed_out", False)
-    words = {"start": "cannot be reached", "hangs at the end": "did not finish"}
+    words = {"start": "cannot be reached", "hangs at the end": "Timed out"}
     with pytest.warns(UserWarning, match=words.get(down, "broken pipe")):
         summary = run(*LONG, "logger=wandb")
     assert summary["steps"] == 20
@@ -320,7 +321,6 @@ def test_wandb_down(down: str, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     ]
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert len(fake.logged) == (10 if down == "middle" else 20)
-    assert loggers.finish_timed_out == (down == "hangs at the end")
 
 
 @pytest.mark.slow

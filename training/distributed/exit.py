@@ -19,7 +19,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from common.terminal import advisory_printing
-from training import loggers
 from training.config.build import admit
 from training.config.compose import one_sentence
 from training.config.words import overrides_of, quoted, refuse_words
@@ -93,39 +92,33 @@ class StopRequest:
         return Asked(strongest)
 
 
-def skips_finalisation() -> bool:
-    return group_joined or loggers.finish_timed_out
-
-
 @contextmanager
 def exiting() -> Iterator[None]:
-    """Runs the block and exits with its code; with a process group or a hung logger, skips
-    interpreter finalisation.
+    """Runs the block and exits with its code; with a process group it skips the interpreter's
+    finalisation.
 
     A sharded model keeps its process group alive, so gloo's threads outlive `Ranks.close()`. One of
     them may need the interpreter, to give back a tensor, while Python finalises; Python then ends
     that thread inside C++ code, which aborts the process ("terminate called without an active
-    exception"), and torchrun calls the run failed. And at exit Python would wait once more for a
-    logger that did not finish in time.
+    exception"), and torchrun calls the run failed.
     """
     code: Any = 0
     try:
         yield
     except BaseException as ending:
-        if not skips_finalisation():
+        if not group_joined:
             raise
         code = 1
         if isinstance(ending, SystemExit):
             code = ending.code
         else:
             traceback.print_exc()
-    if not skips_finalisation():
+    if not group_joined:
         return
 
     if isinstance(code, str):
         print(code, file=sys.stderr)
-    if not loggers.finish_timed_out:
-        atexit._run_exitfuncs()
+    atexit._run_exitfuncs()
     with advisory_printing():  # flushes what was printed
         pass
     os._exit(code if isinstance(code, int) else int(code is not None))

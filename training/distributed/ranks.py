@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -131,28 +130,20 @@ class Ranks:
             ) from error
 
     def agreed(self, choose: Callable[[], Result]) -> Result:
-        """Calls `choose` in the first process and returns its result in all of them.
-
-        A ValueError there is raised everywhere, and any other exception ends the others too.
-        """
+        """Calls `choose` in the first process and returns its result in all of them; an exception
+        there is raised in all of them too."""
         if self.alone:
             return choose()
-        told: list[Any] = [None]
-        failure: Exception | None = None
+        told: list[Any] = [None, None]
         if self.first:
             try:
-                told = [(choose(), None, None)]
-            except ValueError as error:
-                told = [(None, str(error), None)]
+                told[0] = choose()
             except Exception as error:
-                failure = error
-                told = [(None, None, first_line(error))]
+                told[1] = error
         dist.broadcast_object_list(told, src=0)
-        result, mistake, defect = told[0]
-        if mistake is not None:
-            raise UserError(mistake)
-        if defect is not None:
-            raise failure or RuntimeError(f"the first process failed: {defect}")
+        result, failure = told
+        if failure is not None:
+            raise failure
         return result
 
     def gathered_objects(
@@ -211,7 +202,7 @@ class Share(NamedTuple):
     """Seconds since it made progress."""
     ended: bool = False
     result: Any = None
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
 
 class Together:
@@ -238,61 +229,51 @@ class Together:
     def results(self, work: Callable[[], Any]) -> list[Any]:
         """The results of all processes, in order; all of them call it.
 
-        OSError, the same in all processes, if the work of one ended with an OSError; TimeoutError
-        as said above; any other exception is raised where it happened, and as a RuntimeError in the
-        others.
+        An exception of one is raised in all: an OSError once none is at work any more, any other at
+        once. TimeoutError as said above.
         """
-        ending: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                ending.set_result(work())
-            except BaseException as error:
-                ending.set_exception(error)
-
-        # In a thread that nobody has to wait for: a disk may hang.
+        found: list[Share] = []
         self.advance()
-        name = threading.current_thread().name
-        threading.Thread(target=run, name=name, daemon=True).start()
-        shares = [Share()]
-        while not all(share.ended for share in shares):
-            wait([ending], min(ROUND, self.patience / 4))
-            shares = self.exchanged(self.share_of(ending))
+        # In a thread that nobody has to wait for: a disk may hang.
+        thread = threading.Thread(
+            target=lambda: found.append(share_of(work)),
+            name=threading.current_thread().name,
+            daemon=True,
+        )
+        thread.start()
+        while True:
+            thread.join(min(ROUND, self.patience / 4))
+            own = found[0] if found else Share(still=time.monotonic() - self.advanced)
+            try:
+                shares = self.ranks.gathered_objects(own, self.group)
+            except RuntimeError as error:
+                raise TimeoutError(
+                    f"another process has ended, or has not answered for {self.patience:.0f} s"
+                ) from error
+
+            shares[self.ranks.rank] = own  # what was sent and came back has no traceback
+            ended = all(share.ended for share in shares)
             for rank, share in enumerate(shares):
-                if isinstance(share.failure, RuntimeError):
-                    raise share.failure if rank != self.ranks.rank else ending.exception()
                 if share.still > self.patience:
                     raise TimeoutError(
                         f"process {rank} has written nothing for {self.patience:.0f} s"
                     )
+                if share.failure and (ended or not isinstance(share.failure, OSError)):
+                    raise share.failure
+            if ended:
+                return [share.result for share in shares]
 
-        # Nobody is at work on a disk any more.
-        for share in shares:
-            if share.failure:
-                raise share.failure
-        return [share.result for share in shares]
 
-    def share_of(self, ending: Future[Any]) -> Share:
-        """What to tell of this process's work: an OSError is the disk's, and all else is ours."""
-        if not ending.done():
-            return Share(still=time.monotonic() - self.advanced)
-        error = ending.exception()
-        if error is None:
-            return Share(ended=True, result=ending.result())
-        if not isinstance(error, OSError):
-            failure = RuntimeError(f"process {self.ranks.rank} failed: {error!r}")
-            return Share(ended=True, failure=failure)
+def share_of(work: Callable[[], Any]) -> Share:
+    """Does the work, whatever it ends with."""
+    try:
+        return Share(ended=True, result=work())
+    except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         text = f"{error.strerror}{where}" if error.strerror else str(error)
         return Share(ended=True, failure=OSError(text))
-
-    def exchanged(self, share: Share) -> list[Share]:
-        try:
-            return self.ranks.gathered_objects(share, self.group)
-        except RuntimeError as error:
-            raise TimeoutError(
-                f"another process has ended, or has not answered for {self.patience:.0f} s"
-            ) from error
+    except BaseException as error:
+        return Share(ended=True, failure=error)
 
 
 SINGLE = Ranks()
