@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import torch
 from jaxtyping import Float, Int, Int8
@@ -100,22 +100,15 @@ class LatentSpec:
         return asdict(self)
 
 
-class LoaderArgs(NamedTuple):
+class LoaderArgs(TypedDict):
     """The arguments that every loader takes from the run, beside those of its configuration."""
 
     batch_size: int
     """Samples of this rank in one micro-batch."""
     seed: int
     device: torch.device
-    rank: int = 0
-    world_size: int = 1
-
-
-def refuse_below(least: int, **values: int | None) -> None:
-    """ValueError if a value of the `data` keys that is set is below `least`."""
-    for key, value in values.items():
-        if value is not None and value < least:
-            raise UserError(f"data.{key}={value} must be at least {least}.")
+    rank: NotRequired[int]
+    world_size: NotRequired[int]
 
 
 class LatentLoader:
@@ -131,12 +124,16 @@ class LatentLoader:
     patience: float = 1800.0
     """Seconds to wait for a batch whose readers have stopped giving any."""
 
-    def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
+    def __init__(self, spec: LatentSpec, **args: Unpack[LoaderArgs]) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
         """Blocks that could not be used and that others stand in for -> their samples."""
-        self.batch_size, self.seed, self.device, self.rank, self.world_size = args
-        self.normalise = spec.normaliser(args.device)
+        self.batch_size = args["batch_size"]
+        self.seed = args["seed"]
+        self.device = args["device"]
+        self.rank = args.get("rank", 0)
+        self.world_size = args.get("world_size", 1)
+        self.normalise = spec.normaliser(self.device)
         self.samples_seen = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -257,13 +254,17 @@ class InMemoryLatents(LatentLoader):
     """The loader of tensors on the device: a batch is one gather."""
 
     def __init__(
-        self, spec: LatentSpec, train: LatentTensors, held_out: LatentTensors, args: LoaderArgs
+        self,
+        spec: LatentSpec,
+        train: LatentTensors,
+        held_out: LatentTensors,
+        **args: Unpack[LoaderArgs],
     ) -> None:
-        super().__init__(spec, args)
-        self.train = train.to(args.device)
-        self.held_out_split = held_out.to(args.device)
+        super().__init__(spec, **args)
+        self.train = train.to(self.device)
+        self.held_out_split = held_out.to(self.device)
         self.held_out_count = len(held_out.labels)
-        self.order = EpochOrder(len(train.labels), args.seed, args.device)
+        self.order = EpochOrder(len(train.labels), self.seed, self.device)
 
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)

@@ -21,8 +21,8 @@ from accel.techniques.fused_kernels import FusedKernel
 from common.files import read_object, write_atomically
 from common.text import first_line
 from common.workers import end_with
+from data.builtin import SyntheticLatents
 from data.loader import LatentSpec
-from data.synthetic import SyntheticLatents
 from training.assemble import Parts, Training, assemble
 from training.config import build
 from training.config.compose import typed

@@ -8,6 +8,7 @@ refuses those that no run can have. No torch in here, so that `--help` stays qui
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -435,8 +436,10 @@ BOUNDS = {
     "greater_than": "above {gt:.0f}",
     "less_than_equal": "at most {le:.0f}",
     "less_than": "below {lt:.0f}",
+    "missing": "longer",
+    "too_long": "shorter",
 }
-"""What pydantic calls a value outside of its bounds -> what it must be."""
+"""What pydantic calls a value outside of its bounds, or a list -> what it must be."""
 
 
 @cache
@@ -456,9 +459,13 @@ def refuse_values(node: Any, prefix: str = "") -> None:
     except ValidationError as error:
         fault = error.errors()[0]
         key = prefix + ".".join(map(str, fault["loc"]))
-        bound = BOUNDS.get(fault["type"], fault["msg"].removeprefix("Input should be "))
-        wanted = bound.format(**fault.get("ctx", {}))
-        raise UserError(f"{key}={fault['input']} must be {wanted}.") from None
+        raise UserError(f"{key}={fault['input']} must be {wanted(fault)}.") from None
+
+
+def wanted(fault: Mapping[str, Any]) -> str:
+    """What a value must be in which pydantic found a fault."""
+    bound = BOUNDS.get(fault["type"], fault["msg"].removeprefix("Input should be "))
+    return bound.format(**fault.get("ctx", {}))
 
 
 def is_colour(text: str) -> bool:
