@@ -143,8 +143,8 @@ class BlockReader:
         """Reads a block as bytes, a row a sample: one slice, one copy and one file descriptor, not
         many."""
         tensors = self.read(number)
-        flat = [tensors[name].flatten().view(torch.uint8) for name in self.like]
-        return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
+        flat = [tensors[name].reshape(len(tensors["ids"]), -1) for name in self.like]
+        return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
 
     def latents_in(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
         """The samples whose bytes `rows` holds, on any device."""
@@ -304,12 +304,11 @@ class BlockLoader(LatentLoader):
         """See `LatentLoader`; a thread reads a block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
-        positions = torch.arange(blocks.count, device=self.device).split(batch_size)
         try:
             read = Ahead((blocks.rows(number) for number in range(len(blocks.places))), readers)
-            for rows, position in zip(cut(read, batch_size), positions, strict=False):
+            for number, rows in enumerate(cut(read, batch_size)):
                 found = blocks.latents_in(rows.to(self.device))
-                yield Batch(self.normalise(found.floating()), found.labels, found.ids, position)
+                yield self.plain_batch(found, number * batch_size)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())

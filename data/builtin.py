@@ -40,6 +40,8 @@ class DigitLatents(InMemoryLatents):
         pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
         digits = torch.from_numpy(targets).long()
 
+        device = args["device"]
+
         # The split is the same for every seed, and mean and std for any choice of classes.
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
         known = pixels[order[HELD_OUT:]]
@@ -47,7 +49,7 @@ class DigitLatents(InMemoryLatents):
         for part in (order[HELD_OUT:], order[:HELD_OUT]):
             ids = part[torch.isin(digits[part], torch.tensor(kept))]
             labels = torch.searchsorted(torch.tensor(kept), digits[ids])
-            splits.append(LatentTensors(pixels[ids], labels))
+            splits.append(LatentTensors(pixels[ids].to(device), labels.to(device)))
         spec = LatentSpec(
             channels=1,
             height=8,

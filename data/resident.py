@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
@@ -177,11 +178,7 @@ class ResidentLatents(LatentLoader):
             tensors, error = read_split(train, device, storage)
             if storage == "int8":
                 worst = (error / torch.tensor(train.manifest.std)).max()
-                print(
-                    f"data: int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst "
-                    "channel)",
-                    flush=True,
-                )
+                what += f"; int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst)"
             kept_out, _ = read_split(held_out, device, storage)
             self.loader = InMemoryLatents(spec, tensors, kept_out, **args)
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
@@ -201,8 +198,8 @@ class ResidentLatents(LatentLoader):
         if self.rank == 0:
             how = "half of what is free" if device_memory_gib is None else "as given"
             print(
-                f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed "
-                f"({how})",
+                f"data: the set takes {gib(whole)} and {gib(allowed)} are allowed ({how}), so "
+                f"{what}",
                 flush=True,
             )
 
@@ -270,27 +267,21 @@ def read_split(
     """
     # An empty split has no block that would say what it lacks.
     split: dict[str, Any] = {
-        "latents": torch.empty(0, *blocks.shape),
-        "labels": torch.empty(0, dtype=torch.long),
+        "latents": torch.empty(0, *blocks.shape, device=device),
+        "labels": torch.empty(0, dtype=torch.long, device=device),
     }
     squares = torch.zeros(blocks.shape[0], dtype=torch.float64)
     for number, place in enumerate(blocks.places):
         rows = slice(place.first, place.first + place.block.samples)
         for name, tensor in blocks.read(number).items():
-            values: Any = tensor
-            if storage == "int8" and tensor.ndim == 4:
-                values = Int8Latents.of(tensor)
-            if isinstance(values, Int8Latents) and name == "latents":
-                squares += (values[:] - tensor.float()).double().square().sum((0, 2, 3))
+            rounds = storage == "int8" and tensor.ndim == 4
             if number == 0:
-                split[name] = empty_like(values, blocks.count, device)
-            split[name][rows] = values.to(device)
+                shape = (blocks.count, *tensor.shape[1:])
+                empty = Int8Latents if rounds else partial(torch.empty, dtype=tensor.dtype)
+                split[name] = empty(shape, device=device)
+            split[name][rows] = tensor
+            if rounds and name == "latents":
+                error = split[name][rows].cpu() - tensor.float()
+                squares += error.double().square().sum((0, 2, 3))
     numbers = max(1, blocks.count * math.prod(blocks.shape[1:]))
     return LatentTensors(**split), (squares / numbers).sqrt()
-
-
-def empty_like(like: Any, count: int, device: torch.device) -> Any:
-    """Uninitialised memory for `count` samples such as these."""
-    if isinstance(like, Int8Latents):
-        return Int8Latents(*(empty_like(part, count, device) for part in vars(like).values()))
-    return like.new_empty((count, *like.shape[1:]), device=device)

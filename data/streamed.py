@@ -13,6 +13,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Annotated, Any, NamedTuple, Unpack
 
@@ -71,6 +72,7 @@ class WorkerBatch(NamedTuple):
     reports: list[Skipped]
 
 
+@dataclass(eq=False)
 class StreamDataset(IterableDataset):
     """Yields a worker's samples of each batch, without end: of the rank's streams worker w of W
     reads every W-th.
@@ -79,13 +81,10 @@ class StreamDataset(IterableDataset):
     process as a page of traceback.
     """
 
-    def __init__(
-        self, order: StreamOrder, blocks: BlockReader, of_rank: RankPositions, start: int
-    ) -> None:
-        self.order = order
-        self.blocks = blocks
-        self.of_rank = of_rank
-        self.start = start
+    order: StreamOrder
+    blocks: BlockReader
+    of_rank: RankPositions
+    start: int
 
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()

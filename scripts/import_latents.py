@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from common.errors import UserError
-from training.config.compose import CONF, from_words, from_yaml, one_sentence
-from training.config.paths import refuse_missing
+from training.config.compose import CONF, from_words, from_yaml, one_sentence, refuse_missing
 from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
-from training.config.compose import from_words
-from training.config.paths import refuse_drawing
+from training.config.compose import from_words, refuse_drawing
 from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:

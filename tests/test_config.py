@@ -20,8 +20,7 @@ from common.files import ROOT
 from common.require_python import refuse_python
 from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
-from training.config.compose import CONF, compose, from_words, one_sentence
-from training.config.paths import refuse_paths
+from training.config.compose import CONF, compose, from_words, one_sentence, refuse_paths
 from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
 from training.config.words import FOREIGN

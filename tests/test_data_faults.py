@@ -35,8 +35,7 @@ from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 from tests.test_loaders import assert_same, joined
 from training.assemble import assemble
 from training.config.build import build
-from training.config.compose import compose
-from training.config.paths import refuse_no_weights
+from training.config.compose import compose, refuse_no_weights
 
 Run = Callable[..., dict[str, Any]]
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]

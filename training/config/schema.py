@@ -200,7 +200,7 @@ class RuntimeConfig:
     cuda_graph: bool = False  # the whole step, replayed
     # measures before training which techniques make the step fastest here; runtime=auto
     tune: bool = False
-    tune_seconds: float = 120.0  # at most
+    tune_seconds: Annotated[float, Gt(0)] = 120.0  # at most
     # error: stop where a technique cannot be had
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -265,7 +265,7 @@ class SamplingConfig:
     guidance: float = 1.5  # 1: none
     # times t in which guidance is on
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    shift: float = 1.0
+    shift: Annotated[float, Gt(0)] = 1.0  # 1: none
     per_class: Positive = 20  # columns of a grid made in training
 
     def check(self, prefix: str = "sampling.") -> None:
@@ -277,8 +277,6 @@ class SamplingConfig:
                 f"{prefix}guidance_interval={interval} must be two increasing times, such as "
                 "[0.1,0.9]."
             )
-        if self.shift <= 0.0:
-            raise UserError(f"{prefix}shift={self.shift} must be above 0; 1 shifts nothing.")
 
 
 @dataclass(frozen=True)
@@ -464,7 +462,7 @@ def refuse_values(node: Any, prefix: str = "") -> None:
 
 def wanted(fault: Mapping[str, Any]) -> str:
     """What a value must be in which pydantic found a fault."""
-    bound = BOUNDS.get(fault["type"], fault["msg"].removeprefix("Input should be "))
+    bound: str = BOUNDS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
     return bound.format(**fault.get("ctx", {}))
 
 
