@@ -61,16 +61,12 @@ class Progress:
             )
 
     def left(self) -> str:
-        """The time that the rest takes at the rate so far, in words."""
+        """The time that the rest takes at the rate so far, such as 02:46:39."""
         done = self.count - self.initial
         if done <= 0:
             return "time left unknown"
-        seconds = round((self.total - self.count) / done * (time.perf_counter() - self.started))
-        hours = seconds // 3600
-        minutes = seconds // 60
-        if hours:
-            return f"{hours} h {minutes % 60} min left"
-        return f"{minutes} min left" if minutes else f"{seconds} s left"
+        seconds = (self.total - self.count) / done * (time.perf_counter() - self.started)
+        return f"{self.bar.format_interval(seconds)} left"
 
     def say(self, line: str) -> None:
         """Prints a line without breaking the bar."""

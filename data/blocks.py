@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from jaxtyping import UInt8
@@ -67,8 +67,6 @@ class BlockReader:
     def __init__(
         self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error"
     ) -> None:
-        if on_corrupt not in ("error", "skip"):
-            raise UserError(f"data.on_corrupt={on_corrupt} is unknown; choose error or skip.")
         self.source = source
         self.manifest = manifest
         self.on_corrupt = on_corrupt
@@ -109,7 +107,7 @@ class BlockReader:
             if other in self.damaged:
                 continue
             try:
-                tensors = self.fetched(other)
+                tensors = self.checked(other)
             except DamagedBlockError as error:
                 unreachable += isinstance(error, UnreachableError)
                 if self.on_corrupt == "error" or unreachable == MOST_UNREACHABLE:
@@ -132,17 +130,6 @@ class BlockReader:
             f"{self.source}: not one block can be read ({reason}); run precompute_latents.py again."
         )
 
-    def fetched(self, number: int) -> dict[str, Tensor]:
-        """Reads a block, a second time if the source drops a damaged copy of it."""
-        try:
-            return self.checked(number)
-        except UnreachableError:
-            raise
-        except DamagedBlockError:
-            if not self.source.forget(self.places[number].shard.file):
-                raise
-        return self.checked(number)
-
     @cached_property
     def like(self) -> dict[str, Tensor]:
         """A sample; the tensors of the others have its names, dtypes and shapes."""
@@ -156,8 +143,8 @@ class BlockReader:
         """Reads a block as bytes, a row a sample: one slice, one copy and one file descriptor, not
         many."""
         tensors = self.read(number)
-        flat = [tensors[name].flatten().view(torch.uint8) for name in self.like]
-        return torch.cat([values.view(len(tensors["labels"]), -1) for values in flat], dim=1)
+        flat = [tensors[name].reshape(len(tensors["ids"]), -1) for name in self.like]
+        return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
 
     def latents_in(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
         """The samples whose bytes `rows` holds, on any device."""
@@ -174,9 +161,12 @@ class BlockReader:
         self.reports = []
         return reports
 
-    def checked(self, number: int) -> dict[str, Tensor]:
-        """Reads a block; DamagedBlockError if it is not what the manifest says."""
-        shard, block, _ = place = self.places[number]
+    def checked(self, number: int, again: bool = True) -> dict[str, Tensor]:
+        """Reads a block, a second time if the source drops a damaged copy of it; DamagedBlockError
+        if it is not what the manifest says."""
+        place = self.places[number]
+        shard = place.shard
+        block = place.block
         what = f"{self.source}/{place}"
         try:
             content = self.source.read(shard.file, block.offset, block.size)
@@ -187,6 +177,8 @@ class BlockReader:
         try:
             return self.tensors_in(content, block)
         except DamagedBlockError as error:
+            if again and self.source.forget(shard.file):
+                return self.checked(number, again=False)
             raise DamagedBlockError(f"{what} {error}; {REMEDY}.") from error
 
     def tensors_in(self, content: bytes, block: Block) -> dict[str, Tensor]:
@@ -297,9 +289,13 @@ class BlockLoader(LatentLoader):
     """Base of the loaders that read blocks while they run: it knows the blocks of both splits."""
 
     def __init__(
-        self, spec: LatentSpec, args: LoaderArgs, train: BlockReader, held_out: BlockReader
+        self,
+        spec: LatentSpec,
+        train: BlockReader,
+        held_out: BlockReader,
+        **args: Unpack[LoaderArgs],
     ) -> None:
-        super().__init__(spec, args)
+        super().__init__(spec, **args)
         self.blocks = train
         self.held_out_blocks = held_out
         self.held_out_count = held_out.count
@@ -308,12 +304,11 @@ class BlockLoader(LatentLoader):
         """See `LatentLoader`; a thread reads a block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
-        positions = torch.arange(blocks.count, device=self.device).split(batch_size)
         try:
             read = Ahead((blocks.rows(number) for number in range(len(blocks.places))), readers)
-            for rows, position in zip(cut(read, batch_size), positions, strict=False):
+            for number, rows in enumerate(cut(read, batch_size)):
                 found = blocks.latents_in(rows.to(self.device))
-                yield Batch(self.normalise(found.floating()), found.labels, found.ids, position)
+                yield self.plain_batch(found, number * batch_size)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())

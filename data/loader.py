@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import torch
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
@@ -80,7 +80,7 @@ class LatentSpec:
         known = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
         return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=known)
 
-    def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
         """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call
         copies nothing."""
         mean, std = self.channel_statistics(device)
@@ -100,22 +100,15 @@ class LatentSpec:
         return asdict(self)
 
 
-class LoaderArgs(NamedTuple):
+class LoaderArgs(TypedDict):
     """The arguments that every loader takes from the run, beside those of its configuration."""
 
     batch_size: int
     """Samples of this rank in one micro-batch."""
     seed: int
     device: torch.device
-    rank: int = 0
-    world_size: int = 1
-
-
-def refuse_below(least: int, **values: int | None) -> None:
-    """ValueError if a value of the `data` keys that is set is below `least`."""
-    for key, value in values.items():
-        if value is not None and value < least:
-            raise UserError(f"data.{key}={value} must be at least {least}.")
+    rank: NotRequired[int]
+    world_size: NotRequired[int]
 
 
 class LatentLoader:
@@ -131,12 +124,16 @@ class LatentLoader:
     patience: float = 1800.0
     """Seconds to wait for a batch whose readers have stopped giving any."""
 
-    def __init__(self, spec: LatentSpec, args: LoaderArgs) -> None:
+    def __init__(self, spec: LatentSpec, **args: Unpack[LoaderArgs]) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
         """Blocks that could not be used and that others stand in for -> their samples."""
-        self.batch_size, self.seed, self.device, self.rank, self.world_size = args
-        self.normalise = spec.normaliser(args.device)
+        self.batch_size = args["batch_size"]
+        self.seed = args["seed"]
+        self.device = args["device"]
+        self.rank = args.get("rank", 0)
+        self.world_size = args.get("world_size", 1)
+        self.normalise = spec.normaliser(self.device)
         self.samples_seen = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -157,6 +154,11 @@ class LatentLoader:
         latents = self.normalise(sampled(rows, self.seed, position))
         return Batch(latents, rows.labels, rows.ids, position)
 
+    def plain_batch(self, rows: LatentTensors, start: int) -> Batch:
+        """Makes a batch of raw samples, without augmentation, at the positions from `start` on."""
+        position = torch.arange(start, start + len(rows.labels), device=self.device)
+        return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position)
+
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         """The held-out split, once, in a fixed order and without augmentation; the last batch may
         be smaller."""
@@ -176,28 +178,21 @@ class LatentLoader:
 class Int8Latents:
     """Latents in 8 bits with one scale per sample and channel: half the memory of 16 bits.
 
-    `latents[ids]` returns fp32. Rounding moves a value by at most half of 1/127 of the largest one
-    of its channel in its sample.
+    `latents[ids]` returns fp32, and what is set there is rounded. That moves a value by at most
+    half of 1/127 of the largest one of its channel in its sample.
     """
 
-    def __init__(self, values: Int8[Tensor, "N C H W"], scale: Float[Tensor, "N C 1 1"]) -> None:
-        self.values = values
-        self.scale = scale
-
-    @classmethod
-    def of(cls, latents: Float[Tensor, "N C H W"]) -> Int8Latents:
-        scale = latents.float().abs().amax((2, 3), keepdim=True).clamp(min=1e-30) / 127.0
-        return cls((latents.float() / scale).round().to(torch.int8), scale)
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.values = torch.empty(shape, dtype=torch.int8, device=device)
+        self.scale = torch.empty((*shape[:2], 1, 1), device=device)
 
     def __getitem__(self, ids: Any) -> Float[Tensor, "B C H W"]:
         return self.values[ids].float() * self.scale[ids]
 
-    def __setitem__(self, ids: Any, latents: Int8Latents) -> None:
-        self.values[ids] = latents.values
-        self.scale[ids] = latents.scale
-
-    def to(self, device: torch.device) -> Int8Latents:
-        return Int8Latents(self.values.to(device), self.scale.to(device))
+    def __setitem__(self, ids: Any, latents: Float[Tensor, "B C H W"]) -> None:
+        scale = latents.float().abs().amax((2, 3), keepdim=True).clamp(min=1e-30) / 127.0
+        self.values[ids] = (latents.float() / scale).round().to(torch.int8)
+        self.scale[ids] = scale
 
 
 @dataclass
@@ -217,21 +212,15 @@ class LatentTensors:
         if self.ids is None:
             self.ids = torch.arange(len(self.labels), device=self.labels.device)
 
-    def each(self, change: Callable[[Any], Any]) -> LatentTensors:
-        """The samples after `change` of every tensor that is there."""
-        return LatentTensors(*(None if t is None else change(t) for t in vars(self).values()))  # pyright: ignore[reportArgumentType]
-
-    def to(self, device: torch.device) -> LatentTensors:
-        return self.each(lambda tensor: tensor.to(device))
-
     def floating(self) -> Float[Tensor, "N C H W"]:
         """The latents, for a caller that knows they are not `Int8Latents`."""
         assert isinstance(self.latents, Tensor)
         return self.latents
 
-    def rows(self, ids: Tensor) -> LatentTensors:
+    def rows(self, ids: Tensor | slice) -> LatentTensors:
         """Gathers the samples `ids`, as floating-point tensors."""
-        return self.each(lambda tensor: tensor[ids])
+        found: Any = [None if tensor is None else tensor[ids] for tensor in vars(self).values()]
+        return LatentTensors(*found)
 
 
 def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
@@ -254,24 +243,26 @@ def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float
 
 
 class InMemoryLatents(LatentLoader):
-    """The loader of tensors on the device: a batch is one gather."""
+    """The loader of tensors that lie on the device: a batch is one gather."""
 
     def __init__(
-        self, spec: LatentSpec, train: LatentTensors, held_out: LatentTensors, args: LoaderArgs
+        self,
+        spec: LatentSpec,
+        train: LatentTensors,
+        held_out: LatentTensors,
+        **args: Unpack[LoaderArgs],
     ) -> None:
-        super().__init__(spec, args)
-        self.train = train.to(args.device)
-        self.held_out_split = held_out.to(args.device)
+        super().__init__(spec, **args)
+        self.train = train
+        self.held_out_split = held_out
         self.held_out_count = len(held_out.labels)
-        self.order = EpochOrder(len(train.labels), args.seed, args.device)
+        self.order = EpochOrder(len(train.labels), self.seed, self.device)
 
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)
         return self.batch(self.train.rows(self.order.ids(start, self.batch_size)), position)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        split = self.held_out_split
-        for rows in torch.arange(self.held_out_count, device=self.device).split(batch_size):
-            if len(rows):  # an empty split would make one empty batch
-                latents = self.normalise(split.latents[rows])
-                yield Batch(latents, split.labels[rows], split.ids[rows], rows)
+        for start in range(0, self.held_out_count, batch_size):
+            rows = self.held_out_split.rows(slice(start, start + batch_size))
+            yield self.plain_batch(rows, start)

@@ -17,7 +17,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -26,7 +27,8 @@ from torch import Tensor
 from common.errors import UserError
 
 GOLDEN = 0x9E3779B97F4A7C15
-Found = TypeVar("Found")
+EPOCHS = 2
+"""An order keeps what it drew for the latest epochs: batches run across the end of one."""
 
 
 def seeded(*key: int) -> torch.Generator:
@@ -37,37 +39,17 @@ def seeded(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(state)
 
 
-class Order(Generic[Found]):
-    """Keeps what a subclass draws for an epoch: the two latest, for batches that run across the end
-    of one."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.count = count
-        self.seed = seed
-        self.cache: dict[int, Found] = {}
-
-    def of_epoch(self, epoch: int) -> Found:
-        if epoch not in self.cache:
-            kept = {e: found for e, found in self.cache.items() if e == epoch - 1}
-            self.cache = kept | {epoch: self.draw(epoch)}
-        return self.cache[epoch]
-
-    def draw(self, epoch: int) -> Found:
-        raise NotImplementedError
+def permutation(count: int, *key: int) -> Int[Tensor, "N"]:
+    """A permutation of `count` numbers that `key` decides, the same on every device."""
+    return torch.randperm(count, generator=seeded(*key))
 
 
-class EpochOrder(Order[Int[Tensor, "N"]]):
-    """Position p has the (p mod N)-th id of the permutation of epoch p div N, on `device`.
-
-    A CPU generator draws it, so it is the same on every device.
-    """
+class EpochOrder:
+    """Position p has the (p mod N)-th id of the permutation of epoch p div N, on `device`."""
 
     def __init__(self, count: int, seed: int, device: torch.device) -> None:
-        super().__init__(count, seed)
-        self.device = device
-
-    def draw(self, epoch: int) -> Int[Tensor, "N"]:
-        return torch.randperm(self.count, generator=seeded(self.seed, epoch)).to(self.device)
+        self.count = count
+        self.of_epoch = lru_cache(EPOCHS)(lambda e: permutation(count, seed, e).to(device))
 
     def ids(self, start: int, count: int) -> Int[Tensor, "B"]:
         """Ids at positions start … start + count - 1."""
@@ -92,7 +74,7 @@ class Chunk:
     blocks: list[int] = field(default_factory=list)
 
 
-class ChunkOrder(Order[list[Chunk]]):
+class ChunkOrder:
     """The chunks of each epoch, of at most `chunk_size` samples. `counts` are the samples of each
     block."""
 
@@ -102,15 +84,16 @@ class ChunkOrder(Order[list[Chunk]]):
                 f"a window of {chunk_size} samples holds not even one block of {max(counts)}; "
                 "raise data.device_memory_gib, or make the set with a smaller block_size."
             )
-        super().__init__(sum(counts), seed)
+        self.count = sum(counts)
+        self.seed = seed
         self.counts = counts
         self.chunk_size = chunk_size
+        self.of_epoch = lru_cache(EPOCHS)(self.draw)
 
     def draw(self, epoch: int) -> list[Chunk]:
         chunk = Chunk(epoch, 0, 0)
         chunks = [chunk]
-        order = torch.randperm(len(self.counts), generator=seeded(self.seed, epoch))
-        for block in order.tolist():
+        for block in permutation(len(self.counts), self.seed, epoch).tolist():
             if chunk.size + self.counts[block] > self.chunk_size:
                 chunk = Chunk(epoch, len(chunks), chunk.first + chunk.size)
                 chunks.append(chunk)
@@ -129,7 +112,7 @@ class ChunkOrder(Order[list[Chunk]]):
         return self.locate(chunk.epoch * self.count + chunk.first + chunk.size)[0]
 
     def permutation(self, chunk: Chunk) -> Tensor:
-        return torch.randperm(chunk.size, generator=seeded(self.seed, chunk.epoch, chunk.number))
+        return permutation(chunk.size, self.seed, chunk.epoch, chunk.number)
 
 
 class Window(NamedTuple):
@@ -143,7 +126,7 @@ class Window(NamedTuple):
     size: int
 
 
-class StreamOrder(Order[tuple[Tensor, Tensor]]):
+class StreamOrder:
     """Maps positions to windows and windows to blocks. `blocks_of_shard` and `counts` (samples)
     describe the set.
 
@@ -153,11 +136,13 @@ class StreamOrder(Order[tuple[Tensor, Tensor]]):
     def __init__(
         self, blocks_of_shard: list[int], counts: list[int], seed: int, streams: int, window: int
     ) -> None:
-        super().__init__(sum(counts), seed)
+        self.count = sum(counts)
+        self.seed = seed
         self.blocks_of_shard = blocks_of_shard
         self.counts = counts
         self.streams = streams
         self.window = window
+        self.of_epoch = lru_cache(EPOCHS)(self.draw)
 
     def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Numbers of the blocks in the order of an epoch, and the first sample of each in that
@@ -206,9 +191,7 @@ class StreamOrder(Order[tuple[Tensor, Tensor]]):
             at += 1
 
     def permutation(self, window: Window) -> Tensor:
-        return torch.randperm(
-            window.size, generator=seeded(self.seed, window.epoch, window.stream, window.number)
-        )
+        return permutation(window.size, self.seed, window.epoch, window.stream, window.number)
 
 
 class RankPositions(NamedTuple):

@@ -7,7 +7,8 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from common.errors import UserError
 from common.workers import Ahead, Readers
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, open_set
 from data.loader import (
+    Above0,
     Batch,
     InMemoryLatents,
     Int8Latents,
@@ -45,9 +47,9 @@ class ChunkedLatents(BlockLoader):
         train: BlockReader,
         held_out: BlockReader,
         chunk_size: int,
-        args: LoaderArgs,
+        **args: Unpack[LoaderArgs],
     ) -> None:
-        super().__init__(spec, args, train, held_out)
+        super().__init__(spec, train, held_out, **args)
         self.order = ChunkOrder(train.counts, self.seed, chunk_size)
         self.chunk: Chunk | None = None
         """From which batches come, once there is one."""
@@ -157,23 +159,17 @@ class ResidentLatents(LatentLoader):
         encoder: str | None = None,
         latent_scale: float | None = None,
         storage: Storage = "native",
-        device_memory_gib: float | None = None,
+        device_memory_gib: Above0 | None = None,
         on_corrupt: OnCorrupt = "error",
-        batch_size: int,
-        seed: int,
-        device: torch.device,
-        rank: int = 0,
-        world_size: int = 1,
+        **args: Unpack[LoaderArgs],
     ) -> None:
-        if storage not in ("native", "int8"):
-            raise UserError(f"data.storage={storage} is unknown; choose native or int8.")
         expected = (normalisation, encoder, latent_scale)
         spec, train, held_out = open_set("resident", path, *expected, on_corrupt)
         if storage == "int8":
             spec = spec.ordered(storage)
-        args = LoaderArgs(batch_size, seed, device, rank, world_size)
-        super().__init__(spec, args)
-        allowed = memory_allowed(device, device_memory_gib, world_size)
+        super().__init__(spec, **args)
+        device = self.device
+        allowed = memory_allowed(device, device_memory_gib, self.world_size)
         a_sample = bytes_of_a_sample(train, storage)
         whole = a_sample * (train.count + held_out.count)
         self.loader: LatentLoader
@@ -182,13 +178,9 @@ class ResidentLatents(LatentLoader):
             tensors, error = read_split(train, device, storage)
             if storage == "int8":
                 worst = (error / torch.tensor(train.manifest.std)).max()
-                print(
-                    f"data: int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst "
-                    "channel)",
-                    flush=True,
-                )
+                what += f"; int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst)"
             kept_out, _ = read_split(held_out, device, storage)
-            self.loader = InMemoryLatents(spec, tensors, kept_out, args)
+            self.loader = InMemoryLatents(spec, tensors, kept_out, **args)
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
         elif storage == "int8":
             raise UserError(
@@ -199,15 +191,15 @@ class ResidentLatents(LatentLoader):
         else:
             chunk_size = min(train.count, int(allowed // (2 * a_sample)))
             what = f"a window of {chunk_size} samples on the device, and the next one on its way"
-            self.loader = ChunkedLatents(spec, train, held_out, chunk_size, args)
+            self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)
 
         self.skipped = self.loader.skipped
         self.held_out_count = held_out.count
-        if rank == 0:
+        if self.rank == 0:
             how = "half of what is free" if device_memory_gib is None else "as given"
             print(
-                f"data: {what}, for the set takes {gib(whole)} and {gib(allowed)} are allowed "
-                f"({how})",
+                f"data: the set takes {gib(whole)} and {gib(allowed)} are allowed ({how}), so "
+                f"{what}",
                 flush=True,
             )
 
@@ -242,8 +234,6 @@ def memory_allowed(device: torch.device, given: float | None, world_size: int = 
     All processes take the least of theirs, because the order of samples depends on it.
     """
     if given is not None:
-        if given <= 0:
-            raise UserError(f"data.device_memory_gib={given} must be above 0.")
         return int(given * GIB)
     if device.type == "cuda":
         allowed = torch.cuda.mem_get_info(device)[0] // 2
@@ -277,27 +267,21 @@ def read_split(
     """
     # An empty split has no block that would say what it lacks.
     split: dict[str, Any] = {
-        "latents": torch.empty(0, *blocks.shape),
-        "labels": torch.empty(0, dtype=torch.long),
+        "latents": torch.empty(0, *blocks.shape, device=device),
+        "labels": torch.empty(0, dtype=torch.long, device=device),
     }
     squares = torch.zeros(blocks.shape[0], dtype=torch.float64)
     for number, place in enumerate(blocks.places):
         rows = slice(place.first, place.first + place.block.samples)
         for name, tensor in blocks.read(number).items():
-            values: Any = tensor
-            if storage == "int8" and tensor.ndim == 4:
-                values = Int8Latents.of(tensor)
-            if isinstance(values, Int8Latents) and name == "latents":
-                squares += (values[:] - tensor.float()).double().square().sum((0, 2, 3))
+            rounds = storage == "int8" and tensor.ndim == 4
             if number == 0:
-                split[name] = empty_like(values, blocks.count, device)
-            split[name][rows] = values.to(device)
+                shape = (blocks.count, *tensor.shape[1:])
+                empty = Int8Latents if rounds else partial(torch.empty, dtype=tensor.dtype)
+                split[name] = empty(shape, device=device)
+            split[name][rows] = tensor
+            if rounds and name == "latents":
+                error = split[name][rows].cpu() - tensor.float()
+                squares += error.double().square().sum((0, 2, 3))
     numbers = max(1, blocks.count * math.prod(blocks.shape[1:]))
     return LatentTensors(**split), (squares / numbers).sqrt()
-
-
-def empty_like(like: Any, count: int, device: torch.device) -> Any:
-    """Uninitialised memory for `count` samples such as these."""
-    if isinstance(like, Int8Latents):
-        return Int8Latents(*(empty_like(part, count, device) for part in vars(like).values()))
-    return like.new_empty((count, *like.shape[1:]), device=device)

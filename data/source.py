@@ -26,7 +26,6 @@ from urllib3.util import Retry
 from common.errors import UserError
 from common.text import first_line
 
-LONGEST_TIMEOUT = 86_400.0
 LONGEST_PAUSE = 30.0
 FIRST_PAUSE = 0.2
 """Seconds, of which urllib3 makes 0, then 2, 4, 8 … times as many."""
@@ -63,11 +62,6 @@ def open_source(
     source fetches whole shards into that folder and reads them there. The query of an http(s) URL
     goes behind the name of each file.
     """
-    if not 0.0 < timeout <= LONGEST_TIMEOUT or retries < 0:
-        raise UserError(
-            f"data.timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds, and "
-            f"data.retries={retries} at least 0."
-        )
     url = str(path)
     web = url.startswith(("http://", "https://"))
     if url.startswith("pipe:") or ("::" in url and not web):

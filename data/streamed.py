@@ -13,11 +13,13 @@ import contextlib
 import math
 import weakref
 from collections.abc import Generator, Iterator
-from itertools import count
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import torch
 from jaxtyping import UInt8
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -25,7 +27,7 @@ from common.errors import UserError
 from common.text import first_line
 from common.workers import Ahead, Readers, refuse_small_shared_memory
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, Skipped, add_skipped, open_set
-from data.loader import Batch, LoaderArgs, refuse_below
+from data.loader import Batch, Count, LoaderArgs, Size
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 
@@ -70,6 +72,7 @@ class WorkerBatch(NamedTuple):
     reports: list[Skipped]
 
 
+@dataclass(eq=False)
 class StreamDataset(IterableDataset):
     """Yields a worker's samples of each batch, without end: of the rank's streams worker w of W
     reads every W-th.
@@ -78,13 +81,10 @@ class StreamDataset(IterableDataset):
     process as a page of traceback.
     """
 
-    def __init__(
-        self, order: StreamOrder, blocks: BlockReader, of_rank: RankPositions, start: int
-    ) -> None:
-        self.order = order
-        self.blocks = blocks
-        self.of_rank = of_rank
-        self.start = start
+    order: StreamOrder
+    blocks: BlockReader
+    of_rank: RankPositions
+    start: int
 
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()
@@ -115,18 +115,14 @@ class StreamDataset(IterableDataset):
         for position in wanted:
             if position % every not in streams:
                 windows = Ahead(windows_of(self.order, self.blocks, position), readers)
-                streams[position % every] = rows_of(windows, every)
+                streams[position % every] = chain.from_iterable(
+                    zip(count(first, every), rows, strict=False) for first, rows in windows
+                )
 
         # What comes before a position in its stream is for other ranks.
         taken = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
         rows = torch.stack(taken) if taken else torch.empty(0, dtype=torch.uint8)
         return WorkerBatch(rows, wanted, self.blocks.take_reports())
-
-
-def rows_of(windows: Iterator[tuple[int, Tensor]], streams: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields (position, row) for every sample of the windows of a stream."""
-    for position, rows in windows:
-        yield from zip(count(position, streams), rows, strict=False)
 
 
 def batches_of(
@@ -191,35 +187,27 @@ class StreamedLatents(BlockLoader):
         normalisation: Normalisation = "channel",
         encoder: str | None = None,
         latent_scale: float | None = None,
-        streams: int | None = None,
-        window: int = 256,
+        streams: Size | None = None,
+        window: Size = 256,
         host_memory_gib: float = 8.0,
-        num_workers: int = 2,
-        prefetch_factor: int = 4,
+        num_workers: Count = 2,
+        prefetch_factor: Size = 4,
         pin_memory: bool = True,
         on_corrupt: OnCorrupt = "error",
         cache: str | None = None,
-        timeout: float = 30.0,
-        retries: int = 5,
-        batch_size: int,
-        seed: int,
-        device: torch.device,
-        rank: int = 0,
-        world_size: int = 1,
+        timeout: Annotated[float, Field(gt=0, le=86_400)] = 30.0,
+        retries: Count = 5,
+        **args: Unpack[LoaderArgs],
     ) -> None:
-        refuse_below(1, streams=streams, window=window, prefetch_factor=prefetch_factor)
-        refuse_below(0, num_workers=num_workers)
         remote = {"cache": cache, "timeout": timeout, "retries": retries}
         expected = (normalisation, encoder, latent_scale)
         spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
         spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
-        super().__init__(
-            spec, LoaderArgs(batch_size, seed, device, rank, world_size), train, held_out
-        )
+        super().__init__(spec, train, held_out, **args)
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
-        self.pin_memory = pin_memory and device.type == "cuda"
+        self.pin_memory = pin_memory and self.device.type == "cuda"
         self.given = streams
         self.window = window
         self.allowed_gib = host_memory_gib
@@ -239,16 +227,13 @@ class StreamedLatents(BlockLoader):
         if self.rank:
             return
 
-        own = self.of_rank.own_streams()
-        how = "whole streams" if own is not None or self.world_size == 1 else "parts of streams"
-        windows = (streams if own is None else len(own)) * a_stream
+        windows = len(self.of_rank.own_streams() or range(streams)) * a_stream
         readers = max(1, self.num_workers)
         reading = readers * READERS * COPIES * max(place.block.size for place in places)
         print(
             f"data: {self.spec.count} samples in {len(places)} blocks from {self.blocks.source}, "
-            f"{streams} streams, windows of {self.window}; each of {self.world_size} × {readers} "
-            f"readers has {how}; in each process windows take up to {windows / 2**20:.2f} MiB "
-            f"and reading about {reading / 2**20:.2f} MiB of host memory",
+            f"{streams} streams, windows of {self.window}; in each process windows take up to "
+            f"{windows / 2**20:.2f} MiB and reading about {reading / 2**20:.2f} MiB of host memory",
             flush=True,
         )
 
@@ -301,8 +286,7 @@ class StreamedLatents(BlockLoader):
         super().load_state_dict(state)
         # Earlier versions had 64 where none were given.
         streams = state.get("streams", self.given or MOST_STREAMS)
-        refuse_below(1, streams=streams)
-        if self.given not in (None, streams):
+        if streams < 1 or self.given not in (None, streams):
             raise UserError(
                 f"data.streams={self.given}, but the run began with {streams}; leave data.streams "
                 "out."

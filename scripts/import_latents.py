@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Lt
 
 from common.errors import UserError
-from training.config.compose import CONF, from_words, from_yaml, one_sentence
-from training.config.paths import refuse_missing
+from training.config.compose import CONF, from_words, from_yaml, one_sentence, refuse_missing
 from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:

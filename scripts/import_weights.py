@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from training.config.compose import from_words, one_sentence
-from training.config.paths import refuse_missing
+from training.config.compose import from_words, one_sentence, refuse_missing
 
 if TYPE_CHECKING:
     from data.loader import LatentSpec

@@ -31,8 +31,7 @@ from PIL import Image
 from common.errors import UserError
 from common.files import rename, write_atomically
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
-from training.config.compose import from_words
-from training.config.paths import refuse_drawing
+from training.config.compose import from_words, refuse_drawing
 from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from training.config.compose import from_words, one_sentence, typed
-from training.config.paths import refuse_no_set
+from training.config.compose import from_words, one_sentence, refuse_no_set, typed
 from training.config.schema import PrecomputeConfig
 
 if TYPE_CHECKING:

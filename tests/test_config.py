@@ -20,8 +20,7 @@ from common.files import ROOT
 from common.require_python import refuse_python
 from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
-from training.config.compose import CONF, compose, from_words, one_sentence
-from training.config.paths import refuse_paths
+from training.config.compose import CONF, compose, from_words, one_sentence, refuse_paths
 from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
 from training.config.words import FOREIGN
@@ -144,19 +143,19 @@ MISTAKES = {
     "+schedule.warmup=1": ("schedule.warmup=1", "did you mean schedule.warmup_samples?"),
     "+model.junk=1": ("model.junk=1", "it takes dim, depth"),
     "+model.mixer.junk=1": ("model.mixer.junk=1", "BidirectionalSSD has no argument"),
-    "model.dim=abc": ("model.dim=abc", "type int"),
+    "model.dim=abc": ("model.dim=abc", "a valid integer"),
     "model=null": ("model=null", "mamba_xs"),
     "model.depth=0": ("model.depth=0", "at least 1"),
     "model.patch_size=0": ("model.patch_size=0", "at least 1"),
     "optim.lr=-1": ("optim: Invalid learning rate: -1.0", "AdamW"),
     "model.head_dim=37": ("model.head_dim=37", "divisor"),
-    "optim.betas=[0.9]": ("optim.betas=[0.9]", "type"),
-    "optim.lr=fast": ("optim.lr=fast", "type float"),
+    "optim.betas=[0.9]": ("optim.betas=[0.9]", "must be longer"),
+    "optim.lr=fast": ("optim.lr=fast", "a valid number"),
     "data=resident": ("data.path=<folder", "precompute_latents.py"),
     "data=resident data.path=/nowhere": ("/nowhere/manifest.json", "precompute_latents.py"),
     "objective.label_dropout=2": ("objective.label_dropout=2", "between 0 and 1"),
     "sampling.guidance_interval=[1,0]": ("sampling.guidance_interval=[1.0, 0.0]", "increasing"),
-    "logger=wandb logger.mode=on": ("logger.mode=on", "online, offline"),
+    "logger=wandb logger.mode=on": ("logger.mode=on", "'online' or 'offline'"),
     "init_from=/nowhere": ("init_from=/nowhere", "neither"),
     "resume=/nowhere": ("/nowhere", "no usable checkpoint"),
     "runtime.device=cuda": ("runtime.device=cuda", "no NVIDIA GPU"),
@@ -168,8 +167,8 @@ MISTAKES = {
     "optim._target_=torch.load": ("optim._target_=torch.load", "not allowed"),
     "model._target_=models.denoiser.torch.load": ("models.denoiser.torch.load", "not allowed"),
     "model._target_=models.denoiser.nn.Linear": ("models.denoiser.nn.Linear", "not allowed"),
-    "optim._target_=data.digits.DigitLatents": (
-        "optim._target_=data.digits.DigitLatents",
+    "optim._target_=data.builtin.DigitLatents": (
+        "optim._target_=data.builtin.DigitLatents",
         "no Optimizer",
     ),
     "model._target_=models.denoiser.nothing": ("models.denoiser.nothing", "not allowed"),
@@ -276,7 +275,7 @@ def test_a_component_may_be_any_class_of_ours_and_no_function():
     assert resolve_target("torch.optim.AdamW", "optim").__name__ == "AdamW"
     for target in (
         "training.assemble.build_model",
-        "data.digits.torch",
+        "data.builtin.torch",
         "models.block.F.linear",
         "accel",
         "os.system",
@@ -459,7 +458,7 @@ def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]):
 
 def test_a_whole_number_above_all_floats_is_refused():
     node = compose([]).cfg.model | {"drop_path": 10**400}
-    with pytest.raises(ValueError, match=r"model.drop_path=10+ is not of type float"):
+    with pytest.raises(ValueError, match=r"model.drop_path=10+ must be a finite number"):
         build(node, "model", channels=1, height=8, width=8, num_classes=2)
 
 

@@ -25,7 +25,7 @@ import torch
 
 from data import source
 from data.blocks import BlockReader
-from data.digits import DigitLatents
+from data.builtin import DigitLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
@@ -34,8 +34,8 @@ from encoding.images import DecodedImages, decoding_loader
 from tests.helpers import CPU, random_samples, save_latent_set, write_shard
 from tests.test_loaders import assert_same, joined
 from training.assemble import assemble
-from training.config.compose import compose
-from training.config.paths import refuse_no_weights
+from training.config.build import build
+from training.config.compose import compose, refuse_no_weights
 
 Run = Callable[..., dict[str, Any]]
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
@@ -229,19 +229,18 @@ def test_a_set_of_another_encoder_or_scale_is_refused(folder: Path, kind: str):
         ({"window": 0}, "data.window=0 must be at least 1"),
         ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
         ({"timeout": 0.0}, "data.timeout=0.0 must be above 0"),
-        ({"retries": -1}, "data.retries=-1 at least 0"),
+        ({"retries": -1}, "data.retries=-1 must be at least 0"),
         ({"prefetch_factor": 0}, "data.prefetch_factor=0 must be at least 1"),
-        ({"on_corrupt": "ignore"}, "data.on_corrupt=ignore is unknown; choose error or skip"),
+        ({"on_corrupt": "ignore"}, "data.on_corrupt=ignore must be 'error' or 'skip'"),
         ({"path": None}, "data=webdataset needs data.path"),
         ({"path": "pipe:curl x"}, "pipes and chained URLs are not opened"),
         ({"path": "simplecache::s3://x"}, "pipes and chained URLs are not opened"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(folder: Path, changes: dict, sentence: str):
+    node = compose(["data=webdataset"]).cfg.data | {"path": str(folder)} | changes
     with pytest.raises(ValueError, match=sentence):
-        StreamedLatents(
-            **{"path": str(folder), "batch_size": 2, "seed": 0, "device": CPU} | changes
-        )
+        build(node, "data", batch_size=2, seed=0, device=CPU)
 
 
 def test_a_latent_set_is_no_weights(folder: Path):

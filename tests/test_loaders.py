@@ -12,21 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.digits import DigitLatents
-from data.loader import (
-    Batch,
-    EpochOrder,
-    InMemoryLatents,
-    LatentLoader,
-    LatentSpec,
-    LatentTensors,
-    LoaderArgs,
-    sampled,
-)
+from data.builtin import DigitLatents, SyntheticLatents
+from data.loader import Batch, InMemoryLatents, LatentLoader, LatentSpec, LatentTensors, sampled
+from data.order import EpochOrder
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
-from data.synthetic import SyntheticLatents
 from tests.helpers import CPU, random_samples, save_latent_set
+from training.config.build import build
+from training.config.compose import compose
 
 Make = Callable[..., LatentLoader]
 
@@ -230,9 +223,10 @@ def test_digits_are_normalised():
 
 
 def test_synthetic_refuses_an_empty_set():
+    data = compose(["data=synthetic"]).cfg.data
     for key in ("channels", "height", "width", "num_classes", "count"):
         with pytest.raises(ValueError, match=f"data.{key}=0 must be at least 1"):
-            SyntheticLatents(**{"count": 4, key: 0}, batch_size=1, seed=0, device=CPU)
+            build(data | {key: 0}, "data", batch_size=1, seed=0, device=CPU)
 
 
 # Order
@@ -271,7 +265,7 @@ def in_memory(seed: int = 0, **tensors: Tensor) -> InMemoryLatents:
         mean=[0.0] * channels,
         std=[1.0] * channels,
     )
-    return InMemoryLatents(spec, split, split, LoaderArgs(batch_size=8, seed=seed, device=CPU))
+    return InMemoryLatents(spec, split, split, batch_size=8, seed=seed, device=CPU)
 
 
 def gather(loader: InMemoryLatents, ids: Tensor, position: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ MISTAKES: dict[str, str] = {
     "train.py sampling.guidance_interval=[[0,1],1]": (
         "sampling.guidance_interval.0=[0, 1] must be a valid number."
     ),
-    "train.py sampling.shift=0": "sampling.shift=0.0 must be above 0; 1 shifts nothing.",
+    "train.py sampling.shift=0": "sampling.shift=0.0 must be above 0.",
     'train.py "run_dir=it\'s"': (
         "run_dir: the word that begins so cannot be read; put the value into two kinds of "
         "quotes: run_dir=\"'…'\"."

@@ -692,7 +692,7 @@ def test_settings_that_no_job_can_have_are_refused(overrides: list[str], sentenc
 
 
 def test_an_encoder_without_a_path_is_refused(job: Job):
-    with pytest.raises(ValueError, match=r"encoder\.path=None is not of type str"):
+    with pytest.raises(ValueError, match=r"encoder\.path=None must be a valid string"):
         job("encoder.path=null")
 
 

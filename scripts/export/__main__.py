@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
-from training.config.compose import from_words, one_sentence
-from training.config.paths import refuse_no_weights
+from training.config.compose import from_words, one_sentence, refuse_no_weights
 from training.config.schema import RuntimeConfig
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import UserError
-from training.config.compose import from_words, one_sentence
-from training.config.paths import refuse_missing
+from training.config.compose import from_words, one_sentence, refuse_missing
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ WORDS = [
     *(
         "torch.optim.Adam",
         "models.denoiser.Denoiser",
-        "data.digits.DigitLatents",
+        "data.builtin.DigitLatents",
         "training.objective.FlowMatching",
     ),
 ]

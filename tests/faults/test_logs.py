@@ -134,7 +134,7 @@ def test_wandb_receives_the_sample_grid(
 
 
 @pytest.mark.parametrize(
-    ("share", "words"), [(0.5, "10 s left"), (0.1, "1 min left"), (0.001, "2 h 46 min left")]
+    ("share", "words"), [(0.5, "00:10 left"), (0.1, "01:30 left"), (0.001, "2:46:30 left")]
 )
 def test_the_time_left_is_said_in_plain_lines(
     share: float, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -17,9 +17,11 @@ import typing
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common.errors import UserError
+from training.config.schema import wanted
+from training.config.words import MOVED
 
 EXTENSIONS = "extensions"
 ENVIRONMENT = "FASTLATENT_EXTENSIONS"
@@ -29,11 +31,6 @@ admitted: set[str] = set()
 PACKAGES = ("accel", "data", "models", "training")
 OUTSIDERS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
 """What a `_target_` may name outside our packages, in full."""
-
-
-MOVED = {"training.process.loggers": "training.loggers"}
-"""Modules that had another name in a released version -> where they are now; configurations may
-still name them."""
 
 
 def resolve_target(target: str, key: str) -> type:
@@ -119,7 +116,11 @@ def arguments(
     `supplied` are arguments that the program gives, beside the first `positional` ones.
     """
     parameters = list(inspect.signature(target).parameters.values())[positional:]
-    free = {p.name: p.default is p.empty for p in parameters if p.name not in supplied}
+    free = {
+        p.name: p.default is p.empty
+        for p in parameters
+        if p.name not in supplied and p.kind is not p.VAR_KEYWORD  # which the program gives
+    }
     given = {name: value for name, value in node.items() if name != "_target_"}
     for name in given:
         if name not in free:
@@ -135,31 +136,24 @@ def arguments(
             f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set "
             f"{key}.{missing[0]}=<value>."
         )
-    hints = typing.get_type_hints(target.__init__)
+    hints = typing.get_type_hints(target.__init__, include_extras=True)
     return {n: argument(value, hints.get(n, Any), f"{key}.{n}") for n, value in given.items()}
 
 
 def argument(value: Any, annotation: Any, key: str) -> Any:
     """`value` as the annotated type, as JSON has it: whole numbers become floats, and lists tuples.
 
-    A node is built. ValueError for a value of another type; one that YAML cannot hold fits no
-    value.
+    A node is built. ValueError for a value that the type does not allow.
     """
     if isinstance(value, Mapping) and "_target_" in value:
         return build_nested(value, key)
-    from pydantic import ConfigDict, TypeAdapter  # here, so that `--help` stays quick
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # here, for a quick `--help`
 
     how = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         return TypeAdapter(annotation, config=how).validate_json(json.dumps(value), strict=True)
-    except ValueError:
-        if typing.get_origin(annotation) is Literal:
-            expected = f"one of {', '.join(map(str, typing.get_args(annotation)))}"
-        elif inspect.isclass(annotation):
-            expected = f"of type {annotation.__name__}"
-        else:
-            expected = f"of type {annotation}".replace("typing.", "")
-        raise UserError(f"{key}={value} is not {expected}; give a value that is.") from None
+    except ValidationError as error:
+        raise UserError(f"{key}={value} must be {wanted(error.errors()[0])}.") from None
 
 
 def named_by(words: Iterable[str]) -> list[str]:

@@ -17,8 +17,16 @@ ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
 SHARDED = ("fsdp", "hsdp")
 MODE = "runtime.parallel.mode={mode}"
 Rule = tuple[Mapping[str, tuple[Any, ...]], str]
+"""Keys with the values that do not go together, and the sentence for them."""
 
-TUNING: tuple[Rule, ...] = (
+OVERHEAD = (
+    "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
+    "compiled one by one, and cannot be captured; use runtime.compile_scope=model "
+    "accumulation_steps=1 runtime.cuda_graph=false, or runtime.cuda_graph=true "
+    "runtime.compile_mode=default, which works with all of them."
+)
+REDUCES_OVERHEAD = {"compile": (True,), "compile_mode": ("reduce-overhead",)}
+PAIRS: tuple[Rule, ...] = (
     (
         {"tune": (True,), "deterministic": (True,)},
         "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down "
@@ -29,15 +37,6 @@ TUNING: tuple[Rule, ...] = (
         f"runtime.tune=true does not go with {MODE}: it measures in one process, which holds the "
         "whole model; use runtime.parallel.mode=ddp, or runtime=production.",
     ),
-)
-OVERHEAD = (
-    "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
-    "compiled one by one, and cannot be captured; use runtime.compile_scope=model "
-    "accumulation_steps=1 runtime.cuda_graph=false, or runtime.cuda_graph=true "
-    "runtime.compile_mode=default, which works with all of them."
-)
-REDUCES_OVERHEAD = {"compile": (True,), "compile_mode": ("reduce-overhead",)}
-PAIRS: tuple[Rule, ...] = (
     (REDUCES_OVERHEAD | {"cuda_graph": (True,)}, OVERHEAD),
     (REDUCES_OVERHEAD | {"accumulates": (True,)}, OVERHEAD),
     (REDUCES_OVERHEAD | {"compile_scope": ("blocks",)}, OVERHEAD),
@@ -117,23 +116,15 @@ def check_pairs(
         "needs_whole": str(optimizer).startswith(("torch.optim.Adafactor", "training.optimizers.")),
         "decides_on_device": optimizer in ON_DEVICE,
     }
-    if runtime.tune_seconds <= 0:
-        raise UserError(f"runtime.tune_seconds={runtime.tune_seconds} must be above 0.")
-    refuse(TUNING, values)
+    for conditions, sentence in PAIRS:
+        if all(key in values and values[key] in wanted for key, wanted in conditions.items()):
+            raise UserError(sentence.format(**values))
     if runtime.tune and runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:
         raise UserError(
             f"runtime.tune_seconds={runtime.tune_seconds} must be below the "
             f"{runtime.parallel.timeout_minutes} minutes of runtime.parallel.timeout_minutes, for "
             "which other processes wait."
         )
-    refuse(PAIRS, values)
-
-
-def refuse(rules: tuple[Rule, ...], values: Mapping[str, Any]) -> None:
-    """ValueError, with its sentence, for the first rule whose every key has one of its values."""
-    for conditions, sentence in rules:
-        if all(key in values and values[key] in wanted for key, wanted in conditions.items()):
-            raise UserError(sentence.format(**values))
 
 
 def check_momentum(optim: Mapping[str, Any]) -> None:

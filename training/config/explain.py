@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -24,99 +24,77 @@ from training.config.words import (
     not_read,
 )
 
-
-class Refusal:
-    """An exception of Hydra's or OmegaConf's on `words` for a `schema`."""
-
-    def __init__(self, error: Exception, words: list[str], schema: type) -> None:
-        self.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        self.text = str(error).strip()
-        self.detail = str(self.cause).strip().splitlines()[0]
-        # what OmegaConf blames, without the place in a list; empty if it names no key
-        self.key = re.sub(r"\[.*", "", getattr(self.cause, "full_key", None) or "")
-        self.words = words
-        self.schema = schema
-
-    def given(self, key: str) -> str:
-        return as_given(key, self.words)
-
-
-def of_sweep(found: re.Match[str], refusal: Refusal) -> str:
-    remedy = f"write {found[2]}=[…] for a list, {found[2]}=\"'…'\" for text, a point in a number"
-    if choices_of(found[2]):
-        remedy = "choose one"
-    return f"{found[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
-
-
-def of_missing_file(found: re.Match[str], refusal: Refusal) -> str:
-    group, name = found.groups()
-    lines = refusal.text.splitlines()
-    options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
-    named = ", ".join(options or choices_of(group))
-    more = "; latents of your own are data=resident data.path=<folder>" if group == "data" else ""
-    return f"{group}={name}: there is no such file in conf/{group}; choose one of {named}{more}."
-
-
-def of_known_key(found: re.Match[str], refusal: Refusal) -> str:
-    return f"{refusal.given(found[1])}: the key is there already; leave out the +."
-
-
-def of_unknown_key(found: re.Match[str], refusal: Refusal) -> str:
-    name = found["overridden"] or refusal.key or found["unknown"]
-    fix = nearest_of(name, refusal.schema)
-    where = f" ({refusal.text.split(':')[0]})" if refusal.text.startswith("In ") else ""
-    return f"{refusal.given(name)}: there is no such key; {fix}{where}"
-
-
-def of_file(found: re.Match[str], refusal: Refusal) -> str:
-    wanted = must_be(refusal.schema, found[3])
-    return f"{found[3]}: {found[2]}; it must be {wanted} ({found[1]})."
-
-
-SENTENCES: dict[str, Callable[[re.Match[str], Refusal], str]] = {
-    r"\AAmbiguous value for argument '(([^=]*)=.*)'": of_sweep,
-    r"Could not (?:find|load) '([^'/]+)/([^']+)'": of_missing_file,
-    r"\ACould not append to config. An item is already at '([^']+)'": of_known_key,
-    r"\ACould not override '(?P<overridden>[^']+)'"
-    r"|Key '(?P<unknown>[^']+)' (?:is )?not in": of_unknown_key,
-    r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)": of_file,
-}
-"""What is found in Hydra's or OmegaConf's text -> what the user is told."""
+UNKNOWN = re.compile(r"\ACould not override '([^']+)'|Key '([^']+)' (?:is )?not in")
+IN_FILE = re.compile(r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)")
 
 
 def explain(error: Exception, words: list[str], schema: type) -> str:
     """Hydra's or OmegaConf's message on the words for a `schema`, as key, value and fix."""
-    refusal = Refusal(error, words, schema)
-    override = getattr(refusal.cause, "override", None)
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    override = getattr(cause, "override", None)
     if override:
         return not_read(str(override))
-    for pattern, sentence in SENTENCES.items():
-        found = re.search(pattern, f"{refusal.text}\n{refusal.detail}")
-        if found:
-            return sentence(found, refusal)
+    text = str(error).strip()
+    told = of_word(text, words)
+    if told:
+        return told
 
-    if isinstance(refusal.cause, OmegaConfBaseException):
-        return of_value(refusal)
-    told = " ".join(refusal.text.split())
+    # What OmegaConf blames, without the place in a list; empty if it names no key.
+    key = re.sub(r"\[.*", "", getattr(cause, "full_key", None) or "")
+    unknown = UNKNOWN.search(f"{text}\n{cause}")
+    if unknown:
+        name = unknown[1] or key or unknown[2]
+        where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
+        fix = nearest_of(name, schema)
+        return f"{as_given(name, words)}: there is no such key; {fix}{where}"
+    in_file = IN_FILE.search(text)
+    if in_file:
+        wanted = must_be(schema, in_file[3])
+        return f"{in_file[3]}: {in_file[2]}; it must be {wanted} ({in_file[1]})."
+    if isinstance(cause, OmegaConfBaseException):
+        return of_value(cause, key, words, schema)
+    told = " ".join(text.split())
     if isinstance(error, HydraException | OmegaConfBaseException):
         return told
     return f"{' '.join(words)}: these words cannot be read ({told}); `--help` lists all keys."
 
 
-def of_value(refusal: Refusal) -> str:
+def of_word(text: str, words: list[str]) -> str | None:
+    """The sentence for a sweep, for a choice that there is not, or for a key that is there
+    already."""
+    sweep = re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text)
+    if sweep:
+        name = sweep[2]
+        remedy = f"write {name}=[…] for a list, {name}=\"'…'\" for text, a point in a number"
+        if choices_of(name):
+            remedy = "choose one"
+        return f"{sweep[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
+    missing = re.search("Could not (?:find|load) '([^'/]+)/([^']+)'", text)
+    if missing:
+        group, name = missing.groups()
+        lines = text.splitlines()
+        options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
+        choices = ", ".join(options or choices_of(group))
+        own = "; latents of your own are data=resident data.path=<folder>"
+        return (
+            f"{group}={name}: there is no such file in conf/{group}; choose one of {choices}"
+            f"{own if group == 'data' else ''}."
+        )
+    known = re.match("Could not append to config. An item is already at '([^']+)'", text)
+    return known and f"{as_given(known[1], words)}: the key is there already; leave out the +."
+
+
+def of_value(cause: Exception, key: str, words: list[str], schema: type) -> str:
     """The sentence for a value of another type, or with an interpolation that leads nowhere."""
-    word = refusal.given(refusal.key)
-    wanted = ""
-    if not isinstance(refusal.cause, InterpolationResolutionError):
-        wanted = must_be(refusal.schema, refusal.key)
-    if wanted and word != refusal.key:
+    word = as_given(key, words)
+    unresolved = isinstance(cause, InterpolationResolutionError)
+    wanted = "" if unresolved else must_be(schema, key)
+    if wanted and word != key:
         return f"{word} must be {wanted}."
-    interpolated = (given for given in refusal.words if "${" in given)
-    blamed = word or next(interpolated, refusal.text.splitlines()[0])
-    detail = refusal.detail.removeprefix("KeyError raised while resolving interpolation: ")
-    detail = detail.strip('".')
-    more = f"; it must be {wanted}" if wanted else ""
-    return f"{blamed}: {detail}{more}."
+    detail = str(cause).strip().splitlines()[0]
+    blamed = word or next((given for given in words if "${" in given), detail)
+    detail = detail.removeprefix("KeyError raised while resolving interpolation: ").strip('".')
+    return f"{blamed}: {detail}{f'; it must be {wanted}' if wanted else ''}."
 
 
 def nearest_of(key: str, schema: type) -> str:

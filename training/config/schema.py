@@ -8,6 +8,7 @@ refuses those that no run can have. No torch in here, so that `--help` stays qui
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -207,7 +208,7 @@ class RuntimeConfig:
     cuda_graph: bool = False  # the whole step, replayed
     # measures before training which techniques make the step fastest here; runtime=auto
     tune: bool = False
-    tune_seconds: float = 120.0  # at most
+    tune_seconds: Annotated[float, Gt(0)] = 120.0  # at most
     # error: stop where a technique cannot be had
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -272,7 +273,7 @@ class SamplingConfig:
     guidance: float = 1.5  # 1: none
     # times t in which guidance is on
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    shift: float = 1.0
+    shift: Annotated[float, Gt(0)] = 1.0  # 1: none
     per_class: Positive = 20  # columns of a grid made in training
 
     def check(self, prefix: str = "sampling.") -> None:
@@ -284,8 +285,6 @@ class SamplingConfig:
                 f"{prefix}guidance_interval={interval} must be two increasing times, such as "
                 "[0.1,0.9]."
             )
-        if self.shift <= 0.0:
-            raise UserError(f"{prefix}shift={self.shift} must be above 0; 1 shifts nothing.")
 
 
 @dataclass(frozen=True)
@@ -443,8 +442,10 @@ BOUNDS = {
     "greater_than": "above {gt:.0f}",
     "less_than_equal": "at most {le:.0f}",
     "less_than": "below {lt:.0f}",
+    "missing": "longer",
+    "too_long": "shorter",
 }
-"""What pydantic calls a value outside of its bounds -> what it must be."""
+"""What pydantic calls a value outside of its bounds, or a list -> what it must be."""
 
 
 @cache
@@ -464,9 +465,13 @@ def refuse_values(node: Any, prefix: str = "") -> None:
     except ValidationError as error:
         fault = error.errors()[0]
         key = prefix + ".".join(map(str, fault["loc"]))
-        bound = BOUNDS.get(fault["type"], fault["msg"].removeprefix("Input should be "))
-        wanted = bound.format(**fault.get("ctx", {}))
-        raise UserError(f"{key}={fault['input']} must be {wanted}.") from None
+        raise UserError(f"{key}={fault['input']} must be {wanted(fault)}.") from None
+
+
+def wanted(fault: Mapping[str, Any]) -> str:
+    """What a value must be in which pydantic found a fault."""
+    bound: str = BOUNDS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
+    return bound.format(**fault.get("ctx", {}))
 
 
 def is_colour(text: str) -> bool:
