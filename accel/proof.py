@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from accel.ledger import AUTO
 from accel.sharding import gathered, is_first
 from accel.technique import blocks_of
-from common.files import cache_folder
+from common.files import cache_folder, write_to_cache
 from common.text import first_line
 from common.workers import run_watched
 

@@ -31,7 +31,7 @@ from annotated_types import Ge
 
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
-from scripts.tables import table
+from scripts.commands import table
 from training.config.compose import from_words, refuse_drawing, refuse_missing
 from training.config.schema import FdConfig, Positive, Several
 from training.distributed.exit import resumable_command

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import scripts.bench
-from common import processes
+from common import workers
 from common.errors import UserError
 from common.files import ROOT, lock_folder, write_atomically
 from scripts.bench import TABLES, Case, Figures, Words
@@ -65,7 +65,7 @@ def child(connection: Connection, words: Words, folder: Path) -> None:
     os.setsid()
     parent = parent_process()
     assert parent is not None
-    processes.end_with(parent.pid or 0)
+    workers.end_with(parent.pid or 0)
     with (folder / "log.txt").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
