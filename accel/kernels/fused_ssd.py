@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -149,17 +148,17 @@ differentiable_gated_ssd = differentiable(compute_gated, gated_gradients)
 
 
 def fused_bidirectional_ssd(
-    x: Float[Tensor, "B L K P"],
-    dt: Float[Tensor, "B L 2 K"],
-    dt_bias: Float[Tensor, "2 K"],
-    A_log: Float[Tensor, "2 K"],
-    B_in: Float[Tensor, "B L 2 N"],
-    C_out: Float[Tensor, "B L 2 N"],
-    D: Float[Tensor, "K"],
-    z: Float[Tensor, "B L K P"] | None = None,
-    norm_weight: Float[Tensor, "K P"] | None = None,
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    B_in: Tensor,
+    C_out: Tensor,
+    D: Tensor,
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-) -> Float[Tensor, "B L K P"]:
+) -> Tensor:
     """`bidirectional_ssd` in two launches up to 512 tokens, gate and norm included; beyond, the
     operator inside chunks of 256, one for what they leave, one for what they read, and gate and
     norm in a launch of their own.
