@@ -220,7 +220,7 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
     """What processes of their own found about `keys`; one that crashes or hangs costs the key that
     it was at. The first process of a run says that it takes a while."""
     began = time.monotonic()
-    says = is_first() and bool(keys)
+    says = keys and is_first()
     if says:
         words = f"Trying {', '.join(keys)} on this device, in a process of its own …"
         print(words, file=sys.stderr, flush=True)
