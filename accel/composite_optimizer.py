@@ -98,6 +98,9 @@ class Members(torch.optim.Optimizer):
         """What surrounds the update of one member's parameters."""
         return nullcontext()
 
+    def wait(self) -> None:
+        """Returns when what is kept can be read."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates all parameters. A fused member decides on the device, by `grad_scale` and
@@ -178,6 +181,7 @@ def located(
     those around it keep for the parameter."""
     ours: dict[str, Any] = {}
     while isinstance(optimizer, Members):
+        optimizer.wait()
         ours |= optimizer.state.get(parameter, {})
         parameter = optimizer.stand_ins.get(parameter, parameter)
         optimizer = optimizer.owner[parameter]

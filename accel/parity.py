@@ -76,19 +76,15 @@ class Comparing(TorchDispatchMode):
             with self:
                 return operator.definition(*args)
         with torch.no_grad(), torch.amp.autocast(args[0].device.type, enabled=False):
-            comparisons, own = compared(name, operator, args, written_by(func))
+            infos = [argument.alias_info for argument in func._schema.arguments]
+            written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
+            comparisons, own = compared(name, operator, args, written)
         self.comparisons += comparisons
         return own
 
 
-def written_by(func: Any) -> list[int]:
-    """Which arguments an operator writes to."""
-    infos = [argument.alias_info for argument in func._schema.arguments]
-    return [i for i, info in enumerate(infos) if info is not None and info.is_write]
-
-
 def compared(
-    name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int] = ()
+    name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int]
 ) -> tuple[list[Comparison], Any]:
     """Compares each output of an operator's kernel with its definition, and then each argument that
     is `written`; returns the definition's outputs too."""

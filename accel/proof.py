@@ -160,14 +160,13 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     from torch.utils import collect_env
 
     here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("proof", "trial", "parity")]
-    sources = [file.read_bytes() for file in (*own, *sorted(here.glob("kernels/*.py")))]
+    sources = [*sorted(here.glob("*.py")), *sorted(here.glob("kernels/*.py"))]
     left_out = () if question.timed else question.change_times_only
     facts: dict[str, Any] = {
         "gpu": question.device.type,
         "torch": torch.__version__,
-        "kernels": hashlib.sha256(b"".join(sources)).hexdigest(),
-        "asked": dict(question.asked),
+        "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest(),
+        "asked": question.asked,
         "runtime": {key: value for key, value in question.runtime.items() if key not in left_out},
         "samples": question.samples,
         "deterministic": question.deterministic,
@@ -220,7 +219,7 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
     """What processes of their own found about `keys`; one that crashes or hangs costs the key that
     it was at. The first process of a run says that it takes a while."""
     began = time.monotonic()
-    says = is_first() and bool(keys)
+    says = keys and is_first()
     if says:
         words = f"Trying {', '.join(keys)} on this device, in a process of its own …"
         print(words, file=sys.stderr, flush=True)
@@ -232,7 +231,7 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
         "timed": timed,
         "samples": question.samples,
         "deterministic": question.deterministic,
-        "runtime": dict(question.runtime),
+        "runtime": question.runtime,
         "blocks": [{"blocks": use.blocks, "inputs": use.inputs} for use in uses],
     }
     found: dict[str, Any] = {}
@@ -261,11 +260,12 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
 
 def unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
     """Keys that a trial still has to answer."""
-
-    def is_answered(result: Mapping[str, Any], is_timed: bool) -> bool:
-        return result["refusal"] is not None or not is_timed or "times" in result
-
-    return [key for key in keys if key not in found or not is_answered(found[key], key in timed)]
+    return [
+        key
+        for key in keys
+        if key not in found
+        or (found[key]["refusal"] is None and key in timed and "times" not in found[key])
+    ]
 
 
 def outcome(

@@ -97,7 +97,7 @@ class SavedTensors:
         """Calls `count(tensor, packed)` for each tensor saved inside, with what is kept in its
         place."""
         self.counters.append(count)
-        unpack = self.moves[-1][1] if self.moves else unchanged
+        unpack = self.moves[-1][1] if self.moves else lambda packed: packed
         try:
             with saved_tensors_hooks(self.pack, unpack):
                 yield
@@ -107,10 +107,6 @@ class SavedTensors:
 
 SAVED = SavedTensors()
 """The hooks of this process."""
-
-
-def unchanged(packed: Tensor) -> Tensor:
-    return packed
 
 
 @contextmanager

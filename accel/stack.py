@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,18 +67,11 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     CudaGraph,
 )
 
+ELSEWHERE = "another process failed in warm-up; its message says why"
 SAME_BYTES = (
     "off here: it chooses algorithms by their time, and work that goes on after a stop must end "
     "with the same bytes"
 )
-Kind = TypeVar("Kind", bound=Technique)
-
-
-class FailedElsewhereError(RuntimeError):
-    """Another process failed in warm-up."""
-
-    def __init__(self) -> None:
-        super().__init__("another process failed in warm-up; its message says why")
 
 
 class AccelerationStack:
@@ -144,12 +137,9 @@ class AccelerationStack:
                 "Switch them off, or set runtime.on_unavailable=degrade."
             )
 
-    def value(self, key: str) -> bool | str:
-        """The value of a technique; its off value where the machine cannot have it."""
-        return self.values[key]
-
     @property
     def values(self) -> dict[str, bool | str]:
+        """Key -> value of each technique; its off value where the machine cannot have it."""
         return {technique.key: technique.value for technique in self.techniques}
 
     def left(self) -> list[str]:
@@ -159,10 +149,6 @@ class AccelerationStack:
         return [
             kind.override(True) for kind in kinds if kind(True, self.device).unavailable() is None
         ]
-
-    def technique(self, kind: type[Kind]) -> Kind:
-        """The technique of a class."""
-        return next(technique for technique in self.techniques if isinstance(technique, kind))
 
     @property
     def precision(self) -> str:
@@ -296,7 +282,7 @@ class AccelerationStack:
             if not agreed(failure is not None, self.device):
                 return
 
-            failure = failure or FailedElsewhereError()
+            failure = failure or RuntimeError(ELSEWHERE)
             undone = filter(None, (t.recover(failure) for t in reversed(self.techniques)))
             sentence = next(undone, None)
             if sentence is None or self.strict:

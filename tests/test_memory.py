@@ -238,7 +238,7 @@ class TestSabotage:
     def test_one_tensor_of_the_state_on_another_device(self):
         training = training_of(offload_optimizer=True)
         assert warmed(training)["offload_optimizer"].active is True
-        technique = training.stack.technique(OffloadOptimizer)
+        technique = next(t for t in training.stack.techniques if isinstance(t, OffloadOptimizer))
         parameter = training.model.head.weight
         optimizer = next(o for o in innermost(training.state.optimizer) if parameter in o.state)
         optimizer.state[parameter]["exp_avg"] = torch.empty(parameter.shape, device="meta").expand(

@@ -67,7 +67,7 @@ def proved(value="auto", folder=None, samples=8, model=None, **more):
     model = model or PlantedModel()
     kept = stack.prove_kernels(model, model, samples, folder)
     stack.on_model(model)
-    assert all(block.fused_scan is stack.value("fused_scan") for block in model.blocks)
+    assert all(block.fused_scan is stack.values["fused_scan"] for block in model.blocks)
     found = next(t for t in stack.techniques if t.key == "fused_scan").proof
     return found.on, found.why, kept
 
@@ -237,7 +237,7 @@ def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
     monkeypatch.setattr(
         FusedKernel, "unavailable", lambda self: "The Triton kernels need an NVIDIA GPU."
     )
-    assert not stack_with(on_unavailable="error").value("fused_scan")
+    assert not stack_with(on_unavailable="error").values["fused_scan"]
     with pytest.raises(ValueError, match="fused_scan=True"):
         stack_with(True, on_unavailable="error")
 

@@ -153,18 +153,18 @@ differentiable_add_norm = differentiable(compute, gradients, zeros=False)
 
 
 def fused_add_norm(
-    branch: Float[Tensor, "B L D"],
-    gate: Float[Tensor, "B D"],
-    residual: Float[Tensor, "B L D"],
-    scale: Float[Tensor, "B D"],
-    shift: Float[Tensor, "B D"],
+    branch: Tensor,
+    gate: Tensor,
+    residual: Tensor,
+    scale: Tensor,
+    shift: Tensor,
     eps: float = 1e-6,
     residual_in_fp32: bool = True,
     *,
-    branch_rows: Int[Tensor, "L"] | None = None,
-    h_rows: Int[Tensor, "L"] | None = None,
+    branch_rows: Tensor | None = None,
+    h_rows: Tensor | None = None,
     centred: bool = False,
-) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
+) -> tuple[Tensor, Tensor]:
     """`add_norm` as one operator; copies a branch or residual that is not contiguous. ValueError
     for an empty one, or for more than 8,192 channels."""
     refuse_empty("add_norm", branch)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import arriving, of_chunks
-from accel.kernels.operator import differentiable, heads_together, register, upcast
+from accel.kernels.operator import differentiable, register, upcast
 
 
 def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
@@ -134,11 +134,7 @@ def between_chunks(
 ) -> Float[Tensor, "S T K P"]:
     """y, and what its tokens receive from the other chunks of their sample."""
     to_edge, decays = of_chunks(steps, sums)
-    left = differentiable_states(heads_together(x), heads_together(B_in), to_edge).unflatten(
-        0, (batch, -1)
-    )
+    left = differentiable_states(x, B_in, to_edge).unflatten(0, (batch, -1))
     decays = decays.unflatten(0, (batch, -1))[..., None, None]
     states = [arriving(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
-    return differentiable_read(
-        y, torch.stack(states, dim=2).flatten(0, 1), heads_together(C_out), sums.exp2()
-    )
+    return differentiable_read(y, torch.stack(states, dim=2).flatten(0, 1), C_out, sums.exp2())

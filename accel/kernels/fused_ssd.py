@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -149,17 +148,17 @@ differentiable_gated_ssd = differentiable(compute_gated, gated_gradients)
 
 
 def fused_bidirectional_ssd(
-    x: Float[Tensor, "B L K P"],
-    dt: Float[Tensor, "B L 2 K"],
-    dt_bias: Float[Tensor, "2 K"],
-    A_log: Float[Tensor, "2 K"],
-    B_in: Float[Tensor, "B L 2 N"],
-    C_out: Float[Tensor, "B L 2 N"],
-    D: Float[Tensor, "K"],
-    z: Float[Tensor, "B L K P"] | None = None,
-    norm_weight: Float[Tensor, "K P"] | None = None,
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    B_in: Tensor,
+    C_out: Tensor,
+    D: Tensor,
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-) -> Float[Tensor, "B L K P"]:
+) -> Tensor:
     """`bidirectional_ssd` in two launches up to 512 tokens, gate and norm included; beyond, the
     operator inside chunks of 256, one for what they leave, one for what they read, and gate and
     norm in a launch of their own.
@@ -169,18 +168,26 @@ def fused_bidirectional_ssd(
     """
     refuse_empty("bidirectional_ssd", x)
     check_sizes(x.shape[3], B_in.shape[3])
-    whole = x.shape[1] <= definition.MAX_QUADRATIC
-    steps, sums = fused_ssd_decays(dt, dt_bias, A_log, x.shape[1] if whole else definition.CHUNK)
-    inputs = (x, steps, sums, B_in, C_out, upcast(D))
+    batch, length = x.shape[:2]
+    whole = length <= definition.MAX_QUADRATIC
+    steps, sums = fused_ssd_decays(dt, dt_bias, A_log, length if whole else definition.CHUNK)
     if not whole:
-        y = chunked(*inputs)
-        return y if z is None else fused_gated_norm(y, z, definition.gate_weight(norm_weight), eps)
-    if z is None:
-        return inside(*inputs)
-    weight = definition.gate_weight(norm_weight).contiguous()
-    return differentiable_gated_ssd(
-        *as_the_kernels_take_them(*inputs), heads_together(z), weight, eps
-    )
+        x, B_in, C_out = (
+            definition.cut(t, definition.CHUNK).flatten(0, 1) for t in (x, B_in, C_out)
+        )
+    x, B_in, C_out = (heads_together(t) for t in (x, B_in, C_out))
+    inputs = (x, steps, sums, B_in, C_out)
+    wide = upcast(D).contiguous()
+    if whole and z is not None:
+        weight = definition.gate_weight(norm_weight).contiguous()
+        return differentiable_gated_ssd(*inputs, wide, heads_together(z), weight, eps)
+
+    # Between chunks goes what tokens receive from the others of their sample.
+    y = differentiable_ssd(*inputs, wide)
+    if not whole:
+        y = between_chunks(y, *inputs, batch)
+        y = y.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+    return y if z is None else fused_gated_norm(y, z, definition.gate_weight(norm_weight), eps)
 
 
 def check_sizes(head_dim: int, state_dim: int) -> None:
@@ -190,22 +197,3 @@ def check_sizes(head_dim: int, state_dim: int) -> None:
             f"{', '.join(map(str, SIZES))}, and got {head_dim} and {state_dim}; choose such "
             "sizes, or runtime.fused_scan=false."
         )
-
-
-def chunked(
-    x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
-) -> Tensor:
-    """`bidirectional_ssd.chunked` on operators."""
-    (batch, length), chunk = x.shape[:2], steps.shape[-1]
-    x, B_in, C_out = (definition.cut(t, chunk).flatten(0, 1) for t in (x, B_in, C_out))
-    y = between_chunks(inside(x, steps, sums, B_in, C_out, D), x, steps, sums, B_in, C_out, batch)
-    return y.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
-
-
-def inside(*inputs: Tensor) -> Tensor:
-    """`within` as an operator."""
-    return differentiable_ssd(*as_the_kernels_take_them(*inputs))
-
-
-def as_the_kernels_take_them(*inputs: Tensor) -> list[Tensor]:
-    return [heads_together(t) if t.ndim == 4 else t.contiguous() for t in inputs]

@@ -75,12 +75,7 @@ differentiable_norm = differentiable(
 )
 
 
-def fused_gated_norm(
-    y: Float[Tensor, "B L K P"],
-    z: Float[Tensor, "B L K P"],
-    weight: Float[Tensor, "K P"],
-    eps: float = 1e-6,
-) -> Float[Tensor, "B L K P"]:
+def fused_gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not
     contiguous."""
     refuse_empty("gated_norm", y)

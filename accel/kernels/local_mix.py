@@ -123,12 +123,7 @@ differentiable_mix = differentiable(
 )
 
 
-def fused_local_mix(
-    x: Float[Tensor, "B L D"],
-    weight: Float[Tensor, "D 1 R C"],
-    bias: Float[Tensor, "D"],
-    grid: tuple[int, int],
-) -> Float[Tensor, "B L D"]:
+def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Tensor:
     """`local_mix` as one operator. A slice of a projection is taken as it lies; channels must be
     neighbours in memory, or x is copied. ValueError for an even number of taps, or a grid that is
     not that of the tokens."""

@@ -129,10 +129,10 @@ differentiable_rope = differentiable(compute, gradients)
 
 
 def fused_qk_rope(
-    qkv: Float[Tensor, "B L 3 K P"],
-    q_weight: Float[Tensor, "P"] | None,
-    k_weight: Float[Tensor, "P"] | None,
-    rotations: Float[Tensor, "2 L P"] | None,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    rotations: Tensor | None,
     eps: float = 1e-6,
 ) -> Heads:
     """`qk_rope` as one operator. ValueError for an empty tensor, one weight of two, shapes that do

@@ -114,11 +114,8 @@ differentiable_decays = differentiable(
 
 
 def fused_ssd_decays(
-    dt: Float[Tensor, "B L 2 K"],
-    dt_bias: Float[Tensor, "2 K"],
-    A_log: Float[Tensor, "2 K"],
-    piece: int,
-) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
+    dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int
+) -> tuple[Tensor, Tensor]:
     """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
     refuse_empty("ssd_decays", dt)
     return differentiable_decays(

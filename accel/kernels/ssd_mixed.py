@@ -150,16 +150,16 @@ differentiable_ssd = differentiable(compute, gradients)
 
 
 def fused_mixed_ssd(
-    projected: Float[Tensor, "B L W"],
-    weight: Float[Tensor, "E 1 R C"],
-    bias: Float[Tensor, "E"],
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     grid: tuple[int, int],
-    dt_bias: Float[Tensor, "2 K"],
-    A_log: Float[Tensor, "2 K"],
-    D: Float[Tensor, "K"],
-    norm_weight: Float[Tensor, "K P"],
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
     eps: float = 1e-6,
-) -> Float[Tensor, "B L K P"]:
+) -> Tensor:
     """`bidirectional_ssd` of the x, B and C that `local_mix` makes of a slice of a projection; up
     to 512 tokens.
 

@@ -71,7 +71,7 @@ differentiable_swiglu = differentiable(
 )
 
 
-def fused_swiglu(joined: Float[Tensor, "B L 2*H"]) -> Float[Tensor, "B L H"]:
+def fused_swiglu(joined: Tensor) -> Tensor:
     """`silu_product` of the first and the second half of the channels. ValueError for an empty
     tensor, or halves that differ."""
     refuse_empty("swiglu", joined)

@@ -59,11 +59,10 @@ class HostState(Members):
                         entries[name] = host[parameter, name].copy_(value, non_blocking=True)
                         self.moved += nbytes_of(value)
 
-    def kept(self, parameter: Tensor) -> dict[str, Any]:
+    def wait(self) -> None:
         """Waits for the copies, which the step has only queued."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return super().kept(parameter)
 
 
 def host_tensor(value: Tensor) -> Tensor:
