@@ -180,13 +180,11 @@ def test_waiting_for_launches_is_told_with_what_is_left_to_try():
     left = ["runtime.cuda_graph=true"]
     assert bound_of(10.0, 0.2, 9.0, left, {}) is None
     assert bound_of(10.0, 0.2, None, left, {}) is None
-    bound, reason, keys = bound_of(10.0, 0.2, 5.0, left, {}) or ()
-    assert bound == "launch-bound"
-    assert reason == (
-        "the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches otherwise"
+    assert bound_of(10.0, 0.2, 5.0, left, {}) == (
+        "launch-bound",
+        "the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches otherwise",
+        ["runtime.cuda_graph=true", "a larger batch_size"],
     )
-    assert keys == ["runtime.cuda_graph=true", "a larger batch_size"]
-    assert (bound_of(10.0, 2.0, 5.0, left, {}) or ())[:2] == (
-        "data-bound",
-        "20% of the step goes by before a batch is there",
-    )
+    data_bound = bound_of(10.0, 2.0, 5.0, left, {})
+    assert data_bound is not None
+    assert data_bound[:2] == ("data-bound", "20% of the step goes by before a batch is there")

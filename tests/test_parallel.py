@@ -476,6 +476,7 @@ def test_items_are_shared_evenly(count: int, world: int):
             return hands if len(hands) == self.world_size else [item] * self.world_size
 
     hands: list[list[int]] = []
+    found: list[int] = []
     for rank in range(world):
         ranks = OneOfThem(rank, world, rank)
         found = shared(range(count), count, "items", ranks, lambda item: item)

@@ -120,7 +120,13 @@ class Ranks:
                 )
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                how["store"] = fresh_part_of_agents_store(timeout)
+                # torchrun keeps one store over restarts; PyTorch 2.13 would find addresses of
+                # processes in it that are gone.
+                host = os.environ["MASTER_ADDR"]
+                port = int(os.environ["MASTER_PORT"])
+                store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                how["store"] = dist.PrefixStore(f"attempt-{attempt}", store)
             dist.init_process_group(rank=self.rank, world_size=self.world_size, **how)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -186,15 +192,6 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def fresh_part_of_agents_store(timeout: timedelta) -> dist.Store:
-    """torchrun keeps one store over restarts; PyTorch 2.13 would find addresses of processes in it
-    that are gone."""
-    address = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
 class Share(NamedTuple):
     """What a process tells the others of its part in some work."""
 
@@ -217,7 +214,7 @@ class Together:
     def __init__(self, ranks: Ranks, patience: timedelta) -> None:
         self.ranks = ranks
         self.patience = patience.total_seconds()
-        self.group = None if ranks.alone else dist.new_group(backend="gloo", timeout=patience)
+        self.group: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=patience)
         self.done = 0
         """Bytes, of this process."""
         self.advanced = time.monotonic()
