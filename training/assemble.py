@@ -266,7 +266,7 @@ def assemble(
     if cfg.guards.spike_sigmas:
         spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
-    step = stack.on_step(TrainStep(cfg, model, objective, optimizer, schedule, ema, spikes))
+    step = stack.on_step(TrainStep(cfg, state, objective, schedule))
     return Training(
         cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base
     )

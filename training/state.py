@@ -98,14 +98,14 @@ class TrainState:
             "rng": rng_state(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads everything; ValueError if the tensors do not fit the model. Hyper-parameters stay
         the config's."""
         load_weights(self.model, state["model"])
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, state["optimizer"])
         self.stack.load_state_dict(nested(state["techniques"]))
-        if self.spikes:
+        if self.spikes is not None:
             self.spikes.load_state_dict(state["guards"])
         self.loader.load_state_dict(state["loader"])
         self.load_counters(state["counters"])

@@ -16,13 +16,13 @@ from accel.sharding import local, part_of, replicated_like, total_norm
 from common.errors import UserError
 from data.loader import Batch
 from models.adapters import trained
-from models.denoiser import Denoiser
 from training.config.schema import TrainConfig
 from training.objective import FlowMatching
 from training.optimizers import Schedule
 
 if TYPE_CHECKING:
     from accel.techniques.precision import LossScaler
+    from training.state import TrainState
 
 
 class StepOutput(NamedTuple):
@@ -182,38 +182,31 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        cfg: TrainConfig,
-        model: Denoiser,
-        objective: FlowMatching,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        ema: EMA,
-        spikes: SpikeGuard | None = None,
+        self, cfg: TrainConfig, state: TrainState, objective: FlowMatching, schedule: Schedule
     ) -> None:
-        self.forward: Callable[..., Tensor] = model
+        self.model = state.model
+        self.forward: Callable[..., Tensor] = state.model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.one_step
         self.mark: Callable[[str], None] = lambda phase: None
         self.synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: (
             nullcontext()
         )
         self.scaler: LossScaler | None = None
-        self.spikes = spikes
+        self.spikes = state.spikes
         self.phase = "the first step"
         """The phase that began last; messages about a failure name it."""
         self.objective = objective
-        self.optimizer = optimizer
+        self.optimizer = state.optimizer
         self.lr_schedule = schedule
-        self.ema = ema
+        self.ema = state.ema
         self.seed = cfg.seed
         self.batch_size = cfg.batch_size
         self.max_grad_norm = cfg.max_grad_norm or math.inf
-        self.model = model
-        self.parameters = list(model.parameters())
+        self.parameters = list(state.model.parameters())
         device = self.parameters[0].device
-        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        if is_fused(optimizer):
-            for group in optimizer.param_groups:
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if is_fused(self.optimizer):
+            for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
         self.ema_weight = torch.zeros((), device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)

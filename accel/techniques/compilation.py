@@ -89,9 +89,9 @@ class Compile(Technique):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             self.compiled = [model] if self.scope == "model" else list(blocks_of(model))
-            how = {} if self.mode == "default" or not self.by_inductor else {"mode": self.mode}
+            mode = self.mode if self.by_inductor else None
             for module in self.compiled:
-                module.compile(fullgraph=True, backend=self.backend, **how)
+                module.compile(fullgraph=True, backend=self.backend, mode=mode)
         return model
 
     def recover(self, error: BaseException) -> str | None:

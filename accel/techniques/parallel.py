@@ -132,12 +132,11 @@ class DataParallel(Technique):
 
     def on_step(self, step: AnyStep) -> AnyStep:
         if self.value == "ddp":
+            how = {name: self.option[name] for name in ("bucket_cap_mb", "gradient_as_bucket_view")}
+            how[BUFFERS] = False  # our buffers never change
+            devices = [torch.cuda.current_device()] if self.device.type == "cuda" else None
             self.wrapped = nn.parallel.DistributedDataParallel(
-                self.model,
-                device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None,
-                bucket_cap_mb=self.option["bucket_cap_mb"],
-                gradient_as_bucket_view=self.option["gradient_as_bucket_view"],
-                **{BUFFERS: False},  # our buffers never change
+                self.model, device_ids=devices, **how
             )
             if self.travels_narrow:
                 self.wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)

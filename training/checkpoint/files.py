@@ -85,71 +85,37 @@ class Staged(NamedTuple):
     """First row of each tensor in `own` that is a shard."""
     values: dict[str, Any]
     """Everything that is no tensor; fit for JSON."""
+    copied: torch.cuda.Event | None = None
+    """Has happened when the tensors have arrived."""
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for part in (*self.whole.values(), self.own) for t in part.values())
 
-
-class HostCopies:
-    """Host memory that tensors are copied to, kept from one save to the next; page-locked beside a
-    GPU.
-
-    The copies are queued on the current stream, after the step that made the values and before the
-    next one, so only a caller of `ready` waits for them.
-    """
-
-    def __init__(self) -> None:
-        self.memory: dict[str, Tensor] = {}
-        self.copied: torch.cuda.Event | None = None
-        self.device = 0
-
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self.memory or self.memory[name].shape != tensor.shape:
-            try:
-                self.memory[name] = torch.empty_like(
-                    tensor, device="cpu", pin_memory=tensor.is_cuda
-                )
-            except RuntimeError as error:
-                raise UserError(
-                    "there is no host memory for a copy of the state, "
-                    f"{tensor.nbytes / 2**20:.0f} MiB for {name} ({first_line(error)}); use "
-                    "async_checkpoints=false."
-                ) from error
-        return self.memory[name].copy_(tensor, non_blocking=True)
-
-    def mark(self) -> None:
-        """Notes where the device's queue stands; to be called after the last `take`."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self.device = torch.cuda.current_device()
-            self.copied = torch.cuda.Event()
-            self.copied.record()
-
-    def ready(self) -> None:
-        """Waits until all copies are complete. Any thread may call it; a new thread starts on the
+    def wait(self) -> None:
+        """Waits until the tensors have arrived. Any thread may call it; a new thread starts on the
         first device."""
         if self.copied is not None:
-            torch.cuda.set_device(self.device)
-            self.copied.synchronize()
+            with torch.cuda.device(self.copied.device):
+                self.copied.synchronize()
 
 
 def stage(
-    state: Mapping[str, Mapping[str, Any]],
-    kept: Mapping[str, Kept],
-    first: bool,
-    copies: HostCopies | None,
+    state: Mapping[str, Mapping[str, Any]], kept: Mapping[str, Kept], first: bool, copying: bool
 ) -> Staged:
     """Takes this process's share of a state to host memory; all processes call it together.
 
-    Without `copies` tensors of the host are taken as they are: write them before the next step.
+    Without `copying` tensors of the host are taken as they are: write them before the next step.
+    With it, copies are queued on the current stream, after the step that made the values and before
+    the next one, so only a caller of `Staged.wait` waits for them.
     """
 
     def host(path: str, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        return tensor.cpu() if copies is None else copies.take(path, tensor)
+        return host_copy(path, tensor.detach()) if copying else tensor.detach().cpu()
 
+    copied = torch.cuda.Event() if copying and torch.cuda.is_initialized() else None
     leaves: dict[str, Any] = {}
-    staged = Staged({}, {}, {}, {"leaves": leaves})
+    staged = Staged({}, {}, {}, {"leaves": leaves}, copied)
     for piece, how in kept.items():
         tensors = {name: leaf for name, leaf in state[piece].items() if isinstance(leaf, Tensor)}
         numbers = {name: leaf for name, leaf in state[piece].items() if name not in tensors}
@@ -172,9 +138,22 @@ def stage(
                     staged.own[path] = host(path, local(leaf))
             elif first or how is not Kept.shared:
                 staged.own[path] = host(path, leaf)
-    if copies is not None:
-        copies.mark()
+    if copied is not None:
+        copied.record()
     return staged
+
+
+def host_copy(path: str, tensor: Tensor) -> Tensor:
+    """A copy in host memory, page-locked beside a GPU; PyTorch keeps such memory from one save to
+    the next."""
+    try:
+        room = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    except RuntimeError as error:
+        raise UserError(
+            f"there is no host memory for a copy of the state, {tensor.nbytes / 2**20:.0f} MiB for "
+            f"{path} ({first_line(error)}); use async_checkpoints=false."
+        ) from error
+    return room.copy_(tensor, non_blocking=True)
 
 
 def assembled(
@@ -207,14 +186,12 @@ def assembled(
 
 def joined(parts: list[tuple[int, Tensor]], how: Kept, ranks: Ranks) -> Tensor:
     """One tensor of this process from those of all files, each with its first row."""
-    tensors = [tensor for _, tensor in parts]
+    tensors = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
     if how is Kept.each or (how is Kept.sums and len(tensors) == ranks.world_size):
         return tensors[ranks.rank % len(tensors)]
     if how is Kept.sums:
         return torch.stack(tensors).mean(0)
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

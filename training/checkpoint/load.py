@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,9 +23,12 @@ from safetensors import SafetensorError
 from common.errors import UserError
 from common.files import read_object, rename
 from common.text import first_line
-from training.checkpoint.files import CHUNK, PART, WHOLE, Kept, assembled, flat
+from training.checkpoint.files import CHUNK, PART, WHOLE, assembled, flat
 from training.config.schema import RuntimeConfig
 from training.distributed.ranks import SINGLE, Ranks
+
+if TYPE_CHECKING:
+    from training.state import TrainState
 
 BROKEN = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
 PAUSES = (0.2, 1.0, 5.0)
@@ -41,18 +44,6 @@ HASH = 64
 """Hexadecimal digits with which the fingerprint of a latent set begins; its order and statistics
 follow."""
 Result = TypeVar("Result")
-
-
-class Savable(Protocol):
-    """A state that can be saved and loaded; `TrainState` is one."""
-
-    step: int
-    samples: int
-
-    @property
-    def kept(self) -> Mapping[str, Kept]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def complete(folder: Path) -> list[Path]:
@@ -262,7 +253,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 MUST_MATCH = tuple(identity({}))
 
 
-def load(folder: Path, state: Savable, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
+def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
     """Loads a checkpoint that was verified, and returns the settings changed since; ValueError if
     it belongs to another run, or to no version of ours."""
     try:

@@ -20,16 +20,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.files import file_sha256, make_folder, rename, sync_folder, write_atomically
 from common.terminal import Progress
 from common.text import as_json
-from training.checkpoint.files import PART, HostCopies, Staged, header, stage, write_tensors
-from training.checkpoint.load import Savable, complete, damage, description, goes_on, step_of
+from training.checkpoint.files import PART, Staged, header, stage, write_tensors
+from training.checkpoint.load import complete, damage, description, goes_on, step_of
 from training.distributed.ranks import SINGLE, Ranks, Together
 from training.goodput import CLOCK
+
+if TYPE_CHECKING:
+    from training.state import TrainState
 
 FORMAT = 2
 MARGIN = 1.1
@@ -121,7 +124,6 @@ class Checkpoints:
     patience: timedelta = PATIENCE
 
     def __post_init__(self) -> None:
-        self.copies = HostCopies() if self.in_background else None
         self.together = Together(self.ranks, self.patience)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -148,7 +150,7 @@ class Checkpoints:
 
     @CLOCK.spending("saving")
     def save(
-        self, state: Savable, run: dict[str, Any], scores: Mapping[str, float] | None = None
+        self, state: TrainState, run: dict[str, Any], scores: Mapping[str, float] | None = None
     ) -> Path:
         """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
 
@@ -158,7 +160,7 @@ class Checkpoints:
         ones stay.
         """
         self.finish(state.samples)
-        staged = stage(state.state_dict(), state.kept, self.ranks.first, self.copies)
+        staged = stage(state.state_dict(), state.kept, self.ranks.first, self.in_background)
         described = {
             "format": FORMAT,
             "step": state.step,
@@ -172,7 +174,7 @@ class Checkpoints:
         name = f"checkpoint-{state.step}"
         self.thread = threading.Thread(target=self.write, args=(save,), name=name)
         self.thread.start()
-        if self.copies is None:
+        if not self.in_background:
             self.finish()
         return save.folder
 
@@ -230,8 +232,7 @@ class Checkpoints:
         began = time.perf_counter()
         pauses = list(PAUSES)
         try:
-            if self.copies is not None:
-                self.copies.ready()
+            save.staged.wait()
             while problem := self.attempt(save):
                 told = f"{save.folder} cannot be saved ({problem})"
                 if isinstance(problem, TimeoutError):

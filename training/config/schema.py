@@ -246,7 +246,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Average of the parameters, in samples (training/ema.py)."""
+    """Average of the parameters, in samples (training/step.py)."""
 
     half_life_samples: float = 2000.0
     ramp: float = 0.05  # early in training the half-life is at most this share of the samples seen
