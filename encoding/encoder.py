@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class ShardEncoder:
             print(f"{done} of {images} images are already encoded", flush=True)
         unit = "images" if self.ranks.world_size == 1 else f"images of rank {self.ranks.rank}"
         progress = Progress(images, unit, initial=done)
-        batches = self.decoded(todo)
+        batches = self.decoded([entries for _, _, entries in todo])
         for name, split, entries in todo:
             try:
                 self.encode_shard(name, split, len(entries), batches, progress)
@@ -168,12 +168,9 @@ class ShardEncoder:
             for line in skipped:
                 progress.say(f"skipped {line}")
             with self.timed("write"):
-                sidecar = {
-                    "shard": asdict(writer.close()),
-                    "skipped": skipped,
-                    "sums": sums.as_dict(),
-                }
-                sidecar |= {"sha256": digest_of(sidecar)}
+                shard = asdict(writer.close())
+                sidecar = {"shard": shard, "skipped": skipped, "sums": sums.as_dict()}
+                sidecar["sha256"] = digest_of(sidecar)
                 write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
 
     @contextmanager
@@ -182,13 +179,15 @@ class ShardEncoder:
         yield
         self.seconds[part] += time.perf_counter() - began
 
-    def decoded(
-        self, todo: list[tuple[str, str, list[Numbered]]]
-    ) -> Iterator[tuple[list[Numbered], Decoded]]:
-        """Yields batches (numbered images, decoded ones), none across a shard's end."""
-        images = [numbered for _, _, of_shard in todo for numbered in of_shard]
-        shards = torch.arange(len(images)).split([len(of_shard) for _, _, of_shard in todo])
-        batches = [batch.tolist() for shard in shards for batch in shard.split(self.cfg.batch_size)]
+    def decoded(self, todo: list[list[Numbered]]) -> Iterator[tuple[list[Numbered], Decoded]]:
+        """Yields batches (numbered images, decoded ones) of shards, none across a shard's end."""
+        images = list(chain(*todo))
+        batches = []
+        end = 0
+        for of_shard in todo:
+            numbers = torch.arange(end, end + len(of_shard))
+            batches += [batch.tolist() for batch in numbers.split(self.cfg.batch_size)]
+            end += len(of_shard)
         dataset = decoding([entry for _, entry in images], self.cfg)
         loader = decoding_loader(dataset, batches, self.cfg.num_workers)
         for batch, decoded in zip(batches, loader, strict=True):
@@ -220,38 +219,34 @@ class ShardEncoder:
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
     """Estimates images, bytes and minutes of the job from its first batches, as a text."""
     cfg = encoder.cfg
-    first = [numbered for _, _, of_shard in plan.shards for numbered in of_shard][
-        : batches * cfg.batch_size
-    ]
-    began = time.perf_counter()
-    items = [item for item in decoding([entry for _, entry in first], cfg)]
-    reading = (time.perf_counter() - began) / len(items)
-    began = time.perf_counter()
+    everything = (numbered for _, _, of_shard in plan.shards for numbered in of_shard)
+    first = list(islice(everything, batches * cfg.batch_size))
+    with encoder.timed("decode"):
+        items = list(decoding([entry for _, entry in first], cfg))
     count = 0
     size = 0
-    for start in range(0, len(items), cfg.batch_size):
-        decoded = collate(items[start : start + cfg.batch_size])
-        if decoded.places:
-            count += len(decoded.places)
-            size += sum(tensor.nbytes for tensor in encoder.encode(first[start:], decoded).values())
+    with encoder.timed("encode"):
+        for start in range(0, len(items), cfg.batch_size):
+            decoded = collate(items[start : start + cfg.batch_size])
+            if decoded.places:
+                count += len(decoded.places)
+                tensors = encoder.encode(first[start:], decoded)
+                size += sum(tensor.nbytes for tensor in tensors.values())
     if not count:
         return f"none of the first {len(items)} images can be decoded"
-    encoding = (time.perf_counter() - began) / count
+
     processes = max(1, cfg.num_workers)
-    minutes = plan.images / encoder.ranks.world_size * max(encoding, reading / processes) / 60
-    slower = "decoding" if reading / processes > encoding else "encoding"
-    folder = next(
-        parent for parent in (encoder.out, *encoder.out.absolute().parents) if parent.exists()
-    )
-    takes = plan.images * size / count / 2**30
-    free = shutil.disk_usage(folder).free / 2**30
-    return "\n".join(
-        (
-            f"dry run, nothing is written: {plan.images} of {len(images.entries)} images, "
-            f"{plan.held_out} of them held out, in {len(plan.shards)} shards",
-            f"  about {takes:.2f} GiB in {encoder.out}; {free:.1f} GiB are free there",
-            f"  about {minutes:.1f} minutes: decoding {1e3 * reading:.1f} ms an image in each of "
-            f"{processes} processes, encoding {1e3 * encoding:.1f} ms ({slower} is slower; from "
-            f"{count} images)",
-        )
+    reading = encoder.seconds["decode"] / len(items) / processes
+    encoding = encoder.seconds["encode"] / count
+    minutes = plan.images / encoder.ranks.world_size * max(encoding, reading) / 60
+    out = encoder.out.absolute()
+    folder = next(parent for parent in (out, *out.parents) if parent.exists())
+    return (
+        f"dry run, nothing is written: {plan.images} of {len(images.entries)} images, "
+        f"{plan.held_out} of them held out, in {len(plan.shards)} shards\n"
+        f"  about {plan.images * size / count / 2**30:.2f} GiB in {encoder.out}; "
+        f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there\n"
+        f"  about {minutes:.1f} minutes: decoding {1e3 * reading * processes:.1f} ms an image in "
+        f"each of {processes} processes, encoding {1e3 * encoding:.1f} ms "
+        f"({'decoding' if reading > encoding else 'encoding'} is slower; from {count} images)"
     )

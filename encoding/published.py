@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import UserError
-from encoding.foreign import PLAIN, reading
+from encoding.foreign import is_dense, plain_tensors
 from models.mixers.attention import axial_rotations
 from training.weights.pretrained import read_tensors
 
@@ -70,10 +69,8 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
     """
     if file.suffix == ".safetensors":
         return read_tensors(file)
-    with reading(file, PLAIN), torch.serialization.safe_globals([argparse.Namespace]):
-        found = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        found = plain_tensors(file)
     if not isinstance(found, dict):
         raise UserError(
             f"{file} holds a {type(found).__name__}, not tensors by name; give a checkpoint."
@@ -87,27 +84,18 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
                 f"{file} has no {weights}; use weights={'model' if weights == 'ema' else 'ema'}."
             )
         found = found[weights]
-    if strange := [
-        key for key, value in found.items() if not (isinstance(key, str) and is_plain(value))
-    ]:
-        raise UserError(
-            f"{file}: {str(strange[0])[:80]} is no tensor of numbers; give a checkpoint of a model."
-        )
+    for key, value in found.items():
+        numbers = is_dense(value) and value.is_floating_point() and value.is_contiguous()
+        if not isinstance(key, str) or not numbers:
+            raise UserError(
+                f"{file}: {str(key)[:80]} is no tensor of numbers; give a checkpoint of a model."
+            )
     if sum(value.nbytes for value in found.values()) > file.stat().st_size:
         raise UserError(
             f"{file}: its tensors share memory, and would be larger than the file; give another "
             "copy."
         )
     return found
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it is a dense tensor of floating-point numbers on the host, each with a place of its
-    own."""
-    dense = (
-        isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
-    )
-    return dense and value.is_floating_point() and value.is_contiguous()
 
 
 class Keys:
@@ -134,7 +122,8 @@ class Keys:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """In fp32."""
-        if (found := self.shape(name, len(shape))) != shape:
+        found = self.shape(name, len(shape))
+        if found != shape:
             raise UserError(
                 f"{self.file}: {name} has shape {found}, and the rest of the model asks for "
                 f"{shape}."
@@ -150,8 +139,9 @@ class Keys:
 
     def refuse_rest(self) -> None:
         if self.left:
-            names = ", ".join([*self.left][:3])
-            raise UserError(f"{self.file} has {names}, which this version does not know.")
+            first, *more = self.left
+            others = f", and {len(more)} more" if more else ""
+            raise UserError(f"{self.file} has {first}{others}, which this version does not know.")
 
 
 def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = None) -> Published:
@@ -191,8 +181,8 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
         ours |= named(f"blocks.{i}.layers", layers)
         modulation += modulations(keys, f"blocks.{i}", ("norm1", "norm2"), dim)
     modulation += modulations(keys, "final_layer", ("norm_final",), dim)
-    for part in ("weight", "bias"):
-        ours[f"modulation.{part}"] = torch.cat([own[part] for own in modulation])
+    joined = {part: torch.cat([own[part] for own in modulation]) for part in modulation[0]}
+    ours |= named("modulation", joined)
     ours |= named("head", head_of(keys, dim, channels, patch))
     keys.refuse_rest()
     return Published(node, ours, channels, rows * patch, classes)
@@ -220,11 +210,8 @@ def named(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a tree by dotted names."""
     found: dict[str, Tensor] = {}
     for name, value in tree.items():
-        found |= (
-            {f"{prefix}.{name}": value}
-            if isinstance(value, Tensor)
-            else named(f"{prefix}.{name}", value)
-        )
+        inner = {name: value} if isinstance(value, Tensor) else named(name, value)
+        found |= {f"{prefix}.{key}": tensor for key, tensor in inner.items()}
     return found
 
 

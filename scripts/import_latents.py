@@ -115,7 +115,10 @@ def class_names(cfg: ImportConfig) -> list[str] | None:
     if cfg.classes is None:
         return None
     if isinstance(cfg.classes, str):
-        return [] if cfg.classes == "none" else names_in(cfg.classes)
+        names = [] if cfg.classes == "none" else names_in(cfg.classes)
+        if len(set(names)) < len(names):
+            raise UserError(f"classes={cfg.classes} must name each class once, one a line.")
+        return names
     if not 1 <= cfg.classes <= MOST_CLASSES:
         raise UserError(
             f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, a text file, or "
@@ -133,8 +136,8 @@ def names_in(file: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"classes={file} is no text file; {remedy}.") from error
     names = [line.strip() for line in lines if line.strip()]
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"classes={file} must name each class once, one a line.")
+    if not names:
+        raise UserError(f"classes={file} is empty; {remedy}.")
     return names
 
 
