@@ -169,17 +169,16 @@ def planned(case: Case, cfg: BenchConfig) -> Figures:
     context out.
     """
     workload = Workload(case.overrides)
-    training = workload.training
+    run = workload.cfg
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
-    resident = latents_of(training.cfg.data, training.cfg.seed, memory_of(workload.device))[1]
+    spec, resident = latents_of(run.data, run.seed, memory_of(workload.device))
     gpu = workload.device.type == "cuda"
-    question = Question(training.cfg, training.loader.spec, resident=resident, gpu=gpu)
-    planned_run = forecast(question)
-    predicted = planned_run.needs.total - planned_run.needs.context
+    plan = forecast(Question(run, spec, resident=resident, gpu=gpu))
+    predicted = plan.needs.total - plan.needs.context
     measured = workload.memory_peak
     return workload.figures(step_ms) | {
         "predicted_bytes": predicted,
-        "phase": planned_run.phase,
+        "phase": plan.phase,
         "memory_error": predicted / measured - 1.0 if measured else None,
     }
 
@@ -256,17 +255,15 @@ def gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
 def outcomes(report: Path) -> Figures:
     """Counts the tests of a JUnit report; an `error` names those that failed."""
     tests = list(ElementTree.parse(report).iter("testcase"))
-    said = {
-        kind: [
-            f"{test.get('name')}: {part.get('message')}"
-            for test in tests
-            for part in test.iter(kind)
-        ]
-        for kind in ("failure", "error", "skipped")
-    }
-    failed = [*said["failure"], *said["error"]]
-    found: Figures = {"tests": len(tests), "failed": len(failed), "skipped": len(said["skipped"])}
-    found["text"] = "\n".join([*failed, *said["skipped"]])
+
+    def said(*kinds: str) -> Words:
+        parts = [(test, part) for test in tests for kind in kinds for part in test.iter(kind)]
+        return [f"{test.get('name')}: {part.get('message')}" for test, part in parts]
+
+    failed = said("failure", "error")
+    skipped = said("skipped")
+    found: Figures = {"tests": len(tests), "failed": len(failed), "skipped": len(skipped)}
+    found["text"] = "\n".join([*failed, *skipped])
     if failed:
         found["error"] = f"{len(failed)} failed: {failed[0]}"
     return found

@@ -154,21 +154,20 @@ def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device
     """The model with zeros for weights; with fake ones inside a FakeTensorMode."""
     model = build_on_meta(node, spec)
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    zeros = torch.zeros_like(tensor, device=CPU)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    kept = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
-                    tensors[name] = kept
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros_like(parameter, device=CPU)
+            setattr(module, name, nn.Parameter(zeros, parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=CPU))
     return model
 
 
 def built(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
     """The parts of a run without its data; fused kernels are taken as proved, and an adapter's base
     stays zero."""
+    no_data: Any = SimpleNamespace(spec=spec)
     parts = Parts(
-        loader=lambda *_: SimpleNamespace(spec=spec),
+        loader=lambda *_: no_data,
         model=blank_model,
         kernels=lambda *_: {},
         stack=lambda cfg, _: planned_stack(cfg, gpu),
