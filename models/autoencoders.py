@@ -94,7 +94,7 @@ class DiffusersAutoencoder(Autoencoder):
                     "has it."
                 )
         config = read_object(config_file)
-        self.kind = config.get("_class_name")
+        self.kind = str(config.get("_class_name"))
         if self.kind not in CLASSES:
             raise UserError(
                 f"encoder.path={path}: class {self.kind} is not supported; use one of "

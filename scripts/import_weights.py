@@ -147,14 +147,14 @@ def import_weights(cfg: WeightsConfig) -> Path:
 
 def kind_of(tensors: Mapping[str, Any]) -> str:
     """Which model a checkpoint holds, "sit" or "lightningdit", as the names of its tensors tell."""
-    own = (
+    own = {
         "feat_rope.freqs_cos",
         "blocks.0.mlp.w12.weight",
         "blocks.0.norm1.weight",
         "blocks.0.attn.q_norm.weight",
-    )
+    }
     names = {name.removeprefix("module.") for name in tensors}
-    return "lightningdit" if names & set(own) else "sit"
+    return "lightningdit" if names & own else "sit"
 
 
 def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
@@ -185,14 +185,11 @@ def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
     std = [1.0 / SD_SCALE] * found.channels
     if cfg.statistics is not None:
         mean, std = statistics_of(Path(cfg.statistics).expanduser(), found.channels)
-    names: list[str] = []
-    if cfg.classes is not None:
-        names = names_in(cfg.classes)
-        if len(names) != found.classes:
-            raise UserError(
-                f"classes={cfg.classes} names {len(names)} classes, and the model has "
-                f"{found.classes}."
-            )
+    names = names_in(cfg.classes) if cfg.classes else []
+    if len(names) not in (0, found.classes):
+        raise UserError(
+            f"classes={cfg.classes} names {len(names)} classes, and the model has {found.classes}."
+        )
     node, sha256 = encoder_of(cfg.encoder or "sd")
     return LatentSpec(
         channels=found.channels,

@@ -121,35 +121,27 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> Opened:
             f"{file} was trained on other weights (sha256 {note.base_sha256[:12]}…) than {base} "
             f"has ({found[:12]}…); use those."
         )
-    tensors = fitting(file, told, tensors, base)
+
+    # On the meta device, which allocates nothing: whether the tensors, by our names, fit.
+    with described(file, told, [*read_tensors(base).values(), *tensors.values()]) as model:
+        put_on(model, note.node, note.labels)
+    own = trained(model)
+    names = {peft_name(name): name for name in own}
+    tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    refuse_misfit(file, "the adapter that it describes", tensors, own)
+
     model = build_model(told.model, told.spec, device)
     model.load_state_dict(weights_for(model, told.spec, base)[0])
     put_on(model, note.node, note.labels)
     model.load_state_dict(model.state_dict() | tensors)
     merge(model)
-    if strange := [
-        name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()
-    ]:
-        raise UserError(
-            f"{file} makes {strange[0]} of the model not finite; use another checkpoint of the "
-            "adapter."
-        )
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise UserError(
+                f"{file} makes {name} of the model not finite; use another checkpoint of the "
+                "adapter."
+            )
     return Opened(model.eval(), told, file, file_sha256(file))
-
-
-def fitting(
-    file: Path, told: Description, tensors: Mapping[str, Tensor], base: Path
-) -> dict[str, Tensor]:
-    """The tensors of an adapter by our names; ValueError, before anything is allocated, if they do
-    not fit."""
-    assert told.adapter is not None
-    with described(file, told, [*read_tensors(base).values(), *tensors.values()]) as model:
-        put_on(model, told.adapter.node, told.adapter.labels)
-    own = trained(model)
-    theirs = {peft_name(name): name for name in own}
-    tensors = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
-    refuse_misfit(file, "the adapter that it describes", tensors, own)
-    return tensors
 
 
 def peft_name(name: str) -> str:
@@ -248,9 +240,5 @@ def without_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rows, width = own["prompt"].shape
     layer = PromptedLabels(LabelEmbedding(width, rows - 1), len(own["mlp.0.weight"]))
     layer.load_state_dict(layer.state_dict() | own)
-    kept = {
-        key: tensor
-        for key, tensor in tensors.items()
-        if not key.startswith((f"{name}.mlp.", f"{name}.prompt"))
-    }
+    kept = {key: t for key, t in tensors.items() if not key.startswith(f"{name}.mlp.")}
     return kept | {f"{name}.prompt": layer.vectors().detach()}
