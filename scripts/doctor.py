@@ -89,8 +89,7 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "machine": machine(device),
         "versions": describe_environment(device)["versions"],
         "techniques": [
-            c._asdict()
-            | {"key": c.word.partition("=")[0], "word": c.word, "available": c.reason is None}
+            c._asdict() | {"key": c.word.partition("=")[0], "available": c.reason is None}
             for c in capabilities(device)
         ],
     }
@@ -111,17 +110,14 @@ class Capability(NamedTuple):
     key: str
     value: bool | str
     reason: str | None
-
-    @property
-    def word(self) -> str:
-        """The override that asks for it, such as runtime.tf32=true."""
-        return override(self.key, self.value)
+    word: str
+    """The override that asks for it, such as runtime.tf32=true."""
 
 
 def capabilities(device: torch.device) -> list[Capability]:
     """Returns every technique in every way, in the order of the stack."""
     return [
-        Capability(kind.key, value, kind(value, device).unavailable())
+        Capability(kind.key, value, kind(value, device).unavailable(), kind.override(value))
         for kind in TECHNIQUES
         for value in dict.fromkeys(way[kind.key] for way in kind.ways())
     ]
@@ -168,8 +164,9 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
         key = technique.key
         reason = stack.reasons.get(key, "not asked for, or no part of this model")
         proof = technique.proof or Proof(False, reason)
-        row = {"key": f"runtime.{key}", "requested": stack.requested[key]}
-        rows.append(row | {"on": proof.on, "why": proof.why})
+        asked = stack.requested[key]
+        row = {"key": f"runtime.{key}", "requested": asked, "on": proof.on, "why": proof.why}
+        rows.append(row)
     return rows
 
 

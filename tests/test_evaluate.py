@@ -238,7 +238,7 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
         "    if 'samples.parts' in str(self.folder) and number == 1: os.kill(os.getpid(), 9)\n"
         "    write(self, number, tensors)\n"
         "p.ResumableChunks.write = dying\n"
-        "import runpy; runpy.run_module('scripts.evaluate', run_name='__main__')"
+        "import runpy; runpy.run_module('scripts.evaluate', None, '__main__', True)"
     )
     command = [sys.executable, "-c", program, *words, f"out={tmp_path / 'samples'}"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9

@@ -155,8 +155,7 @@ class Curve(NamedTuple):
     points: list[tuple[float, float]]
     values: list[float]
     """The finite ones."""
-    line: str
-    color: str
+    look: dict[str, Any]
 
 
 TRAINING = (
@@ -213,8 +212,9 @@ def curves_of(plot: Plot, runs: Sequence[History]) -> list[Curve]:
             names = [run.name] * (len(runs) > 1)
             names += [label_of(key)] * (len(keys) > 1 or len(runs) == 1)
             shade = shades[max(round(i * len(shades) / len(keys)), 1) - 1]
+            look = {"linestyle": line, "color": shade, "marker": "o" if len(points) <= 30 else ""}
             if values:
-                curves.append(Curve(": ".join(names), points, values, line, shade))
+                curves.append(Curve(": ".join(names), points, values, look))
     return curves
 
 
@@ -236,9 +236,8 @@ def svg(plot: Plot, curves: Sequence[Curve]) -> str:
         figure = Figure(figsize=(6.4, 3.6))
         axes = figure.add_axes((0.13, 0.15, 0.84, 0.75))
         for curve in curves:
-            look: dict[str, Any] = {"label": curve.label, "color": curve.color, "markersize": 3}
-            look["marker"] = "o" if len(curve.points) <= 30 else ""
-            axes.plot(*zip(*curve.points, strict=True), curve.line, **look)
+            xs, ys = zip(*curve.points, strict=True)
+            axes.plot(xs, ys, label=curve.label, markersize=3, **curve.look)
         if plot.floor is not None:
             axes.axhline(plot.floor, color="#5c636b", linestyle=":", label="the reference's floor")
             values.append(plot.floor)
