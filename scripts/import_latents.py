@@ -149,7 +149,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     from training.environment import pick_device
 
     out = Path(str(cfg.out)).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_file() or any(out.glob("*")):
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
     names = class_names(cfg)
     classes = None if names is None else len(names)
@@ -210,11 +210,7 @@ def chunks(foreign: Foreign, names: list[str] | None) -> Iterator[dict[str, Tens
     while group := list(islice(samples, CHUNK)):
         tensors = []
         for where, parts in group:
-            found = {
-                name: floats(parts[name], where)
-                for name in ("latents", "mirrored")
-                if name in parts
-            }
+            found = {n: floats(values, where) for n, values in parts.items() if n != "labels"}
             shapes = " and ".join(f"{name} of shape {tuple(found[name].shape)}" for name in found)
             first = first or shapes
             if shapes != first:
@@ -246,12 +242,11 @@ def class_index(label: Any, limit: int, where: str) -> int:
 def floats(values: Any, where: str) -> Tensor:
     """Converts an array to a tensor (C, H, W) in fp32; ValueError for one that holds no latents, or
     NaN or infinity."""
-    import numpy as np
     import torch
 
     kind = getattr(values, "dtype", type(values).__name__)
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        values = torch.from_numpy(values.astype(np.float64))
+    if getattr(kind, "kind", None) == "f":  # of numpy, in any order of bytes
+        values = torch.from_numpy(values.astype("float64"))
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         raise UserError(
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
@@ -332,7 +327,7 @@ def write(
 
     # Of the shards, to which samples go at random, 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.count)
-    shards = max(1, min(MOST_SHARDS, math.ceil((foreign.count - held_out) / cfg.shard_size)))
+    shards = min(MOST_SHARDS, math.ceil((foreign.count - held_out) / cfg.shard_size))
     order = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed))
     place = order.argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
