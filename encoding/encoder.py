@@ -6,10 +6,11 @@ import errno
 import json
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from itertools import chain, islice
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +92,17 @@ def measure_psnr(
     return quality
 
 
+@dataclass
 class ShardEncoder:
     """Encodes the unfinished shards of a plan; of n ranks each takes every n-th shard."""
 
-    def __init__(
-        self,
-        step: EncodeStep,
-        cfg: PrecomputeConfig,
-        out: Path,
-        device: torch.device,
-        ranks: Ranks = SINGLE,
-    ) -> None:
-        self.step = step
-        self.cfg = cfg
-        self.out = out
-        self.device = device
-        self.ranks = ranks
-        self.seconds: dict[str, float] = {"decode": 0.0, "encode": 0.0, "write": 0.0}
-        """Time of each step; decoding counts only while the encoder waits for it."""
+    step: EncodeStep
+    cfg: PrecomputeConfig
+    out: Path
+    device: torch.device
+    ranks: Ranks = SINGLE
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Time of each step; decoding counts only while the encoder waits for it."""
 
     def run(self, plan: Plan) -> None:
         """Writes each shard of this rank, and its sidecar. Worker processes decode ahead of the
@@ -180,18 +174,13 @@ class ShardEncoder:
         self.seconds[part] += time.perf_counter() - began
 
     def decoded(self, todo: list[list[Numbered]]) -> Iterator[tuple[list[Numbered], Decoded]]:
-        """Yields batches (numbered images, decoded ones) of shards, none across a shard's end."""
-        images = list(chain(*todo))
-        batches = []
-        end = 0
-        for of_shard in todo:
-            numbers = torch.arange(end, end + len(of_shard))
-            batches += [batch.tolist() for batch in numbers.split(self.cfg.batch_size)]
-            end += len(of_shard)
-        dataset = decoding([entry for _, entry in images], self.cfg)
-        loader = decoding_loader(dataset, batches, self.cfg.num_workers)
-        for batch, decoded in zip(batches, loader, strict=True):
-            yield [images[i] for i in batch], decoded
+        """Batches (numbered images, decoded ones) of shards, none across a shard's end."""
+        size = self.cfg.batch_size
+        batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
+        dataset = decoding([entry for batch in batches for _, entry in batch], self.cfg)
+        indices = iter(range(len(dataset)))
+        of_batches = [list(islice(indices, len(batch))) for batch in batches]
+        return zip(batches, decoding_loader(dataset, of_batches, self.cfg.num_workers), strict=True)
 
     def encode(self, batch: list[Numbered], decoded: Decoded) -> dict[str, Tensor]:
         """Encodes the decoded images of a batch to the tensors that a block holds."""

@@ -294,63 +294,59 @@ def of_tars(tars: list[Path], asked: Asked) -> Foreign:
     """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or
     `<key>.json`."""
 
-    def members() -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
-        for file in tars:
-            with reading(file), file.open("rb") as stream:
-                for where, latents, label in paired(file, stream, asked):
-                    yield stream, where, latents, label
-
     def samples() -> Iterator[Sample]:
-        for stream, where, latents, label in members():
-            found = {"latents": latents_in(content_of(stream, latents), latents, asked, where)}
-            if label is not None:
-                found["labels"] = label_in(content_of(stream, label), label, where)
-            yield where, found
+        for file in tars:
+            for stream, where, latents, label in paired(file, asked):
+                found = {"latents": latents_in(stream, latents, asked, where)}
+                if label is not None:
+                    found["labels"] = label_in(stream, label, where)
+                yield where, found
 
-    count = sum(1 for _ in members())
+    count = sum(1 for file in tars for _ in paired(file, asked))
     return Foreign(f"{count} samples in {len(tars)} tars", count, samples)
 
 
 def paired(
-    file: Path, stream: BinaryIO, asked: Asked
-) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarInfo | None]]:
-    """Yields the place of each sample of a tar, and its members of latents and label; ValueError
-    for one without them."""
-    unused = Unused()
-    samples, cut = samples_of(file, stream, unused)
-    if cut:
-        raise UserError(f"{cut}; copy or write it again.")
-    if unused.kinds.keys() - {"hidden"}:
-        raise UserError(f"{file} holds {unused}; write each member as a plain file.")
-    for key, parts in samples.items():
-        where = f"{file}: {key}"
-        held = ", ".join(sorted(parts))
-        arrays = [name for name in parts if name.endswith((".npy", ".safetensors"))]
-        if len(arrays) > 1:
-            arrays = [name for name in arrays if name.rpartition(".")[0] == f".{asked.latents_key}"]
-        if len(arrays) != 1:
-            raise UserError(
-                f"{where} has {held}, of which not one alone can be the latents; give each sample "
-                "one .npy or .safetensors, or set latents_key=<name> for <key>.<name>.npy."
-            )
-        label = None
-        if asked.classes != 0:
-            label = parts.get(".cls") or parts.get(".json")
-            if label is None:
+    file: Path, asked: Asked
+) -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
+    """Yields for each sample of a tar its stream, the sample's place, and its members of latents
+    and label; ValueError for one without them."""
+    with reading(file), file.open("rb") as stream:
+        unused = Unused()
+        samples, cut = samples_of(file, stream, unused)
+        if cut:
+            raise UserError(f"{cut}; copy or write it again.")
+        if unused.kinds.keys() - {"hidden"}:
+            raise UserError(f"{file} holds {unused}; write each member as a plain file.")
+        for key, parts in samples.items():
+            where = f"{file}: {key}"
+            held = ", ".join(sorted(parts))
+            arrays = [name for name in parts if name.endswith((".npy", ".safetensors"))]
+            if len(arrays) > 1:
+                arrays = [
+                    name for name in arrays if name.rpartition(".")[0] == f".{asked.latents_key}"
+                ]
+            if len(arrays) != 1:
                 raise UserError(
-                    f"{where} has {held}, and no class index in a .cls or a .json member; add one, "
-                    "or import without labels: classes=none."
+                    f"{where} has {held}, of which not one alone can be the latents; give each "
+                    "sample one .npy or .safetensors, or set latents_key=<name> for "
+                    "<key>.<name>.npy."
                 )
-        yield where, parts[arrays[0]], label
+            label = None
+            if asked.classes != 0:
+                label = parts.get(".cls") or parts.get(".json")
+                if label is None:
+                    raise UserError(
+                        f"{where} has {held}, and no class index in a .cls or a .json member; add "
+                        "one, or import without labels: classes=none."
+                    )
+            yield stream, where, parts[arrays[0]], label
 
 
-def content_of(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
-    stream.seek(member.offset_data)
-    return stream.read(member.size)
-
-
-def latents_in(content: bytes, member: tarfile.TarInfo, asked: Asked, where: str) -> Any:
+def latents_in(stream: BinaryIO, member: tarfile.TarInfo, asked: Asked, where: str) -> Any:
     with reading(where, PLAIN):
+        stream.seek(member.offset_data)
+        content = stream.read(member.size)
         if member.name.lower().endswith(".npy"):
             return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
         tensors = load(content)
@@ -359,10 +355,11 @@ def latents_in(content: bytes, member: tarfile.TarInfo, asked: Asked, where: str
     return tensors[asked.latents_key]
 
 
-def label_in(content: bytes, member: tarfile.TarInfo, where: str) -> Any:
+def label_in(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> Any:
     """What stands for the label: the number in a .cls, or in a .json under label, cls or class."""
     with reading(f"{where}: {member.name}"):
-        text = content.decode().strip()
+        stream.seek(member.offset_data)
+        text = stream.read(member.size).decode().strip()
         if not member.name.lower().endswith(".json"):
             return int(text) if text.isdecimal() else text
         found = json.loads(text)

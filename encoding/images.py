@@ -197,10 +197,9 @@ def opened_dataset(path: str) -> tuple[Any, str, list[str]]:
         raise UserError(
             f"source={path} is a broken folder of datasets ({first_line(error)}); save it again."
         ) from error
-    images = [name for name, kind in dataset.features.items() if isinstance(kind, datasets.Image)]
-    labels = [
-        name for name, kind in dataset.features.items() if isinstance(kind, datasets.ClassLabel)
-    ]
+    kinds = dataset.features.items()
+    images = [name for name, kind in kinds if isinstance(kind, datasets.Image)]
+    labels = [name for name, kind in kinds if isinstance(kind, datasets.ClassLabel)]
     labels = labels or [name for name in ("label", "labels", "cls") if name in dataset.features]
     if len(images) != 1:
         columns = ", ".join(dataset.features)

@@ -122,8 +122,6 @@ def locked(out: Path) -> FolderLock:
 
     ValueError if another process holds it, or if it has files that are not ours.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out={out} is a file; choose a folder.")
     try:
         make_folder(out)
         found = {file.name for file in out.iterdir()}
@@ -203,12 +201,11 @@ def write_manifest(
     sidecars = [read_object(out / f"{name}.json") for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
+    skipped = [line for s in sidecars for line in s["skipped"]]
     if not any(of_shard["count"] for of_shard in sums):
-        first = next(
-            line for s in sidecars for line in s["skipped"] if s["shard"]["split"] == "train"
-        )
         raise UserError(
-            f"source={cfg.source}: no training image can be decoded, such as {first}; mend some."
+            f"source={cfg.source}: no training image can be decoded, such as {skipped[0]}; mend "
+            "some."
         )
     manifest = Manifest(
         **facts(autoencoder, cfg.encoder, shards, sums),
@@ -222,7 +219,7 @@ def write_manifest(
         resolution=cfg.resolution,
         psnr_db=psnr_db,
         precision=precision,
-        skipped=[line for s in sidecars for line in s["skipped"]],
+        skipped=skipped,
         source=str(cfg.source),
         source_sha256=images.sha256(),
         seed=cfg.seed,
@@ -236,12 +233,9 @@ def narrowed(
 ) -> dict[str, Tensor]:
     """The tensors of a block on the CPU, all but the labels in `dtype`; ValueError names the first
     of the `samples` that overflows."""
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor.cpu()
-        if name == "labels":
-            continue
-        found[name] = tensor.to(getattr(torch, dtype)).cpu()
+    found = dict(tensors)
+    for name in sorted(tensors.keys() - {"labels"}):
+        found[name] = tensors[name].to(getattr(torch, dtype)).cpu()
         bad = ~found[name].isfinite().flatten(1).all(1)
         if bad.any():
             raise UserError(

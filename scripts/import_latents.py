@@ -26,9 +26,7 @@ import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from annotated_types import Ge, Lt
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from training.config.compose import CONF, from_words, from_yaml, one_sentence, refuse_missing
@@ -37,8 +35,7 @@ from training.config.schema import Positive, refuse_values
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
-    from torch import Tensor
+    from torch import Size, Tensor
 
     from data.manifest import Manifest, Shard
     from encoding.foreign import Foreign
@@ -72,7 +69,7 @@ class ImportConfig:
     """The number of classes, a text file with the name of a class a line, "none" for latents
     without labels, or null: one more than the highest label."""
     dtype: str = "float16"
-    held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
+    held_out: float = 0.02
     seed: int = 0
     shard_size: Positive = 2048
     block_size: Positive = 256
@@ -104,8 +101,8 @@ def checked(cfg: ImportConfig) -> ImportConfig:
                 f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}."
             )
     refuse_values(cfg)
-    if not cfg.scale or not math.isfinite(cfg.scale) or not math.isfinite(cfg.shift or 0.0):
-        raise UserError(f"scale={cfg.scale} and shift={cfg.shift} must be finite, and scale not 0.")
+    if not cfg.scale:
+        raise UserError("scale=0 is none that latents were multiplied by; give another number.")
     class_names(cfg)
     return cfg
 
@@ -151,15 +148,16 @@ def import_latents(cfg: ImportConfig) -> Path:
     from training.environment import pick_device
 
     out = Path(str(cfg.out)).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_file() or any(out.glob("*")):
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
     names = class_names(cfg)
     classes = None if names is None else len(names)
     asked = Asked(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
     foreign = open_foreign(str(cfg.source), asked)
-    if round(cfg.held_out * foreign.count) == foreign.count:
+    if not 0 <= round(cfg.held_out * foreign.count) < foreign.count:
         raise UserError(
-            f"held_out={cfg.held_out} of {foreign.count} latents leaves none to train on; lower it."
+            f"held_out={cfg.held_out} of {foreign.count} latents leaves none to train on, or is "
+            "below 0; give a share from 0 to 1."
         )
     node = encoder_node(str(cfg.encoder))
     autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
@@ -168,7 +166,7 @@ def import_latents(cfg: ImportConfig) -> Path:
             f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say "
             f"whether it was subtracted: shift={autoencoder.shift_factor}, or shift=0."
         )
-    check(cfg, raw(cfg, next(chunks(foreign, classes))), autoencoder)
+    check(cfg, raw(cfg, next(chunks(foreign, names))), autoencoder)
     print(f"{foreign.what}: {foreign.count} latents", flush=True)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an import that was killed
@@ -177,14 +175,13 @@ def import_latents(cfg: ImportConfig) -> Path:
         manifest = write(cfg, foreign, autoencoder, node, unfinished)
         manifest.write(unfinished)
         rename(unfinished, out)  # in the place of an empty folder, if there is one
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         raise UserError(
             f"out={cfg.out} cannot be written ({error.strerror}); choose another folder, or free "
             "some space."
         ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
     print(f"next: python -m scripts.verify_latents path={out}", flush=True)
     return out / "manifest.json"
@@ -197,26 +194,22 @@ def encoder_node(name: str) -> dict[str, Any]:
     return {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": name}
 
 
-def chunks(foreign: Foreign, classes: int | None) -> Iterator[dict[str, Tensor]]:
+def chunks(foreign: Foreign, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
     """Yields `latents` (n, C, H, W), `labels` (n,), and `mirrored` where there are some, for n up
-    to `CHUNK`.
+    to `CHUNK`; `names` are those of the classes (see `class_names`).
 
     ValueError names the first sample whose label is no class index, or whose latents are not finite
     floating-point numbers in the shape of the samples before.
     """
     import torch
 
-    limit = classes or min(foreign.count, MOST_CLASSES)
+    limit = len(names) if names else min(foreign.count, MOST_CLASSES)
     samples = foreign.samples()
     first = None
     while group := list(islice(samples, CHUNK)):
         tensors = []
         for where, parts in group:
-            found = {
-                name: floats(parts[name], where)
-                for name in ("latents", "mirrored")
-                if name in parts
-            }
+            found = {n: floats(values, where) for n, values in parts.items() if n != "labels"}
             shapes = " and ".join(f"{name} of shape {tuple(found[name].shape)}" for name in found)
             first = first or shapes
             if shapes != first:
@@ -224,7 +217,7 @@ def chunks(foreign: Foreign, classes: int | None) -> Iterator[dict[str, Tensor]]
                     f"{where} has {shapes}, and the first sample {first}; all samples of a set are "
                     "alike, so import each kind as a set of its own."
                 )
-            label = 0 if classes == 0 else class_index(parts.get("labels"), limit, where)
+            label = 0 if names == [] else class_index(parts.get("labels"), limit, where)
             tensors.append(found | {"labels": torch.tensor(label)})
         yield {name: torch.stack([found[name] for found in tensors]) for name in tensors[0]}
 
@@ -236,17 +229,11 @@ def class_index(label: Any, limit: int, where: str) -> int:
     while isinstance(label, list) and len(label) == 1:
         label = label[0]
     # NaN and inf are not their own floor
-    if type(label) not in (int, float) or label // 1 != label or label < 0:
+    if type(label) not in (int, float) or label // 1 != label or not 0 <= label < limit:
         raise UserError(
-            f"{where} has the label {reprlib.repr(label)}; number the classes from 0 on, one "
-            "number a sample (of one-hot labels argmax(1)), or import without labels: "
-            "classes=none."
-        )
-    if label >= limit:
-        raise UserError(
-            f"{where} has the label {reprlib.repr(int(label))}, and only {limit} classes are "
-            "stated, or samples are there; correct the label, or set classes=<n> to one more than "
-            "the highest."
+            f"{where} has the label {reprlib.repr(label)}, not one class index from 0 to "
+            f"{limit - 1} (of one-hot labels argmax(1)); correct it, set classes=<n> to one more "
+            "than the highest, or import without labels: classes=none."
         )
     return int(label)
 
@@ -254,12 +241,11 @@ def class_index(label: Any, limit: int, where: str) -> int:
 def floats(values: Any, where: str) -> Tensor:
     """Converts an array to a tensor (C, H, W) in fp32; ValueError for one that holds no latents, or
     NaN or infinity."""
-    import numpy as np
     import torch
 
     kind = getattr(values, "dtype", type(values).__name__)
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        values = torch.from_numpy(values.astype(np.float64))
+    if getattr(kind, "kind", None) == "f":  # of numpy, in any order of bytes
+        values = torch.from_numpy(values.astype("float64"))
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         raise UserError(
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
@@ -340,14 +326,13 @@ def write(
 
     # Of the shards, to which samples go at random, 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.count)
-    shards = max(1, min(MOST_SHARDS, -(-(foreign.count - held_out) // cfg.shard_size)))
+    shards = min(MOST_SHARDS, math.ceil((foreign.count - held_out) / cfg.shard_size))
     order = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed))
     place = order.argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
 
     names = class_names(cfg)
-    latents = chunks(foreign, None if names is None else len(names))
-    written, sums, labels, shape = write_shards(cfg, latents, target, out)
+    written, sums, labels, shape = write_shards(cfg, chunks(foreign, names), target, out)
     if names is None:
         names = [str(i) for i in range(int(labels.max()) + 1)]
     empty = len(names) - len(labels[target > 0].unique())
@@ -371,7 +356,7 @@ def write(
 
 def write_shards(
     cfg: ImportConfig, latents: Iterator[dict[str, Tensor]], target: Tensor, out: Path
-) -> tuple[list[Shard], dict[str, Any], Tensor, dict[str, torch.Size]]:
+) -> tuple[list[Shard], dict[str, Any], Tensor, dict[str, Size]]:
     """Deals latents to the shards that `target` numbers.
 
     Returns the shards, the sums per channel over the training latents, all labels, and the shape of
@@ -404,7 +389,7 @@ def write_shards(
                     sums.add(part)
             start += len(told)
         described = [file.close() for file in files.values()]
-    return described, sums.as_dict(), torch.cat(labels), shape
+        return described, sums.as_dict(), torch.cat(labels), shape
 
 
 def main() -> None:

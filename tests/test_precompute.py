@@ -646,7 +646,7 @@ def test_a_folder_with_other_files_is_refused(job: Job, tmp_path: Path):
 
 def test_a_file_as_out_is_refused(job: Job, tmp_path: Path):
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(ValueError, match=f"out={tmp_path / 'out'} is a file; choose a folder"):
+    with pytest.raises(ValueError, match=f"out={tmp_path / 'out'} cannot be made or read"):
         job()
 
 
