@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -29,13 +27,9 @@ def is_figure(value: Any) -> TypeGuard[float]:
     return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
 
 
-def finite(node: Any) -> Any:
-    """The same tree with None in the place of floats that are not finite."""
-    if isinstance(node, Mapping):
-        return {key: finite(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [finite(value) for value in node]
-    return None if isinstance(node, float) and not math.isfinite(node) else node
+def finite(content: Any) -> Any:
+    """The same content, as JSON has it, with None in the place of floats that are not finite."""
+    return json.loads(json.dumps(content), parse_constant=lambda _: None)
 
 
 ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")

@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -162,9 +161,7 @@ class Manifest:
         write_atomically(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
 
 
-@cache
-def schema() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
+SCHEMA = TypeAdapter(Manifest)
 
 
 def read_manifest(folder: str | Path | Source) -> Manifest:
@@ -185,7 +182,7 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     # First its types, then what its fields say of each other.
     again = "run precompute_latents.py again to rebuild it"
     try:
-        manifest = schema().validate_json(content, strict=True)
+        manifest = SCHEMA.validate_json(content, strict=True)
     except ValidationError as error:
         raise UserError(f"{file} {first_fault(error)}; {again}.") from error
     faults = list(manifest.faults())

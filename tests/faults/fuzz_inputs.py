@@ -19,6 +19,9 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from encoding.images import DecodedImages
@@ -35,7 +38,7 @@ from tests.helpers import CPU, save_images
 from tests.test_import_latents import COUNT, FORMATS, add, everything
 from training.assemble import assemble
 from training.config.compose import CONF, compose, from_words, from_yaml
-from training.config.explain import known_keys
+from training.config.explain import flat
 from training.config.schema import PrecomputeConfig
 from training.distributed.exit import run_app
 
@@ -170,6 +173,13 @@ HONEST = (
 HONEST += ("count", "num_classes", "streams", "window", "spike_window", "prefetch_factor")
 """Last parts of keys whose huge values ask for memory honestly: they get none."""
 COMMANDS = (SampleConfig, VerifyConfig, ImportConfig)
+
+
+def known_keys(config_name: str) -> list[str]:
+    """All keys of the default configuration, dotted."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        default = OmegaConf.to_container(hydra_compose(config_name), resolve=False)
+    return [key for key, _ in flat(default) if not key.rpartition(".")[2].isdigit()]
 
 
 @cache

@@ -30,6 +30,7 @@ from scripts.import_latents import ImportConfig
 from scripts.sample import SampleConfig, sample_run
 from tests.conftest import TINY_RUN
 from tests.faults.fuzz import DEEP, as_json, tried
+from tests.faults.fuzz_inputs import known_keys
 from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
 from tests.test_house import PACKAGES
 from train import train
@@ -39,7 +40,6 @@ from training.config import secrets
 from training.config.build import build
 from training.config.compose import CONF, compose, one_sentence
 from training.config.contradictions import check_nccl
-from training.config.explain import known_keys
 from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
 from training.config.words import not_read
 from training.run import default_folder

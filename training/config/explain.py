@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from training.config.schema import PrecomputeConfig, TrainConfig
-from training.config.words import (
-    CONF,
-    as_given,
-    choices_of,
-    keys_of_choices,
-    must_be,
-    nearest,
-    not_read,
-)
+from training.config.words import CONF, as_given, choices_of, must_be, nearest, not_read
 
 UNKNOWN = re.compile(r"\ACould not override '([^']+)'|Key '([^']+)' (?:is )?not in")
 IN_FILE = re.compile(r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)")
@@ -99,26 +91,31 @@ def of_value(cause: Exception, key: str, words: list[str], schema: type) -> str:
 
 def nearest_of(key: str, schema: type) -> str:
     """The fix for a key that the configuration lacks."""
-    command = {TrainConfig: "train", PrecomputeConfig: "precompute_latents"}.get(schema)
-    if command is None:
-        return nearest(key, [field.name for field in fields(schema)])
-    group, _, inner = key.partition(".")
-    choices = [choice for _, choice in keys_of_choices(inner, group) if choices_of(group)]
-    if choices:
-        having = [f"{group}={choice}" for choice in choices]
+    other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
+    groups = [field.name for field in fields(schema)]
+    if other is None:
+        return nearest(key, groups)
+    choices = keys_of_choices()
+    having = choices.get(key)
+    if having:
         return f"{having[0]} has it; add {' or '.join(having[:2])}."
     if choices_of(key):
-        other = "precompute_latents" if command == "train" else "train"
         return f"it is a group of {other}.py."
-    return nearest(key, known_keys(command) + [f"{g}.{key}" for g, _ in keys_of_choices(key)])
+    own = OmegaConf.to_container(OmegaConf.structured(schema))
+    known = [name for name, _ in flat(own)]
+    return nearest(key, known + [name for name in choices if name.partition(".")[0] in groups])
 
 
 @cache
-def known_keys(config_name: str) -> list[str]:
-    """All keys of the default configuration, dotted."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        default = OmegaConf.to_container(compose(config_name), resolve=False)
-    return [key for key, _ in flat(default) if not key.rpartition(".")[2].isdigit()]
+def keys_of_choices() -> dict[str, list[str]]:
+    """Each key in the files of a group, dotted -> the choices that have it, such as model=dit_s."""
+    found = defaultdict(list)
+    for file in sorted(CONF.glob("*/*.yaml")):
+        group = file.parent.name
+        keys = flat(OmegaConf.to_container(OmegaConf.load(file)), f"{group}.")
+        for key in dict(keys) if group != "experiment" else ():
+            found[key].append(f"{group}={file.stem}")
+    return found
 
 
 def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

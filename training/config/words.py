@@ -238,14 +238,6 @@ def nearest(name: str, known: list[str]) -> str:
     return f"did you mean {close[0]}?" if close else "`--help` lists all keys."
 
 
-def keys_of_choices(name: str, group: str = "*") -> list[tuple[str, str]]:
-    """(group, file) of those that have a key of this name."""
-    line = re.compile(rf"(?m)^{re.escape(name)}:")
-    files = sorted(CONF.glob(f"{group}/*.yaml"))
-    having = [(file.parent.name, file.stem) for file in files if line.search(file.read_text())]
-    return [(group, choice) for group, choice in having if group != "experiment"]
-
-
 def choices_of(group: str) -> list[str]:
     """The files of a group of our own."""
     files = (CONF / group).glob("*.yaml") if group.isidentifier() else ()
