@@ -4,7 +4,12 @@ for what was asked."""
 from __future__ import annotations
 
 import errno
+import json
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -17,6 +22,18 @@ class UserError(ValueError):
 
     Commands print that sentence without a traceback and end with status 1.
     """
+
+
+def first_fault(error: ValidationError, kind: str) -> str:
+    """Says what is wrong with JSON that should be a `kind`, as the end of a sentence."""
+    found = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
+    if missing := [field for field, fault in found.items() if fault["type"] == "missing"]:
+        return f"lacks {', '.join(missing[:8])}"
+    field, fault = next(iter(found.items()))
+    if fault["type"] == "json_invalid":
+        return f"is not valid JSON ({fault['msg'].removeprefix('Invalid JSON: ')})"
+    problem = fault["msg"].removeprefix("Input ")
+    return f"is no {kind}: {field or 'it'} {problem}, and is {json.dumps(fault['input'])[:60]}"
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -8,7 +8,7 @@ tests of shapes; a model learns nothing from it.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -69,6 +69,13 @@ class DigitLatents(InMemoryLatents):
 class SyntheticLatents(InMemoryLatents):
     """`count` standard normal latents (bf16) and a tenth more to hold out; labels 0, 1, …,
     num_classes - 1, 0, …"""
+
+    @classmethod
+    def foresee(cls, memory: float, count: int = 1024, **settings: Any) -> tuple[LatentSpec, float]:
+        """See `LatentLoader`; all of them lie on the device."""
+        one = cls(count=1, **settings, batch_size=1, seed=0, device=torch.device("cpu"))
+        spec = one.spec
+        return spec, 2.2 * count * spec.channels * spec.height * spec.width
 
     def __init__(
         self,

@@ -100,6 +100,15 @@ class LatentSpec:
         return asdict(self)
 
 
+def wrong_lengths(facts: Any) -> list[str]:
+    """Sentences about statistics of a spec or a manifest that are not one a channel."""
+    return [
+        f"{name} has {len(values)} values, and there are {facts.channels} channels"
+        for name, values in (("mean", facts.mean), ("std", facts.std))
+        if len(values) != facts.channels
+    ]
+
+
 class LoaderArgs(TypedDict):
     """The arguments that every loader takes from the run, beside those of its configuration."""
 
@@ -135,6 +144,13 @@ class LatentLoader:
         self.world_size = args.get("world_size", 1)
         self.normalise = spec.normaliser(self.device)
         self.samples_seen = 0
+
+    @classmethod
+    def foresee(cls, memory: float, **settings: Any) -> tuple[LatentSpec, float] | None:
+        """Returns the spec of the latents that these settings of the configuration describe, and
+        the bytes that they would take of a device with `memory` bytes; None if the loader must be
+        built to know."""
+        return None
 
     def __iter__(self) -> Iterator[Batch]:
         return self

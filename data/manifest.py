@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from common.errors import UserError
+from common.errors import UserError, first_fault
 from common.files import write_atomically
-from data.loader import Above0, Count, Finite, LatentSpec, Size
+from data.loader import Above0, Count, Finite, LatentSpec, Size, wrong_lengths
 from data.source import Source, open_source, unreadable
 
 FORMAT = 2
@@ -184,7 +184,7 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     try:
         manifest = SCHEMA.validate_json(content, strict=True)
     except ValidationError as error:
-        raise UserError(f"{file} {first_fault(error)}; {again}.") from error
+        raise UserError(f"{file} {fault_of(error)}; {again}.") from error
     faults = list(manifest.faults())
     if faults:
         more = f" (and {len(faults) - 1} more faults)" if faults[1:] else ""
@@ -192,27 +192,12 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     return manifest
 
 
-def wrong_lengths(facts: Manifest | LatentSpec) -> list[str]:
-    """Sentences about statistics that are not one a channel."""
-    return [
-        f"{name} has {len(values)} values, and there are {facts.channels} channels"
-        for name, values in (("mean", facts.mean), ("std", facts.std))
-        if len(values) != facts.channels
-    ]
-
-
-def first_fault(error: ValidationError, kind: str = "manifest") -> str:
-    """Says what is wrong with JSON that should be a `kind`, as the end of a sentence."""
-    found = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
-    if "format" in found:
-        return f"has format {str(found['format']['input'])[:40]}, and this version reads {FORMAT}"
-    if missing := [field for field, fault in found.items() if fault["type"] == "missing"]:
-        return f"lacks {', '.join(missing[:8])}"
-    field, fault = next(iter(found.items()))
-    if fault["type"] == "json_invalid":
-        return f"is not valid JSON ({fault['msg'].removeprefix('Invalid JSON: ')})"
-    problem = fault["msg"].removeprefix("Input ")
-    return f"is no {kind}: {field or 'it'} {problem}, and is {json.dumps(fault['input'])[:60]}"
+def fault_of(error: ValidationError) -> str:
+    """Says what is wrong with JSON that should be a manifest, as the end of a sentence."""
+    for fault in error.errors(include_url=False):
+        if fault["loc"] == ("format",):
+            return f"has format {str(fault['input'])[:40]}, and this version reads {FORMAT}"
+    return first_fault(error, "manifest")
 
 
 def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:

@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.text import first_line
 from common.workers import Ahead, Readers, refuse_small_shared_memory
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, Skipped, add_skipped, open_set
-from data.loader import Batch, Count, LoaderArgs, Size
+from data.loader import Batch, Count, LatentSpec, LoaderArgs, Size
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 
@@ -179,6 +179,19 @@ class StreamedLatents(BlockLoader):
     `cache` are for URLs (data/source.py). `normalisation`, `encoder`, `latent_scale`: see
     ResidentLatents.
     """
+
+    @classmethod
+    def foresee(
+        cls,
+        memory: float,
+        path: str | None = None,
+        normalisation: Normalisation = "channel",
+        encoder: str | None = None,
+        latent_scale: float | None = None,
+        **settings: Any,
+    ) -> tuple[LatentSpec, float]:
+        """See `LatentLoader`; nothing of the set stays on the device."""
+        return open_set("webdataset", path, normalisation, encoder, latent_scale)[0], 0.0
 
     def __init__(
         self,

@@ -20,9 +20,7 @@ from accel.sharding import world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from common.errors import UserError
-from data.blocks import open_set
-from data.loader import Batch, LatentLoader, LatentSpec
-from data.resident import bytes_of_a_sample
+from data.loader import Batch, LatentLoader, LatentSpec, LoaderArgs
 from models.adapters import passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance
@@ -35,7 +33,7 @@ from training.checkpoint.load import (
     weights_file,
 )
 from training.checkpoint.save import Checkpoints
-from training.config.build import build, resolve_target
+from training.config.build import arguments, build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.distributed.ranks import SINGLE, Ranks
@@ -71,19 +69,13 @@ def build_loader(
 def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
     """The spec of the latents that `data` describes, read from as little of them as can be, and the
     bytes that they would take of a device with `memory` bytes."""
-    device = torch.device("cpu")
-    if "count" in node:  # made by a generator; all of it lies on the device
-        spec = build_loader(node | {"count": 1}, seed, 1, device).spec
-        return spec, 2.2 * node["count"] * spec.channels * spec.height * spec.width
-    if node.get("path") is None or "normalisation" not in node:
-        return build_loader(node, seed, 1, device).spec, 0.0
-    expected: Any = {name: node.get(name) for name in ("encoder", "latent_scale")}
-    spec, *splits = open_set("resident", node["path"], node["normalisation"], **expected)
-    if "storage" not in node:
-        return spec, 0.0
-    whole = bytes_of_a_sample(splits[0], node["storage"]) * sum(split.count for split in splits)
-    given = node.get("device_memory_gib")
-    return spec, min(whole, memory / 2 if given is None else given * 2**30)
+    kind = resolve_target(node.get("_target_", ""), "data")
+    if issubclass(kind, LatentLoader):
+        settings = arguments(kind, node, "data", LoaderArgs.__annotations__)
+        foreseen = kind.foresee(memory, **settings)
+        if foreseen is not None:
+            return foreseen
+    return build_loader(node, seed, 1, torch.device("cpu")).spec, 0.0
 
 
 @CLOCK.spending("warm_up")

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel.sharding import whole
-from common.errors import UserError
+from common.errors import UserError, first_fault
 from common.text import first_line
-from data.loader import Count, LatentSpec
-from data.manifest import first_fault, wrong_lengths
+from data.loader import Count, LatentSpec, wrong_lengths
 from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
 from models.layers import LabelEmbedding
