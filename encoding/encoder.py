@@ -211,7 +211,7 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
     everything = (numbered for _, _, of_shard in plan.shards for numbered in of_shard)
     first = list(islice(everything, batches * cfg.batch_size))
     with encoder.timed("decode"):
-        items = list(decoding([entry for _, entry in first], cfg))
+        items = [item for item in decoding([entry for _, entry in first], cfg)]
     count = 0
     size = 0
     with encoder.timed("encode"):

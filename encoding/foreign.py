@@ -51,7 +51,7 @@ class Foreign(NamedTuple):
     """Latents of another tool, and their number."""
 
     what: str
-    count: int
+    total: int
     samples: Callable[[], Iterator[Sample]]
 
 
@@ -112,7 +112,7 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
         )
     read, files = found[0]
     foreign = read(files, asked)
-    if not foreign.count:
+    if not foreign.total:
         raise UserError(f"source={source} holds no samples: {foreign.what}.")
     return foreign
 

@@ -152,11 +152,12 @@ def import_latents(cfg: ImportConfig) -> Path:
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
     names = class_names(cfg)
     classes = None if names is None else len(names)
-    asked = Asked(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
-    foreign = open_foreign(str(cfg.source), asked)
-    if not 0 <= round(cfg.held_out * foreign.count) < foreign.count:
+    foreign = open_foreign(
+        str(cfg.source), Asked(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
+    )
+    if not 0 <= round(cfg.held_out * foreign.total) < foreign.total:
         raise UserError(
-            f"held_out={cfg.held_out} of {foreign.count} latents leaves none to train on, or is "
+            f"held_out={cfg.held_out} of {foreign.total} latents leaves none to train on, or is "
             "below 0; give a share from 0 to 1."
         )
     node = encoder_node(str(cfg.encoder))
@@ -167,7 +168,7 @@ def import_latents(cfg: ImportConfig) -> Path:
             f"whether it was subtracted: shift={autoencoder.shift_factor}, or shift=0."
         )
     check(cfg, raw(cfg, next(chunks(foreign, names))), autoencoder)
-    print(f"{foreign.what}: {foreign.count} latents", flush=True)
+    print(f"{foreign.what}: {foreign.total} latents", flush=True)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an import that was killed
     try:
@@ -203,7 +204,7 @@ def chunks(foreign: Foreign, names: list[str] | None) -> Iterator[dict[str, Tens
     """
     import torch
 
-    limit = len(names) if names else min(foreign.count, MOST_CLASSES)
+    limit = len(names) if names else min(foreign.total, MOST_CLASSES)
     samples = foreign.samples()
     first = None
     while group := list(islice(samples, CHUNK)):
@@ -217,8 +218,10 @@ def chunks(foreign: Foreign, names: list[str] | None) -> Iterator[dict[str, Tens
                     f"{where} has {shapes}, and the first sample {first}; all samples of a set are "
                     "alike, so import each kind as a set of its own."
                 )
-            label = 0 if names == [] else class_index(parts.get("labels"), limit, where)
-            tensors.append(found | {"labels": torch.tensor(label)})
+            found["labels"] = torch.tensor(
+                0 if names == [] else class_index(parts.get("labels"), limit, where)
+            )
+            tensors.append(found)
         yield {name: torch.stack([found[name] for found in tensors]) for name in tensors[0]}
 
 
@@ -229,7 +232,12 @@ def class_index(label: Any, limit: int, where: str) -> int:
     while isinstance(label, list) and len(label) == 1:
         label = label[0]
     # NaN and inf are not their own floor
-    if type(label) not in (int, float) or label // 1 != label or not 0 <= label < limit:
+    if (
+        isinstance(label, bool)
+        or not isinstance(label, int | float)
+        or label // 1 != label
+        or not 0 <= label < limit
+    ):
         raise UserError(
             f"{where} has the label {reprlib.repr(label)}, not one class index from 0 to "
             f"{limit - 1} (of one-hot labels argmax(1)); correct it, set classes=<n> to one more "
@@ -325,9 +333,9 @@ def write(
     from encoding.job import facts
 
     # Of the shards, to which samples go at random, 0 is the held-out one.
-    held_out = round(cfg.held_out * foreign.count)
-    shards = min(MOST_SHARDS, math.ceil((foreign.count - held_out) / cfg.shard_size))
-    order = torch.randperm(foreign.count, generator=torch.Generator().manual_seed(cfg.seed))
+    held_out = round(cfg.held_out * foreign.total)
+    shards = min(MOST_SHARDS, math.ceil((foreign.total - held_out) / cfg.shard_size))
+    order = torch.randperm(foreign.total, generator=torch.Generator().manual_seed(cfg.seed))
     place = order.argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
 
@@ -337,7 +345,7 @@ def write(
         names = [str(i) for i in range(int(labels.max()) + 1)]
     empty = len(names) - len(labels[target > 0].unique())
     said = f"{len(names)} classes, {empty} of them without a training sample"
-    print(said if names else "no labels", flush=True)
+    print(said if names else "no labels")
     return Manifest(
         **facts(autoencoder, node, written, [sums]),
         height=shape["latents"][2],
