@@ -74,7 +74,7 @@ class CheckpointBlocks(Technique):
             )
             self.blocks = blocks_of(model)
             how = {"context_fn": contexts} if self.policy == "selective" else {}
-            for block in list(self.blocks)[:: self.period]:
+            for block in list(self.blocks)[:: 2 if self.policy == "every_2" else 1]:
                 block.forward = recomputed(block.forward, **how)
         return model
 
