@@ -114,7 +114,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
 def shown(features: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the figures as aligned lines, and a sentence where one is refused."""
     columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
-    rows = [("features", *columns)]
+    rows: list[tuple[str, ...]] = [("features", *columns)]
     for name, found in features.items():
         rows.append((name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)))
     whys = [f"{name}: {found['why']}" for name, found in features.items() if "why" in found]
