@@ -36,7 +36,7 @@ USUAL = (50_000, 256, 32)
 def latent_files(count: int, side: int) -> Path:
     """Writes random latents once a process: one array, an .npy a sample in tars, our shards."""
     os.environ.setdefault("WDS_SECURE", "1")
-    from webdataset.writer import ShardWriter
+    from webdataset.writer import TarWriter
 
     from encoding.foreign import Asked, open_foreign
     from models.autoencoders import PixelAutoencoder
@@ -45,9 +45,10 @@ def latent_files(count: int, side: int) -> Path:
     folder = Path(tempfile.mkdtemp())
     shape = (count, 4, side, side)
     latents = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(np.float16)
-    with ShardWriter(str(folder / "%08d.tar"), 2048, verbose=0, mtime=0) as tar:
-        for i, latent in enumerate(latents):
-            tar.write({"__key__": f"{i:08d}", "npy": latent, "cls": i % 1000})
+    for start in range(0, count, 2048):
+        with (folder / f"{start:08d}.tar").open("wb") as stream, TarWriter(stream, mtime=0) as tar:
+            for i in range(start, min(start + 2048, count)):
+                tar.write({"__key__": f"{i:08d}", "npy": latents[i], "cls": i % 1000})
 
     file = str(folder / "latents.npy")
     labels = str(folder / "labels.npy")
