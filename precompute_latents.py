@@ -39,7 +39,7 @@ def precompute(composed: Composed) -> Path:
     )
     from encoding.job import claim, job_description, locked, plan_shards, write_manifest
     from encoding.sources import list_images
-    from models.autoencoders import Autoencoder
+    from models.images import Autoencoder
     from training.config.build import build
     from training.distributed.ranks import Ranks
     from training.environment import pick_device

@@ -30,8 +30,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.distributed.exit import Asked, StopRequest
     from training.evaluate import evaluate, sample_grid
     from training.failures import end_if_bad, failures_explained
-    from training.loggers import SafeLogger
-    from training.metrics import log_line, summary_table
+    from training.metrics import SafeLogger, log_line, summary_table
     from training.run import Run
     from training.weights.adapter_base import with_model
     from training.weights.pretrained import build_autoencoder

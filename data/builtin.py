@@ -14,7 +14,8 @@ import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
-from data.loader import InMemoryLatents, LatentSpec, LatentTensors, LoaderArgs, Size
+from data.loader import LatentSpec, LatentTensors, LoaderArgs, Size
+from data.resident import InMemoryLatents
 
 PIXELS = {"_target_": "models.autoencoders.PixelAutoencoder"}
 HELD_OUT = 180

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
 from common.errors import UserError
-from data.order import EpochOrder
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -256,29 +255,3 @@ def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float
         return raw
     noise = counter_normal(seed, Purpose.POSTERIOR, position, raw.shape[1:])
     return raw.float() + std.float() * noise
-
-
-class InMemoryLatents(LatentLoader):
-    """The loader of tensors that lie on the device: a batch is one gather."""
-
-    def __init__(
-        self,
-        spec: LatentSpec,
-        train: LatentTensors,
-        held_out: LatentTensors,
-        **args: Unpack[LoaderArgs],
-    ) -> None:
-        super().__init__(spec, **args)
-        self.train = train
-        self.held_out_split = held_out
-        self.held_out_count = len(held_out.labels)
-        self.order = EpochOrder(len(train.labels), self.seed, self.device)
-
-    def batch_at(self, start: int) -> Batch:
-        position = torch.arange(start, start + self.batch_size, device=self.device)
-        return self.batch(self.train.rows(self.order.ids(start, self.batch_size)), position)
-
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        for start in range(0, self.held_out_count, batch_size):
-            rows = self.held_out_split.rows(slice(start, start + batch_size))
-            yield self.plain_batch(rows, start)

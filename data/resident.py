@@ -19,7 +19,6 @@ from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, open_s
 from data.loader import (
     Above0,
     Batch,
-    InMemoryLatents,
     Int8Latents,
     LatentLoader,
     LatentSpec,
@@ -27,10 +26,36 @@ from data.loader import (
     LoaderArgs,
 )
 from data.manifest import Normalisation
-from data.order import Chunk, ChunkOrder
+from data.order import Chunk, ChunkOrder, EpochOrder
 
 GIB = 2**30
 Storage = Literal["native", "int8"]
+
+
+class InMemoryLatents(LatentLoader):
+    """The loader of tensors that lie on the device: a batch is one gather."""
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        train: LatentTensors,
+        held_out: LatentTensors,
+        **args: Unpack[LoaderArgs],
+    ) -> None:
+        super().__init__(spec, **args)
+        self.train = train
+        self.held_out_split = held_out
+        self.held_out_count = len(held_out.labels)
+        self.order = EpochOrder(len(train.labels), self.seed, self.device)
+
+    def batch_at(self, start: int) -> Batch:
+        position = torch.arange(start, start + self.batch_size, device=self.device)
+        return self.batch(self.train.rows(self.order.ids(start, self.batch_size)), position)
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        for start in range(0, self.held_out_count, batch_size):
+            rows = self.held_out_split.rows(slice(start, start + batch_size))
+            yield self.plain_batch(rows, start)
 
 
 class ChunkedLatents(BlockLoader):

@@ -23,8 +23,7 @@ from common.files import write_atomically
 from common.terminal import Progress
 from encoding.images import Decoded, DecodedImages, ImageEntry, ImageList, collate, decoding_loader
 from encoding.job import ChannelSums, Numbered, Plan, ShardWriter, digest_of, finished, narrowed
-from models.autoencoders import Autoencoder
-from models.images import psnr
+from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
 from training.distributed.ranks import SINGLE, Ranks
 

@@ -37,7 +37,7 @@ from common.files import (
 )
 from data.manifest import NAME, Block, Manifest, Shard
 from encoding.images import RESIZE, ImageEntry, ImageList
-from models.autoencoders import Autoencoder
+from models.images import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 

@@ -29,7 +29,7 @@ from encoding.images import RESIZE, DecodedImages, decoding_loader, read_again
 from encoding.sources import list_images
 from evaluation.distances import NEIGHBOURS, ROWS, FeatureStats, distances, floor, stats_of, too_few
 from evaluation.features import build_features, decoded
-from models.autoencoders import Autoencoder
+from models.images import Autoencoder
 from sampling.draw import ResumableChunks
 from sampling.load import SampleStream, labels_in_turn
 from training.assemble import Training, build_loader

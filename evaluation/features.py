@@ -26,8 +26,7 @@ from torch.nn import functional as F
 from common.errors import UserError
 from common.files import file_sha256, read_object
 from common.libraries import exact_products
-from models.autoencoders import Autoencoder
-from models.images import to_uint8
+from models.images import Autoencoder, to_uint8
 from training.config.build import is_admitted
 from training.config.schema import FdConfig
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -20,32 +19,10 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.files import read_object
 from common.libraries import quiet
-from models.images import shown
+from models.images import Autoencoder, shown
 
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-class Autoencoder(nn.Module, ABC):
-    """What precompute and sampling need of an autoencoder."""
-
-    kind: str
-    scaling_factor: float | None = None
-    """What the config of the weights recommends; None if it does not."""
-    shift_factor: float | None = None
-    weights_sha256: str | None = None
-    revision: str | None = None
-    """The commit that a hub id was resolved to."""
-
-    @abstractmethod
-    def encode(
-        self, images: Float[Tensor, "B c H W"]
-    ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
-        """Mean of the posterior in fp32, and its std where the autoencoder is variational."""
-
-    @abstractmethod
-    def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B c H W"]:
-        """Images, about in [-1, 1], from raw latents."""
 
 
 class PixelAutoencoder(Autoencoder):

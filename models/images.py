@@ -1,7 +1,11 @@
-"""Images as arrays and as PNG grids. Letters: B images, H W height and width in pixels."""
+"""Images: what makes them from latents, as arrays, and as PNG grids.
+
+Letters: B images, H W height and width in pixels, C latent channels, h w latent size.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,6 +23,28 @@ LONGEST_NAME = 24
 SMALLEST_TILE = 32
 LINE = 14
 """Pixels that a line of text takes."""
+
+
+class Autoencoder(nn.Module, ABC):
+    """What precompute and sampling need of an autoencoder."""
+
+    kind: str
+    scaling_factor: float | None = None
+    """What the config of the weights recommends; None if it does not."""
+    shift_factor: float | None = None
+    weights_sha256: str | None = None
+    revision: str | None = None
+    """The commit that a hub id was resolved to."""
+
+    @abstractmethod
+    def encode(
+        self, images: Float[Tensor, "B c H W"]
+    ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
+        """Mean of the posterior in fp32, and its std where the autoencoder is variational."""
+
+    @abstractmethod
+    def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B c H W"]:
+        """Images, about in [-1, 1], from raw latents."""
 
 
 def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:

@@ -22,9 +22,8 @@ from accel.ledger import Ledger, LedgerRow
 from accel.stack import TECHNIQUES, AccelerationStack
 from common.errors import UserError
 from data.loader import LatentSpec
-from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
-from models.images import to_uint8
+from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, draw_latents
 from training.assemble import build_loader, prove_kernels, spine
 from training.checkpoint.load import read_newest, weights_file

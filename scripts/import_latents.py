@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from data.manifest import Manifest, Shard
     from encoding.foreign import Foreign
-    from models.autoencoders import Autoencoder
+    from models.images import Autoencoder
 
 MOST_SHARDS = 256
 """All of them are open at once, because samples go to them at random."""
@@ -143,7 +143,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     refuse_missing("source", cfg.source, "name a file or folder of latents")
     from common.files import rename
     from encoding.foreign import Asked, open_foreign
-    from models.autoencoders import Autoencoder
+    from models.images import Autoencoder
     from training.config.build import build
     from training.environment import pick_device
 

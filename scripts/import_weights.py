@@ -207,7 +207,7 @@ def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
 
 def encoder_of(name: str) -> tuple[dict[str, Any], str | None]:
     """The configuration of the encoder, and the hash of its weights where they lie on this disk."""
-    from models.autoencoders import Autoencoder
+    from models.images import Autoencoder
     from scripts.import_latents import encoder_node
     from training.config.build import build
 

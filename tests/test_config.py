@@ -20,7 +20,14 @@ from common.files import ROOT
 from common.require_python import refuse_python
 from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
-from training.config.compose import CONF, compose, from_words, one_sentence, refuse_paths
+from training.config.compose import (
+    CONF,
+    compose,
+    from_words,
+    one_sentence,
+    read_config,
+    refuse_paths,
+)
 from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from training.config.secrets import redacted
 from training.config.words import FOREIGN
@@ -617,3 +624,20 @@ def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], t
     assert done.returncode
     assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ("training.process.loggers.NoLogger", "training.loggers.NoLogger"),
+        ("data.digits.DigitLatents", "data.builtin.DigitLatents"),
+        ("data.synthetic.SyntheticLatents", "data.builtin.SyntheticLatents"),
+    ],
+)
+def test_names_of_earlier_versions_are_understood(earlier: str, now: str, tmp_path: Path):
+    """On a command line, and in the configuration that a run of an earlier version left."""
+    found = resolve_target(earlier, "data")
+    assert f"{found.__module__}.{found.__qualname__}" == now
+    file = tmp_path / "config.yaml"
+    file.write_text(f"data:\n  _target_: {earlier}\n")
+    assert read_config(file) == {"data": {"_target_": now}}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from data.builtin import DigitLatents, SyntheticLatents
-from data.loader import Batch, InMemoryLatents, LatentLoader, LatentSpec, LatentTensors, sampled
+from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, sampled
 from data.order import EpochOrder
-from data.resident import ResidentLatents
+from data.resident import InMemoryLatents, ResidentLatents
 from data.streamed import StreamedLatents
 from tests.helpers import CPU, random_samples, save_latent_set
 from training.config.build import build

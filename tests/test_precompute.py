@@ -21,9 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from accel.techniques.compilation import Compile
-from data.loader import InMemoryLatents
 from data.manifest import read_manifest
-from data.resident import ResidentLatents
+from data.resident import InMemoryLatents, ResidentLatents
 from encoding.images import DecodedImages, collate, decode_image
 from encoding.job import claim, finished, job_description
 from encoding.sources import list_images

@@ -36,8 +36,8 @@ from training.config.schema import SamplingConfig
 from training.distributed.ranks import Ranks
 from training.environment import peak_flops
 from training.evaluate import evaluate, sample_grid
-from training.loggers import NoLogger, SafeLogger, WandbLogger
-from training.metrics import Meter
+from training.loggers import NoLogger, WandbLogger
+from training.metrics import Meter, SafeLogger
 from training.objective import FlowMatching
 from training.optimizers import Schedule
 from training.state import TrainState

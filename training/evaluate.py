@@ -12,8 +12,7 @@ from torch import Tensor
 
 from common.terminal import counted
 from data.loader import Batch
-from models.autoencoders import Autoencoder
-from models.images import to_uint8, write_grid
+from models.images import Autoencoder, to_uint8, write_grid
 from models.sampler import draw_latents
 from training.assemble import Training
 from training.distributed.ranks import Ranks

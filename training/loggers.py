@@ -5,16 +5,15 @@ from __future__ import annotations
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 from common.text import first_line
 from training.config.secrets import redact_words
 
 FINISH_SECONDS = 60.0
 """W&B has so long to upload the rest at the end of a run."""
-Arguments = ParamSpec("Arguments")
 
 
 class NoLogger:
@@ -147,42 +146,3 @@ class TensorBoardLogger(NoLogger):
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self.writer is not None:
             self.writer.close()
-
-
-class SafeLogger:
-    """A logger that is switched off, with one warning, at its first exception."""
-
-    def __init__(self, logger: NoLogger, silent: bool = False) -> None:
-        self.name = type(logger).__name__
-        self.off = silent
-        self.start = self.guarded(logger.start)
-        self.log = self.guarded(logger.log)
-        self.image = self.guarded(logger.image)
-        self.finish = self.guarded(logger.finish)
-
-    def guarded(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-        """A method of the logger that may fail in any way, and must not cost a run."""
-
-        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-            if self.off:
-                return
-            try:
-                method(*arguments, **named)
-            except Exception as error:
-                self.off = True
-                warnings.warn(
-                    f"{self.name} failed ({type(error).__name__}: {first_line(error)}) and is "
-                    "off; the run folder has all metrics.",
-                    stacklevel=2,
-                )
-
-        return call
-
-    def __enter__(self) -> SafeLogger:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """A run that is stopped or fails ends here; one that is complete calls `finish` with its
-        summary."""
-        if kind is not None:
-            self.finish({})

@@ -1,4 +1,5 @@
-"""The figures of a run: measured while it goes on, kept in metrics.jsonl, shown on the terminal.
+"""The figures of a run: measured while it goes on, kept in metrics.jsonl, shown on the terminal,
+and handed to an optional logger.
 
 No run depends on what is kept and shown. metrics.jsonl has one JSON object a logged step.
 """
@@ -9,22 +10,25 @@ import json
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from accel.evidence import graphs, reason_of_last_graph
 from common.files import rename, write_atomically
-from common.text import as_json, finite, is_figure
+from common.text import as_json, finite, first_line, is_figure
 from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
 from training.goodput import told as shares
 from training.step import StepOutput
+
+if TYPE_CHECKING:
+    from training.loggers import NoLogger
 
 FILE = "metrics.jsonl"
 """The name in a run folder."""
@@ -32,6 +36,7 @@ SUMS = ("loss", "skipped", "backed_off", "in_row")
 """Device scalars of a window that a checkpoint keeps."""
 TRAINING = ("steps", "data_wait")
 """Kinds of time that count as training."""
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass
@@ -292,6 +297,45 @@ class MetricsFile:
                     stacklevel=2,
                 )
             self.torn = True
+
+
+class SafeLogger:
+    """A logger that is switched off, with one warning, at its first exception."""
+
+    def __init__(self, logger: NoLogger, silent: bool = False) -> None:
+        self.name = type(logger).__name__
+        self.off = silent
+        self.start = self.guarded(logger.start)
+        self.log = self.guarded(logger.log)
+        self.image = self.guarded(logger.image)
+        self.finish = self.guarded(logger.finish)
+
+    def guarded(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+        """A method of the logger that may fail in any way, and must not cost a run."""
+
+        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+            if self.off:
+                return
+            try:
+                method(*arguments, **named)
+            except Exception as error:
+                self.off = True
+                warnings.warn(
+                    f"{self.name} failed ({type(error).__name__}: {first_line(error)}) and is "
+                    "off; the run folder has all metrics.",
+                    stacklevel=2,
+                )
+
+        return call
+
+    def __enter__(self) -> SafeLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """A run that is stopped or fails ends here; one that is complete calls `finish` with its
+        summary."""
+        if kind is not None:
+            self.finish({})
 
 
 def log_line(metrics: Mapping[str, Any], left: str) -> str:

@@ -35,9 +35,8 @@ from training.distributed.exit import EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
 from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, bound_of
 from training.goodput import FILE as TIME_FILE
-from training.loggers import SafeLogger
 from training.metrics import FILE as METRICS_FILE
-from training.metrics import MetricsFile, read_metrics, summary_table
+from training.metrics import MetricsFile, SafeLogger, read_metrics, summary_table
 from training.state import TrainState
 from training.tune import FILE as TUNING_FILE
 from training.tune import ledger_row, tuned

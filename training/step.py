@@ -17,11 +17,11 @@ from common.errors import UserError
 from data.loader import Batch
 from models.adapters import trained
 from training.config.schema import TrainConfig
-from training.objective import FlowMatching
 from training.optimizers import Schedule
 
 if TYPE_CHECKING:
     from accel.techniques.precision import LossScaler
+    from training.objective import FlowMatching
     from training.state import TrainState
 
 

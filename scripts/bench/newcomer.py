@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.ledger import Ledger
 from common.errors import UserError
-from data.loader import Batch, InMemoryLatents
+from data.loader import Batch
 from data.order import EpochOrder
+from data.resident import InMemoryLatents
 from scripts.bench import Words
 from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak

@@ -37,6 +37,7 @@ from training.config.words import (
     CONF,
     FOREIGN_DRAWING,
     not_read,
+    present_names,
     quoted,
     refuse_foreign,
     refuse_form,
@@ -254,7 +255,7 @@ def read_config(file: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no configuration; restore it.")
-    return found
+    return present_names(found)
 
 
 def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:

@@ -122,6 +122,15 @@ UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """What Hydra reads in quotes only."""
 
 
+def present_names(node: Any) -> Any:
+    """The same tree with every `_target_` by the name that its module has now."""
+    if not isinstance(node, dict):
+        return node
+    found = {key: present_names(value) for key, value in node.items()}
+    module, _, name = str(found.get("_target_")).rpartition(".")
+    return found | ({"_target_": f"{MOVED[module]}.{name}"} if module in MOVED else {})
+
+
 def spelled(ours: str, value: str) -> str:
     """Our words `ours` with their value, as we spell it where there are few."""
     choices = VALUES.get(ours.partition("=")[0], {})

@@ -26,8 +26,8 @@ from accel.sharding import whole
 from common.errors import UserError, first_fault
 from common.text import first_line
 from data.loader import Count, LatentSpec, wrong_lengths
-from models.autoencoders import Autoencoder
 from models.denoiser import Denoiser
+from models.images import Autoencoder
 from models.layers import LabelEmbedding
 from training.checkpoint.files import KEY
 from training.config.build import build, is_admitted
