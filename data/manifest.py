@@ -187,7 +187,7 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
         raise UserError(f"{file} {fault_of(error)}; {again}.") from error
     faults = list(manifest.faults())
     if faults:
-        more = f" (and {len(faults) - 1} more faults)" if faults[1:] else ""
+        more = f" (the first of {len(faults)} faults)" if faults[1:] else ""
         raise UserError(f"{file}: {faults[0]}{more}; {again}.")
     return manifest
 

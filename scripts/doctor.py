@@ -2,12 +2,10 @@
 
     python -m scripts.doctor             a table
     python -m scripts.doctor --json      the same for programs
-    python -m scripts.doctor --measure   with measured rates: matrix products by precision, and
-    memory traffic
+    python -m scripts.doctor --measure   with measured rates: products by precision, memory traffic
     python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256
-    runtime=production
-                                         tries the fused kernels as that run would, and says what it
-                                         would choose
+                                         tries the fused kernels as that run of train.py would, and
+                                         says what it would choose
 
 Everything is asked of the machine and of the techniques themselves; nothing is copied from a guide.
 """

@@ -101,8 +101,11 @@ def test_words_are_the_commands_own_or_overrides():
             r"precisions=\[bf8\]: choose some of fp32",
         ),
         (["ladder", "setting=tiny", "model.depht=3"], "depht"),
-        (["mixers", "setting=tiny", "size=huge"], "choose size from xs"),
-        (["mixers", "setting=tiny", "families=[mambda]"], "families from conv, dit, mamba"),
+        (["mixers", "setting=tiny", "size=huge"], "size=huge: there is no such size"),
+        (
+            ["mixers", "setting=tiny", "families=[mambda]"],
+            r"families=\[mambda\]: choose some of conv, dit, mamba",
+        ),
         (["tests", "select=some"], "select=some: choose all, smoke or rest"),
     ],
 )

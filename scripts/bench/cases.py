@@ -105,9 +105,11 @@ def mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
     """Plans a training step of each family of models, with attention as the baseline of all."""
     files = (CONF / "model").glob(f"*_{cfg.size}.yaml")
     families = sorted(file.stem.rpartition("_")[0] for file in files)
-    if not families or not {*cfg.families} <= {*families}:
-        known = ", ".join(families)
-        raise UserError(f"choose size from xs, s, b, l and xl, and families from {known}.")
+    if not families:
+        raise UserError(f"size={cfg.size}: there is no such size; choose xs, s, b, l or xl.")
+    if not {*cfg.families} <= {*families}:
+        given = ",".join(cfg.families)
+        raise UserError(f"families=[{given}]: choose some of {', '.join(families)}.")
     words = [word for word in words if not word.startswith("model")]
     base = [*words, f"model={ATTENTION}_{cfg.size}"]
     others = [name for name in cfg.families or families if name != ATTENTION]
