@@ -19,7 +19,7 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import collect_env
@@ -30,11 +30,10 @@ from accel.techniques.compilation import cxx_compiler
 from accel.techniques.fused_kernels import FusedKernel
 from common.text import first_line
 from scripts.timing import seconds
-from training.assemble import build_loader, build_stack, prove_kernels
+from training.assemble import assemble
 from training.config.compose import one_sentence
 from training.environment import describe_environment, pick_device
 from training.weights.adapter_base import settled
-from training.weights.pretrained import build_model
 
 CLOCKS = {
     "sm_clock_mhz": "clocks.sm",
@@ -86,39 +85,25 @@ def examine(measure: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {
         "machine": machine(device),
         "versions": describe_environment(device)["versions"],
-        "techniques": [
-            c._asdict() | {"key": c.word.partition("=")[0], "available": c.reason is None}
-            for c in capabilities(device)
-        ],
+        "techniques": [],
     }
+    for word, reason in capabilities(device).items():
+        key, _, value = word.partition("=")
+        row = {"key": key, "value": value == "true" or value, "reason": reason, "word": word}
+        found["techniques"].append(row | {"available": reason is None})
     if measure:
         found["rates"] = rates(device)
     return found
 
 
-def override(key: str, value: bool | str) -> str:
-    """The override that sets a runtime key, such as runtime.tf32=true."""
-    kinds = {kind.key: kind for kind in TECHNIQUES}
-    return kinds[key].override(value) if key in kinds else f"runtime.{key}={str(value).lower()}"
-
-
-class Capability(NamedTuple):
-    """One value of one runtime key, and why it cannot be had here; None if it can."""
-
-    key: str
-    value: bool | str
-    reason: str | None
-    word: str
-    """The override that asks for it, such as runtime.tf32=true."""
-
-
-def capabilities(device: torch.device) -> list[Capability]:
-    """Returns every technique in every way, in the order of the stack."""
-    return [
-        Capability(kind.key, value, kind(value, device).unavailable(), kind.override(value))
+def capabilities(device: torch.device) -> dict[str, str | None]:
+    """Returns the override that asks for a technique, such as runtime.tf32=true, for every one in
+    every way, and why it cannot be had here; None if it can."""
+    return {
+        kind.override(way[kind.key]): kind(way[kind.key], device).unavailable()
         for kind in TECHNIQUES
-        for value in dict.fromkeys(way[kind.key] for way in kind.ways())
-    ]
+        for way in kind.ways()
+    }
 
 
 def rates(device: torch.device) -> dict[str, float]:
@@ -126,7 +111,7 @@ def rates(device: torch.device) -> dict[str, float]:
     copy."""
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
-    words = {c.word for c in capabilities(device) if c.reason is None}
+    words = {word for word, reason in capabilities(device).items() if reason is None}
     found: dict[str, float] = {}
 
     def median(run: Callable[[], object]) -> float:
@@ -151,12 +136,7 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
     """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is
     trained or written."""
     cfg = settled(words).cfg
-    device = pick_device(cfg.runtime.device.value)
-    samples = cfg.batch_size // cfg.accumulation_steps
-    stack = build_stack(cfg, device)
-    spec = build_loader(cfg.data, cfg.seed, samples, device).spec
-    stack.on_process()
-    prove_kernels(stack, build_model(cfg.model, spec, device), spec, samples)
+    stack = assemble(cfg, pick_device(cfg.runtime.device.value)).stack
     rows = []
     for technique in (t for t in stack.techniques if isinstance(t, FusedKernel)):
         key = technique.key

@@ -36,10 +36,11 @@ def test_every_technique_is_examined_in_every_way(capsys):
 def test_the_page_has_a_line_for_each_with_its_reason(capsys):
     doctor.main([])
     text = capsys.readouterr().out
-    for capability in capabilities(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-        line = next(line for line in text.splitlines() if f"{capability.word} " in f"{line} ")
-        assert line.split()[0] == ("yes" if capability.reason is None else "no")
-        assert capability.reason is None or capability.reason in line
+    found = capabilities(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    for word, reason in found.items():
+        line = next(line for line in text.splitlines() if f"{word} " in f"{line} ")
+        assert line.split()[0] == ("yes" if reason is None else "no")
+        assert reason is None or reason in line
 
 
 def test_a_techniques_examples_are_all_the_ways_that_the_configuration_knows_to_switch_it_on():

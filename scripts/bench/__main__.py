@@ -51,7 +51,6 @@ def main(words: Words) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Children are killed, so what they leave to the system is removed without a word.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     with one_sentence():

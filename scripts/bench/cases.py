@@ -29,7 +29,6 @@ from scripts.bench import (
     step,
 )
 from scripts.commands import own_and_others
-from scripts.doctor import override
 from training.config.compose import CONF, compose
 from training.config.schema import refuse_values
 
@@ -78,7 +77,8 @@ def alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
     eager = f"runtime=eager {PRECISIONS[over]} {exceptions['more_baseline'].get(kind.key, '')}"
     more = exceptions["more_ways"].get(kind.key)
     for way in (*kind.ways(), *([more] if more else [])):
-        given = {key: override(key, value) for key, value in way.items()}
+        given = {key: f"runtime.{key}={str(value).lower()}" for key, value in way.items()}
+        given[kind.key] = kind.override(way[kind.key])
         own = [word for key, word in given.items() if key in (kind.key, *kind.options)]
         base = [*words, *eager.split(), *(word for word in given.values() if word not in own)]
         name = f"{' '.join(own)} over {over}"
@@ -92,11 +92,11 @@ def removed(words: Words) -> Iterator[Case]:
     full = [*words, "runtime=max"]
     eager = compose([*words, "runtime=eager"]).cfg.runtime.values()
     most = compose(full).cfg.runtime.values()
-    for key in (kind.key for kind in TECHNIQUES):
-        if most[key] != eager[key]:
-            word = override(key, eager[key])
-            needs = [override(key, most[key])]
-            labels = {"part": "removed", "key": key}
+    for kind in TECHNIQUES:
+        if most[kind.key] != eager[kind.key]:
+            word = kind.override(eager[kind.key])
+            needs = [kind.override(most[kind.key])]
+            labels = {"part": "removed", "key": kind.key}
             own = [*full, word]
             yield Case(f"max {word}", measure.compare, own, full, needs, labels=labels)
 

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from xml.etree import ElementTree
 
 import torch
 
-from accel.stack import TECHNIQUES
 from common.files import ROOT
 from common.text import first_line
 from scripts import doctor
@@ -42,20 +40,15 @@ PYTEST = [
 
 def device_of(words: Words) -> torch.device:
     """Returns the device on which a run with these overrides would train."""
-    names = [word for word in words if word.startswith("runtime.device=")]
-    return pick_device(names[-1].partition("=")[2] if names else "auto")
+    values = dict(word.partition("=")[::2] for word in words)
+    return pick_device(values.get("runtime.device", "auto"))
 
 
-def refusals(words: Words, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yields words, such as runtime.tf32=true, that this machine cannot have, and the reasons."""
-    for word in words:
-        text = word.partition("=")[2]
-        value = {"true": True, "false": False}.get(text, text)
-        for kind in TECHNIQUES:
-            if doctor.override(kind.key, value) == word and value != kind.off:
-                reason = kind(value, device).unavailable()
-                if reason:
-                    yield word, reason
+def refusals(words: Words, device: torch.device) -> dict[str, str]:
+    """Returns words, such as runtime.tf32=true, that this machine cannot have, and the reasons."""
+    reasons = doctor.capabilities(device)
+    asked = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
+    return {word: reason for word, reason in asked.items() if reason}
 
 
 def result_of(case: Case, cfg: BenchConfig) -> Figures:
@@ -67,7 +60,7 @@ def result_of(case: Case, cfg: BenchConfig) -> Figures:
     try:
         if case.compiles and not cfg.inductor:
             return {"reason": "left out: inductor=false"}
-        for _, reason in refusals(case.needs, device):
+        for reason in refusals(case.needs, device).values():
             return {"reason": reason}
         figures = case.measure(case, cfg)
         synchronise(device)
@@ -119,7 +112,7 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
     own = base
     loss = base_loss
     if case.overrides != case.baseline:
-        refused = {word for word, _ in refusals(case.overrides, base.device)}
+        refused = refusals(case.overrides, base.device)
         # Beside a newcomer nothing is compiled yet: warm-up takes as long as in a first start.
         with fresh_compiler() if isinstance(base, NewcomersLoop) else nullcontext():
             own = built([word for word in case.overrides if word not in refused])

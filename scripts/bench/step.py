@@ -235,14 +235,14 @@ def phases(case: Case, cfg: BenchConfig) -> Figures:
     busy, products = busy_ms(profiled(workload).key_averages(), cuda)
 
     active = {row.key: row.active for row in workload.ledger}
-    offered = [c for c in capabilities(workload.device) if c.reason is None]
-    left = {c.word for c in offered if active[c.key] != c.value}
+    on = {kind.override(active[kind.key]) for kind in TECHNIQUES}
+    offered = {word for word, reason in capabilities(workload.device).items() if reason is None}
     bound, reason, keys = verdict(
         figures["step_ms"],
         found["data"],
         busy if cuda else None,
         products / busy,
-        left,
+        offered - on,
         workload.cfg.data,
     )
 

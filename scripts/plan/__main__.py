@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from annotated_types import Ge, Gt
 from accel.stack import TECHNIQUES
 from common.errors import UserError
 from common.files import read_object
+from common.text import is_figure
 from models.adapters import passes
 from scripts.commands import own_and_others, table
 from scripts.plan.memory import (
@@ -127,15 +129,12 @@ def rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
         return cfg.samples_per_s
 
     file = Path(cfg.rate_of).expanduser() / "summary.json"
-    try:
-        measured = float(read_object(file)["samples_per_s"])
-        if not 0.0 < measured < float("inf"):
-            raise ValueError
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    measured = read_object(file).get("samples_per_s") if file.is_file() else None
+    if not is_figure(measured) or not 0.0 < measured < inf:
         raise UserError(
             f"rate_of={cfg.rate_of}: {file} does not say samples_per_s; give the folder of a run "
             "that has ended."
-        ) from error
+        )
     return measured
 
 
@@ -216,8 +215,7 @@ def not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
     values = train.runtime.values()
     found: dict[str, list[str]] = {}
     for kind in TECHNIQUES:
-        options = {name: values[name] for name in kind.options}
-        technique = kind(values[kind.key], torch.device("cpu"), **options)
+        technique = kind(values[kind.key], torch.device("cpu"))
         if technique.plan_note and technique.enabled and (gpu or not technique.unavailable()):
             found.setdefault(technique.plan_note, []).append(f"runtime.{kind.key}")
     return found
