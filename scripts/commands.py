@@ -3,6 +3,7 @@ text, and parts of pages that they make anew."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
@@ -11,6 +12,7 @@ from common.errors import UserError
 from training.config.compose import from_words
 
 Keys = TypeVar("Keys")
+NUMBER = re.compile(r"[+×-]*[\d–]")
 
 
 def own_and_others(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
@@ -33,13 +35,10 @@ def put_between(text: str, start: str, end: str, content: str, page: str) -> str
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Aligns rows as columns, the first row being the heads; columns of numbers to the right."""
     cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-
-    def aligned(cell: str, i: int) -> str:
-        leads = (row[i].lstrip("+-×").replace("–", "0")[:1] for row in cells[1:])
-        if i > 0 and all(lead.isdigit() for lead in leads):
-            return cell.rjust(widths[i])
-        return cell.ljust(widths[i])
-
-    lines = ("  ".join(aligned(cell, i) for i, cell in enumerate(row)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines)
+    columns = []
+    for head, *column in zip(*cells, strict=True):
+        width = max(map(len, (head, *column)))
+        numbers = all(NUMBER.match(cell) for cell in column)
+        align = str.rjust if columns and numbers else str.ljust
+        columns.append([align(cell, width) for cell in (head, *column)])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))

@@ -74,11 +74,11 @@ def compiled(case: Case, architecture: int) -> Any:
 def measure(case: Case, architecture: int) -> Resources:
     """Compiles `case` for sm_<architecture> and reads what it takes."""
     kernel = compiled(case, architecture)
-    usage, code = disassembled(kernel.asm["cubin"])
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
+    report = disassembled(kernel.asm["cubin"])
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None
 
-    def count(pattern: str, text: str = code) -> int:
+    def count(pattern: str, text: str = report) -> int:
         return len(re.findall(pattern, text))
 
     return Resources(
@@ -93,7 +93,7 @@ def measure(case: Case, architecture: int) -> Resources:
     )
 
 
-def disassembled(cubin: bytes) -> tuple[str, str]:
+def disassembled(cubin: bytes) -> str:
     """The resource report and the machine code of a compiled kernel."""
     import triton
 
@@ -101,13 +101,8 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        texts = [
-            subprocess.run(
-                [tool, option, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for option in ("--dump-resource-usage", "-sass")
-        ]
-    return texts[0], texts[1]
+        command = [tool, "--dump-resource-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @dataclass(frozen=True)

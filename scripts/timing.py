@@ -43,15 +43,9 @@ def ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(base, other, strict=True)]
 
 
-NO_DIFFERENCE = "no difference"
-
-
-def difference(entry: Mapping[str, Any], name: str) -> str:
-    """gain, loss, or no difference where the quartiles of the ratio `name` of an entry straddle
-    1."""
-    if entry[f"{name}_q1"] > 1:
-        return "gain"
-    return "loss" if entry[f"{name}_q3"] < 1 else NO_DIFFERENCE
+def no_difference(entry: Mapping[str, Any], name: str) -> bool:
+    """Whether the quartiles of the ratio `name` of an entry straddle 1."""
+    return entry[f"{name}_q1"] <= 1 <= entry[f"{name}_q3"]
 
 
 def interleaved(

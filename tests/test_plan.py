@@ -222,7 +222,7 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     words = [*BASE, "batch_size=256", "hardware=a10"]
     every = savings(forecast("batch_size=256").question)
     few = [saving for saving in every if "accumulation_steps" in saving.values]
-    monkeypatch.setattr("scripts.plan.__main__.savings", lambda _: few)
+    monkeypatch.setattr(memory, "savings", lambda *_: few)
     monkeypatch.setitem(CARDS, "a10", CARDS["a10"]._replace(memory=0.7 * GIB))
     main(words)
     said = capsys.readouterr().out

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
@@ -146,16 +147,12 @@ OURS: dict[str, Callable[[Op], Function]] = {
 }
 
 
-def tuple_of(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
 def runner(
     function: Function, sets: list[list[Tensor]], steps: int, backward: bool
 ) -> Callable[[], None]:
     """Returns `steps` calls, each on the next input set, after having run them once."""
     with torch.no_grad():
-        weights = [torch.randn_like(t) for t in tuple_of(function(*sets[0]))]
+        weights = [torch.randn_like(t) for t in tree_leaves(function(*sets[0]))]
 
     def run() -> None:
         for i in range(steps):
@@ -172,7 +169,7 @@ def runner(
 def bytes_of(op: Op, inputs: list[Tensor]) -> int:
     """Counts what both passes must move: inputs twice and their gradients, outputs and theirs."""
     with torch.no_grad():
-        outputs = tuple_of(op.definition(*inputs))
+        outputs = tree_leaves(op.definition(*inputs))
     return 3 * sum(t.nbytes for t in inputs) + 2 * sum(t.nbytes for t in outputs)
 
 

@@ -28,8 +28,6 @@ from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak
 from training.assemble import build_loader, build_stack
 from training.config.build import build
-from training.config.compose import compose
-from training.environment import pick_device
 from training.weights.pretrained import build_model
 
 
@@ -64,17 +62,16 @@ class NewcomersLoop(Loop):
     def __init__(
         self, overrides: Words, storage: str, item_every_step: bool = True, num_workers: int = 0
     ) -> None:
-        self.cfg = compose([*overrides, "runtime=eager"]).cfg
-        self.batch_size = self.cfg.batch_size
+        super().__init__([*overrides, "runtime=eager"])
         self.item_every_step = item_every_step
         self.num_workers = num_workers
-        self.device = pick_device(self.cfg.runtime.device.value)
         self.stack = build_stack(self.cfg, self.device)
         self.stack.on_process()
         self.ledger = Ledger()
 
         # What it trains on: the set of the framework's loader, each sample where `storage` says.
-        self.source = build_loader(self.cfg.data, self.cfg.seed, self.batch_size, self.device)
+        samples = self.cfg.batch_size
+        self.source = build_loader(self.cfg.data, self.cfg.seed, samples, self.device)
         if not isinstance(self.source, InMemoryLatents):
             target = self.cfg.data["_target_"]
             raise UserError(f"the newcomer takes data=synthetic or data=digits, not {target}.")
@@ -116,9 +113,12 @@ class NewcomersLoop(Loop):
         if self.items is None:
             self.source.load_state_dict({"samples_seen": 0})
             return ((batch.latents, batch.labels) for batch in self.source)
-        order = stream_order(self.spec.count, self.cfg.seed)
-        workers = self.num_workers
-        loader = DataLoader(self.items, self.batch_size, sampler=order, num_workers=workers)
+        loader = DataLoader(
+            self.items,
+            self.cfg.batch_size,
+            sampler=stream_order(self.spec.count, self.cfg.seed),
+            num_workers=self.num_workers,
+        )
         return ((x.to(self.device), labels.to(self.device)) for x, labels in loader)
 
     def prepare(self) -> None:

@@ -23,7 +23,7 @@ from common.files import write_atomically
 from scripts.bench import TABLES, Figures, Words
 from scripts.bench.runner import code_hash
 from scripts.commands import put_between, table
-from scripts.timing import NO_DIFFERENCE, difference
+from scripts.timing import no_difference
 from training.environment import git_state
 
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
@@ -68,8 +68,7 @@ def shown(command: str, entries: Sequence[Figures]) -> list[Figures]:
         if entry["lost"]:
             remark = f"not on: {', '.join(sorted(entry['lost']))}"
         elif entry.get(entry["ratio"]) not in (None, 1.0):
-            same = difference(entry, entry["ratio"]) == NO_DIFFERENCE
-            remark = NO_DIFFERENCE if same else ""
+            remark = "no difference" if no_difference(entry, entry["ratio"]) else ""
         found.append(entry | {"remark": remark})
     return found
 
@@ -147,9 +146,9 @@ def collected(folder: Path, docs: Path) -> Iterator[Page]:
         every = [*results, *(page_in(file).results if file.is_file() else ())]
         hardware = Page(key[0], every).newest["hardware"]
         every = [result for result in every if result.environment["hardware"] == hardware]
-        best = {result.entry["name"]: result for result in sorted(every, key=rank)}
-        names = dict.fromkeys(result.entry["name"] for result in every)
-        page = Page(key[0], [best[name] for name in names])
+        best: dict[str, Any] = dict.fromkeys(result.entry["name"] for result in every)
+        best |= {result.entry["name"]: result for result in sorted(every, key=rank)}
+        page = Page(key[0], list(best.values()))
         if any("reason" not in entry for entry in page.entries):
             yield page
 
@@ -175,7 +174,7 @@ def tables(pages: Sequence[Page]) -> dict[str, str]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
     facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "kinds": TECHNIQUES}
-    return {name: filled(name, difference=difference, **facts) for name in PLACES}
+    return {name: filled(name, no_difference=no_difference, **facts) for name in PLACES}
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:

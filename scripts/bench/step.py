@@ -36,12 +36,15 @@ LESS_TRAFFIC = (*(f"{key}=true" for key in (*KERNELS, "compile", "fused_adamw"))
 class Loop:
     """A training loop that takes one step at a time: what is timed and compared."""
 
-    device: torch.device
-    batch_size: int
     stack: AccelerationStack
     warm_up_seconds: float
     memory_peak: int | None
     ledger: Ledger
+
+    def __init__(self, overrides: Words) -> None:
+        self.composed = settled(overrides)
+        self.cfg = self.composed.cfg
+        self.device = pick_device(self.cfg.runtime.device.value)
 
     def prepare(self) -> None:
         """Sets this loop's process-wide flags and does what must not be timed, before it runs."""
@@ -69,9 +72,10 @@ class Loop:
     def figures(self, step_ms: Sequence[float]) -> Figures:
         """Returns what a result says of this loop, whose steps took `step_ms`."""
         found: Figures = spread("step_ms", step_ms)
+        samples = self.cfg.batch_size
         return found | {
-            "batch_size": self.batch_size,
-            "samples_per_s": 1e3 * self.batch_size / found["step_ms"],
+            "batch_size": samples,
+            "samples_per_s": 1e3 * samples / found["step_ms"],
             "memory_reserved_peak": self.memory_peak,
             "warm_up_s": self.warm_up_seconds,
             "ledger": self.ledger.as_dict(),
@@ -83,10 +87,7 @@ class Workload(Loop):
     """The framework's own training step, built from overrides, warmed up and observed."""
 
     def __init__(self, overrides: Words) -> None:
-        self.composed = settled([*overrides, *NEVER])
-        self.cfg = self.composed.cfg
-        self.device = pick_device(self.cfg.runtime.device.value)
-        self.batch_size = self.cfg.batch_size
+        super().__init__([*overrides, *NEVER])
         memory = MemoryPeak(self.device)
 
         torch.manual_seed(self.cfg.seed)
@@ -166,7 +167,7 @@ def phases_of(workload: Workload, steps: int) -> dict[str, float]:
         clock.mark("rest")
         training.state.meter.update(output)
         clock.mark("logging")
-        training.state.advance(workload.batch_size)
+        training.state.advance(workload.cfg.batch_size)
     training.step.mark = lambda phase: None
 
     found = clock.read()

@@ -42,7 +42,6 @@ from scripts.plan.memory import (
     Question,
     cheapest_change,
     forecast,
-    savings,
     words_of,
 )
 from scripts.plan.scale import ScaleConfig, Share, known_card, scale
@@ -97,11 +96,10 @@ class TuneConfig:
 
 def chosen_card(hardware: str | None) -> tuple[str, Card]:
     """The card to plan for, and what the user calls it; of this machine's its own memory counts."""
-    on_gpu = torch.cuda.is_available()
-    name = hardware or (HERE if on_gpu else "h100")
+    device = pick_device("auto")
+    name = hardware or (HERE if device.type == "cuda" else "h100")
     if name != HERE:
         return name, known_card(name)
-    device = torch.device("cuda" if on_gpu else "cpu")
     driver = device_name(device)
     card = card_called(driver) or Card(driver, half=0.0, memory=0.0, intra=0.0, inter=0.0)
     return HERE, card._replace(memory=memory_of(device))
@@ -111,8 +109,7 @@ def forecast_of(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
     """The forecast of a run that these words describe."""
     train = settled([*words]).cfg
     spec, resident = latents_of(train.data, train.seed, card.memory)
-    on_cpu = cfg.hardware == HERE and not torch.cuda.is_available()
-    return forecast(Question(train, spec, cfg.gpus, resident, gpu=not on_cpu))
+    return forecast(Question(train, spec, cfg.gpus, resident, gpu=card.name != "cpu"))
 
 
 def rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
@@ -164,7 +161,7 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         raise UserError(f"{' and '.join(given)} each say how fast the run is; give one.")
 
     name, card = chosen_card(cfg.hardware)
-    found = forecast_of(words, replace(cfg, hardware=name), card)
+    found = forecast_of(words, cfg, card)
     train = found.question.cfg
     samples = found.question.samples
     peak = found.needs.total
@@ -196,12 +193,7 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
 
 def change_that_fits(words: list[str], now: Forecast, memory: float) -> dict[str, Any] | None:
     """The cheapest changes that make a run fit, ready for JSON; None if none do."""
-    change = cheapest_change(
-        now,
-        memory,
-        savings(now.question),
-        lambda changes: settled([*words, *words_of(changes)]).cfg,
-    )
+    change = cheapest_change(now, memory, lambda changes: settled([*words, *words_of(changes)]).cfg)
     peak = change.forecast.needs.total
     if peak > memory:
         return None

@@ -128,26 +128,21 @@ def placed(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]
     return told
 
 
-class CpuStack(AccelerationStack):
-    """The techniques that this CPU can have, set to what can be counted on fake tensors."""
-
-    def unavailable(self, technique: Technique) -> str | None:
-        reason = super().unavailable(technique)
-        if reason is None:
-            technique.without_device()
-        return reason
-
-
 class GpuStack(AccelerationStack):
-    """All techniques that are asked for, as a GPU would have them, set to what can be counted."""
+    """All techniques that are asked for, as a GPU would have them."""
 
     def unavailable(self, technique: Technique) -> None:
-        technique.without_device()
+        """A GPU is taken to have each."""
 
 
 def planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
-    """The techniques of one process, whatever the others do."""
-    return build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else CpuStack)
+    """The techniques of one process, whatever the others do, of a GPU or of this CPU; they are set
+    to what can be counted on fake tensors."""
+    stack = build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else AccelerationStack)
+    for technique in stack.techniques:
+        if technique.enabled:
+            technique.without_device()
+    return stack
 
 
 def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -327,30 +329,28 @@ def savings(question: Question, exact: bool = False) -> list[Saving]:
             found += kind.savings
     times = 2
     while question.samples % times == 0:
-        rank = SMALLER if question.samples // times >= WORTH else MUCH_SMALLER
+        smaller = SMALLER if question.samples // times >= WORTH else MUCH_SMALLER
         steps = times * question.cfg.accumulation_steps
-        found.append(Saving({STEPS: steps}, "smaller products", rank + times.bit_length()))
+        found.append(Saving({STEPS: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2
 
     # What has one rank is tried together.
-    together: dict[int, Saving] = {}
-    for saving in sorted(found, key=lambda saving: saving.rank):
-        others = together.get(saving.rank, saving).values
-        together[saving.rank] = saving._replace(values={**others, **saving.values})
-    return list(together.values())
+    rank = attrgetter("rank")
+    together = [list(some) for _, some in groupby(sorted(found, key=rank), rank)]
+    return [some[-1]._replace(values=merged(some)) for some in together]
 
 
 def cheapest_change(
     now: Forecast,
     memory: float,
-    proposed: list[Saving],
     applied: Callable[[Mapping[str, Any]], TrainConfig],
+    exact: bool = False,
 ) -> Change:
-    """The proposed changes, one on top of the other until the run fits, or all; those that save
-    less than a hundredth are left out, and so are those that do not go with the rest, for which
-    `applied` raises ValueError."""
+    """The changes that save memory, one on top of the other until the run fits, or all; those that
+    save less than a hundredth are left out, and so are those that do not go with the rest, for
+    which `applied` raises ValueError."""
     taken: list[Saving] = []
-    for new in proposed:
+    for new in savings(now.question, exact):
         if now.needs.total <= memory:
             break
         tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]

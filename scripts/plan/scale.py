@@ -26,6 +26,7 @@ from training.weights.adapter_base import settled
 PAYS = 0.8
 """A way to scale pays as long as N GPUs do at least this share of N times the work of one."""
 WAYS = ("ddp", "fsdp", "hsdp")
+HEADS = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
 GPUS_A_MACHINE = 8
 BUCKET = 25 * 2**20
 """runtime.parallel.bucket_cap_mb."""
@@ -69,16 +70,6 @@ def known_card(hardware: str) -> Card:
     return CARDS[hardware]
 
 
-class Row(NamedTuple):
-    """One way on N GPUs."""
-
-    way: str
-    gpus: int
-    seconds: float
-    memory: float
-    efficiency: float
-
-
 def scale(cfg: ScaleConfig, words: list[str]) -> str:
     """The table of all ways, and what each is good for."""
     cfg.check()
@@ -95,22 +86,44 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     compute = flops * cfg.batch_per_gpu / (card.half * cfg.mfu)
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
     step = Step(compute, parameters, width, model.depth + 1)
-    rows = []
+    rows: list[tuple[object, ...]] = [HEADS]
+    verdicts = []
     for way in WAYS:
+        good = []
+        worse = []
         for gpus in cfg.gpus:
-            if way != "hsdp" or (gpus > GPUS_A_MACHINE and gpus % GPUS_A_MACHINE == 0):
-                memory = forecast(on_many(one.question, way, gpus)).needs.total
-                seconds = compute + exposed(way, gpus, step, card)
-                rows.append(Row(way, gpus, seconds, memory, compute / seconds))
+            if way == "hsdp" and (gpus <= GPUS_A_MACHINE or gpus % GPUS_A_MACHINE):
+                continue
+            memory = forecast(on_many(one.question, way, gpus)).needs.total
+            seconds = compute + exposed(way, gpus, step, card)
+            efficiency = compute / seconds
+            fits = memory < card.memory
+            if efficiency < PAYS:
+                worse.append(gpus)
+            elif fits:
+                good.append(gpus)
+            rows.append(
+                (
+                    way,
+                    gpus,
+                    f"{1e3 * seconds:.1f}",
+                    f"{cfg.batch_per_gpu * gpus / seconds:.0f}",
+                    f"{efficiency:.0%}",
+                    f"{memory / GIB:.1f}",
+                    "" if fits else "does not fit",
+                )
+            )
+        verdicts.append(f"{way}: {verdict(good, worse)}")
+
     lines = [
         f"{parameters / 1e6:.0f} M parameters, {flops / 1e9:.0f} GFLOP a sample and step, "
         f"{one.kept / one.question.samples / 2**20:.1f} MiB kept a sample",
         f"assumed: {cfg.hardware}, MFU {cfg.mfu:.0%} on one GPU, {cfg.batch_per_gpu} samples a "
         f"GPU, {GPUS_A_MACHINE} GPUs a machine; with fsdp {step.scatters} reduce-scatters a step",
         "",
-        shown(rows, cfg.batch_per_gpu, card),
+        table(rows),
         "",
-        *(verdict(way, [row for row in rows if row.way == way], card) for way in WAYS),
+        *verdicts,
     ]
     return "\n".join(lines)
 
@@ -123,32 +136,13 @@ def on_many(one: Question, way: str, gpus: int) -> Question:
     return replace(one, cfg=cfg, gpus=gpus)
 
 
-def shown(rows: list[Row], batch_per_gpu: int, card: Card) -> str:
-    """The rows as a table."""
-    heads = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
-    cells: list[tuple[object, ...]] = [
-        (
-            row.way,
-            row.gpus,
-            f"{1e3 * row.seconds:.1f}",
-            f"{batch_per_gpu * row.gpus / row.seconds:.0f}",
-            f"{row.efficiency:.0%}",
-            f"{row.memory / GIB:.1f}",
-            "" if row.memory < card.memory else "does not fit",
-        )
-        for row in rows
-    ]
-    return table([heads, *cells])
-
-
-def verdict(way: str, found: list[Row], card: Card) -> str:
-    """How far a way pays, in a sentence."""
-    good = [row.gpus for row in found if row.efficiency >= PAYS and row.memory < card.memory]
+def verdict(good: list[int], worse: list[int]) -> str:
+    """How far a way pays, which is `good` on so many GPUs and scales `worse` on others."""
     if not good:
-        return f"{way}: does not pay, or does not fit, at any of these sizes"
-    worse = [row.gpus for row in found if row.efficiency < PAYS and row.gpus > good[0]]
-    stops = f"; at {min(worse)} it is below {PAYS:.0%}" if worse else ""
-    return f"{way}: pays up to {max(good)} GPUs of those asked for{stops}"
+        return "does not pay, or does not fit, at any of these sizes"
+    beyond = [gpus for gpus in worse if gpus > good[0]]
+    stops = f"; at {min(beyond)} it is below {PAYS:.0%}" if beyond else ""
+    return f"pays up to {max(good)} GPUs of those asked for{stops}"
 
 
 def bandwidth(gpus: int, card: Card) -> float:

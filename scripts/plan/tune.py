@@ -37,7 +37,7 @@ from common.text import first_line
 from data.builtin import SyntheticLatents
 from data.loader import LatentSpec
 from scripts import timing
-from scripts.plan.memory import Question, cheapest_change, forecast, savings, words_of
+from scripts.plan.memory import Question, cheapest_change, forecast, words_of
 from training.assemble import Parts, Training, assemble, plain
 from training.config import build
 from training.config.compose import typed
@@ -126,7 +126,7 @@ class Search:
         except ValueError as error:
             warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
             return {}
-        change = cheapest_change(now, USABLE * memory, savings(question, exact=True), applied)
+        change = cheapest_change(now, USABLE * memory, applied, exact=True)
         needed = change.forecast.needs.total
         if needed > USABLE * memory:
             raise UserError(
