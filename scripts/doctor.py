@@ -138,13 +138,13 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
     cfg = settled(words).cfg
     stack = assemble(cfg, pick_device(cfg.runtime.device.value)).stack
     rows = []
-    for technique in (t for t in stack.techniques if isinstance(t, FusedKernel)):
-        key = technique.key
-        reason = stack.reasons.get(key, "not asked for, or no part of this model")
-        proof = technique.proof or Proof(False, reason)
-        asked = stack.requested[key]
-        row = {"key": f"runtime.{key}", "requested": asked, "on": proof.on, "why": proof.why}
-        rows.append(row)
+    for technique in stack.techniques:
+        if isinstance(technique, FusedKernel):
+            key = technique.key
+            reason = stack.reasons.get(key, "not asked for, or no part of this model")
+            proof = technique.proof or Proof(False, reason)
+            row = {"key": f"runtime.{key}", "requested": stack.requested[key]}
+            rows.append(row | {"on": proof.on, "why": proof.why})
     return rows
 
 

@@ -35,6 +35,7 @@ from training.config.schema import refuse_values
 SETTINGS = TABLES["settings"]
 ATTENTION = "dit"
 PRECISIONS = TABLES["precisions"]
+EXCEPTIONS = TABLES["techniques"]
 CALIBRATED = {"mamba": "", "ssd_mlp": "", ATTENTION: ""}
 
 
@@ -60,10 +61,9 @@ def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
     if not {*cfg.precisions} <= PRECISIONS.keys():
         chosen = ",".join(cfg.precisions)
         raise UserError(f"precisions=[{chosen}]: choose some of {', '.join(PRECISIONS)}.")
-    only_over = TABLES["techniques"]["only_over"]
     for kind in TECHNIQUES:
         for over in cfg.precisions:
-            if only_over.get(kind.key, over) == over:
+            if EXCEPTIONS.get(kind.key, {}).get("over", over) == over:
                 yield from alone(kind, over, words)
     if "bf16" in cfg.precisions:  # as in max
         yield from removed(words)
@@ -71,12 +71,11 @@ def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
 
 def alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
     """Plans a technique in each of its ways; what it needs is in its baseline too."""
-    exceptions = TABLES["techniques"]
-    if kind.key in exceptions["of_attention"]:
-        words = measure.with_family(words, ATTENTION)
-    eager = f"runtime=eager {PRECISIONS[over]} {exceptions['more_baseline'].get(kind.key, '')}"
-    more = exceptions["more_ways"].get(kind.key)
-    for way in (*kind.ways(), *([more] if more else [])):
+    exceptions = EXCEPTIONS.get(kind.key, {})
+    if "family" in exceptions:
+        words = measure.with_family(words, exceptions["family"])
+    eager = f"runtime=eager {PRECISIONS[over]} {exceptions.get('baseline', '')}"
+    for way in (*kind.ways(), *exceptions.get("more_ways", ())):
         given = {key: f"runtime.{key}={str(value).lower()}" for key, value in way.items()}
         given[kind.key] = kind.override(way[kind.key])
         own = [word for key, word in given.items() if key in (kind.key, *kind.options)]

@@ -82,13 +82,10 @@ def free() -> None:
 
 def built(words: Words) -> Loop:
     """Builds the newcomer's loop where words such as newcomer.storage=files say so, else ours."""
-    own = [word.removeprefix("newcomer.") for word in words if word.startswith("newcomer.")]
-    rest = [word for word in words if not word.startswith("newcomer.")]
-    if not own:
-        return Workload(rest)
-    told = dict(word.split("=") for word in own)
-    workers = int(told.get("num_workers", 0))
-    return NewcomersLoop(rest, told["storage"], "item" not in told, workers)
+    prefix = "newcomer."
+    own = dict(word.removeprefix(prefix).split("=") for word in words if word.startswith(prefix))
+    rest = [word for word in words if not word.startswith(prefix)]
+    return NewcomersLoop(rest, **own) if own else Workload(rest)
 
 
 KEPT: dict[tuple[str, ...], tuple[Loop, float]] = {}
@@ -135,7 +132,7 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
 def seeds(case: Case, cfg: SeedsConfig) -> Figures:
     """Trains a configuration from several seeds: losses with their range, and bytes counted."""
     found: Figures = {"seeds": len(cfg.seeds), "skipped": 0}
-    losses = []
+    losses: dict[str, list[float]] = {"loss": [], "eval_loss": []}
     step_ms = []
     for seed in cfg.seeds:
         workload = Workload([*case.overrides, f"seed={seed}"])
@@ -143,14 +140,15 @@ def seeds(case: Case, cfg: SeedsConfig) -> Figures:
         outputs = [workload.training.take_step() for _ in range(cfg.steps)]
         found["skipped"] += sum(int(output.skipped) for output in outputs)
         late = torch.stack([output.loss for output in outputs[cfg.steps // 2 :]])
-        losses.append((late.mean().item(), evaluate(workload.training)["eval_loss"]))
+        losses["loss"].append(late.mean().item())
+        losses["eval_loss"].append(evaluate(workload.training)["eval_loss"])
         step_ms += time_steps({"own": workload}, max(1, cfg.steps // 10), cfg.repeats)["own"]
         found |= workload.figures(step_ms)
         for kind, size in lasting_bytes(workload.training)._asdict().items():
             found[f"{kind}_bytes_a_parameter"] = size / found["parameters"]
         del workload
 
-    for name, values in zip(("loss", "eval_loss"), zip(*losses, strict=True), strict=True):
+    for name, values in losses.items():
         found |= spread(name, values)
     return found
 

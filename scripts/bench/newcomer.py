@@ -53,18 +53,18 @@ def stream_order(count: int, seed: int) -> Iterator[int]:
 
 class NewcomersLoop(Loop):
     """The loop above. `storage` says where the samples lie: in files, in memory, or resident on
-    the device; `item_every_step` whether the loss is read each step.
+    the device; `item=never` that the loss is not read each step.
 
     It is timed with torch.randn; only `final_loss` draws the framework's stateless noise, to be
     comparable.
     """
 
     def __init__(
-        self, overrides: Words, storage: str, item_every_step: bool = True, num_workers: int = 0
+        self, overrides: Words, storage: str, item: str = "always", num_workers: str = "0"
     ) -> None:
         super().__init__([*overrides, "runtime=eager"])
-        self.item_every_step = item_every_step
-        self.num_workers = num_workers
+        self.item = item
+        self.num_workers = int(num_workers)
         self.stack = build_stack(self.cfg, self.device)
         self.stack.on_process()
         self.ledger = Ledger()
@@ -139,7 +139,7 @@ class NewcomersLoop(Loop):
         with torch.no_grad():
             for average, p in zip(self.averages, self.model.parameters(), strict=True):
                 average.mul_(0.9999).add_(p, alpha=0.0001)
-        if self.item_every_step:
+        if self.item != "never":
             loss.item()
         return loss.detach()
 

@@ -42,6 +42,7 @@ from scripts.plan.memory import (
     Question,
     cheapest_change,
     forecast,
+    merged,
     words_of,
 )
 from scripts.plan.scale import ScaleConfig, Share, known_card, scale
@@ -193,12 +194,14 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
 
 def change_that_fits(words: list[str], now: Forecast, memory: float) -> dict[str, Any] | None:
     """The cheapest changes that make a run fit, ready for JSON; None if none do."""
-    change = cheapest_change(now, memory, lambda changes: settled([*words, *words_of(changes)]).cfg)
-    peak = change.forecast.needs.total
+    taken, found = cheapest_change(
+        now, memory, lambda changes: settled([*words, *words_of(changes)]).cfg
+    )
+    peak = found.needs.total
     if peak > memory:
         return None
-    told = words_of(change.values)
-    return {"words": told, "costs": "; ".join(change.costs), "peak_gib": peak / GIB}
+    costs = "; ".join(saving.costs for saving in taken)
+    return {"words": words_of(merged(taken)), "costs": costs, "peak_gib": peak / GIB}
 
 
 def not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:

@@ -306,18 +306,10 @@ def counted(question: Question) -> Forecast:
     return Forecast(question, model, techniques, period, depths, passes, updates)
 
 
-class Change(NamedTuple):
-    """Changes by key, what each costs, and what the run then takes."""
-
-    values: dict[str, Any]
-    costs: list[str]
-    forecast: Forecast
-
-
 def words_of(changes: Mapping[str, Any]) -> list[str]:
     """The overrides that changes amount to, of runtime keys, accumulation_steps or optim."""
-    names = {key: key if key in (STEPS, "optim") else f"runtime.{key}" for key in changes}
-    return [f"{names[key]}={str(value).lower()}" for key, value in changes.items()]
+    words = [f"{key}={str(value).lower()}" for key, value in changes.items()]
+    return [word if word.startswith((STEPS, "optim=")) else f"runtime.{word}" for word in words]
 
 
 def savings(question: Question, exact: bool = False) -> list[Saving]:
@@ -345,10 +337,10 @@ def cheapest_change(
     memory: float,
     applied: Callable[[Mapping[str, Any]], TrainConfig],
     exact: bool = False,
-) -> Change:
-    """The changes that save memory, one on top of the other until the run fits, or all; those that
-    save less than a hundredth are left out, and so are those that do not go with the rest, for
-    which `applied` raises ValueError."""
+) -> tuple[list[Saving], Forecast]:
+    """The changes that save memory, one on top of the other until the run fits, or all, and what
+    the run then takes. Those that save less than a hundredth are left out, and so are those that do
+    not go with the rest, for which `applied` raises ValueError."""
     taken: list[Saving] = []
     for new in savings(now.question, exact):
         if now.needs.total <= memory:
@@ -364,8 +356,9 @@ def cheapest_change(
         if found.needs.total < USEFUL * now.needs.total:
             taken = tried
             now = found
-    return Change(merged(taken), [saving.costs for saving in taken], now)
+    return taken, now
 
 
 def merged(some: list[Saving]) -> dict[str, Any]:
+    """All that they change, by key."""
     return {key: value for saving in some for key, value in saving.values.items()}

@@ -37,7 +37,7 @@ from common.text import first_line
 from data.builtin import SyntheticLatents
 from data.loader import LatentSpec
 from scripts import timing
-from scripts.plan.memory import Question, cheapest_change, forecast, words_of
+from scripts.plan.memory import Question, cheapest_change, forecast, merged, words_of
 from training.assemble import Parts, Training, assemble, plain
 from training.config import build
 from training.config.compose import typed
@@ -126,16 +126,16 @@ class Search:
         except ValueError as error:
             warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
             return {}
-        change = cheapest_change(now, USABLE * memory, applied, exact=True)
-        needed = change.forecast.needs.total
+        taken, found = cheapest_change(now, USABLE * memory, applied, exact=True)
+        needed = found.needs.total
         if needed > USABLE * memory:
             raise UserError(
                 f"runtime.tune=true: a step needs {needed / GIB:.3g} GiB at least, of "
                 f"{memory / GIB:.3g}; use a smaller model or batch_size, or ask `python -m "
                 "scripts.plan` for what makes it fit."
             )
-        self.held += change.forecast.buckets
-        return change.values
+        self.held += found.buckets
+        return merged(taken)
 
     def ways(self) -> list[list[Changes]]:
         """The values of each technique among which time decides, those to begin with first; a
@@ -222,7 +222,9 @@ def prepared(told: Mapping[str, Any]) -> Training:
 
     def loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
         made = SyntheticLatents(
-            **{name: getattr(spec, name) for name in ("channels", "height", "width")},
+            channels=spec.channels,
+            height=spec.height,
+            width=spec.width,
             num_classes=max(1, spec.num_classes),
             count=max(64, micro_batch * cfg.accumulation_steps),
             batch_size=micro_batch,
@@ -240,11 +242,9 @@ def prepared(told: Mapping[str, Any]) -> Training:
 
     # A new model returns zero whatever its blocks do.
     generator = torch.Generator().manual_seed(1)
-    ema = training.state.ema
     with torch.no_grad():
-        for parameter, average in zip(ema.parameters, ema.averages, strict=True):
+        for parameter in training.state.ema.parameters:
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
-            average.copy_(parameter)
     return training
 
 

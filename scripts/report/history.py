@@ -63,10 +63,11 @@ class History:
         self.summary = self.read("summary.json")
         last = self.lines[-1]["step"] if self.lines else 0
         outrun = bool(self.summary) and last > (self.summary.get("steps") or 0)
-        latest = {key: y for line in self.lines for key, y in line.items()}
+        self.latest = {key: y for line in self.lines for key, y in line.items()}
+        """What was logged last, under every key that was ever logged."""
         if outrun:
             self.summary = {}
-        self.figures = {k: y for k, y in (self.summary or latest).items() if is_figure(y)}
+        self.figures = {k: y for k, y in (self.summary or self.latest).items() if is_figure(y)}
         """The figures of the summary; an unfinished run has the last that were logged."""
 
         found = [self.evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
@@ -123,10 +124,9 @@ class History:
     @property
     def distances(self) -> dict[str, list[tuple[float, float]]]:
         """The finite points of the distances measured during training, such as fd_<features>."""
-        keys = dict.fromkeys(key for line in self.lines for key in line)
         return {
             key: [point for point in self.series(key) if math.isfinite(point[1])]
-            for key in keys
+            for key in self.latest
             if key.startswith(("fd_", "kd_"))
         }
 

@@ -202,7 +202,7 @@ def draw(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str, str]
 
 def curves_of(plot: Plot, runs: Sequence[History]) -> list[Curve]:
     """Returns the curves that have a finite point."""
-    logged = dict.fromkeys(key for run in runs for line in run.lines for key in line)
+    logged = dict.fromkeys(key for run in runs for key in run.latest)
     keys = [key for key in logged if re.fullmatch(plot.keys, key)]
     curves = []
     for run, (line, shades) in zip(runs, RUNS, strict=False):
