@@ -137,18 +137,17 @@ def main() -> None:
                 ]
             )
         )
-        if cfg.out is not None:
-            record(Path(cfg.out), triton.__version__, found, anew=cfg.arch is None and not cfg.like)
+        if cfg.out is None:
+            return
 
-
-def record(path: Path, version: str, found: dict[str, Resources], anew: bool) -> None:
-    """Writes rows to the table of one version of Triton, in the place of all of its rows if
-    `anew`."""
-    tables: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    rows = {name: " ".join(map(str, resources)) for name, resources in found.items()}
-    rows = rows if anew else tables.get(version, {}) | rows
-    tables |= {"fields": " ".join(Resources._fields), version: rows}
-    write_atomically(path, json.dumps(tables, indent=1) + "\n")
+        # All rows of this version of Triton are written anew only if all were measured.
+        file = Path(cfg.out)
+        tables: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        rows = {name: " ".join(map(str, resources)) for name, resources in found.items()}
+        if cfg.arch is not None or cfg.like:
+            rows = tables.get(triton.__version__, {}) | rows
+        tables |= {"fields": " ".join(Resources._fields), triton.__version__: rows}
+        write_atomically(file, json.dumps(tables, indent=1) + "\n")
 
 
 def recorded(path: Path) -> dict[str, dict[str, Resources]]:

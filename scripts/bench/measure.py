@@ -23,9 +23,9 @@ from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.commands import table
-from scripts.plan.memory import Question, forecast
+from scripts.plan.memory import asked, forecast
 from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
-from training.assemble import describe_run, latents_of
+from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
 from training.environment import memory_of, pick_device
 from training.evaluate import evaluate
@@ -40,7 +40,7 @@ PYTEST = [
 
 def device_of(words: Words) -> torch.device:
     """Returns the device on which a run with these overrides would train."""
-    values = dict(word.partition("=")[::2] for word in words)
+    values = dict(word.split("=", 1) for word in words if "=" in word)
     return pick_device(values.get("runtime.device", "auto"))
 
 
@@ -160,11 +160,9 @@ def planned(case: Case, cfg: BenchConfig) -> Figures:
     context out.
     """
     workload = Workload(case.overrides)
-    run = workload.cfg
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
-    spec, resident = latents_of(run.data, run.seed, memory_of(workload.device))
-    gpu = workload.device.type == "cuda"
-    plan = forecast(Question(run, spec, resident=resident, gpu=gpu))
+    memory = memory_of(workload.device)
+    plan = forecast(asked(workload.cfg, memory, gpu=workload.device.type == "cuda"))
     predicted = plan.needs.total - plan.needs.context
     measured = workload.memory_peak
     return workload.figures(step_ms) | {

@@ -39,7 +39,7 @@ from scripts.plan.memory import (
     CONTEXT,
     SLACK,
     Forecast,
-    Question,
+    asked,
     cheapest_change,
     forecast,
     merged,
@@ -47,7 +47,6 @@ from scripts.plan.memory import (
 )
 from scripts.plan.scale import ScaleConfig, Share, known_card, scale
 from scripts.plan.scale import __doc__ as scaling
-from training.assemble import latents_of
 from training.config.compose import as_yaml, one_sentence
 from training.config.schema import Positive, TrainConfig, refuse_values
 from training.config.words import CONF
@@ -109,8 +108,7 @@ def chosen_card(hardware: str | None) -> tuple[str, Card]:
 def forecast_of(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
     """The forecast of a run that these words describe."""
     train = settled([*words]).cfg
-    spec, resident = latents_of(train.data, train.seed, card.memory)
-    return forecast(Question(train, spec, cfg.gpus, resident, gpu=card.name != "cpu"))
+    return forecast(asked(train, card.memory, cfg.gpus, gpu=card.name != "cpu"))
 
 
 def rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:

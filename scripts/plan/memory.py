@@ -26,6 +26,7 @@ from common.text import first_line
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from scripts.plan.counting import Passed, Peak, Place, of_few_blocks, passed, planned_stack, updated
+from training.assemble import latents_of
 from training.config.schema import TrainConfig
 from training.environment import GIB
 from training.optimizers import parameter_groups
@@ -251,6 +252,12 @@ def by_role(found: dict[Place, Peak], depth: int, period: int) -> dict[Place, Pe
         if block is not None and block >= depth - period:
             roles[phase, block - depth] = peak
     return roles
+
+
+def asked(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
+    """Asks of a run on devices with so many bytes, where its latents may lie."""
+    spec, resident = latents_of(cfg.data, cfg.seed, memory)
+    return Question(cfg, spec, gpus, resident, gpu)
 
 
 def forecast(question: Question) -> Forecast:

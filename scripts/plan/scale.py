@@ -17,8 +17,7 @@ from annotated_types import Gt, Le
 from common.errors import UserError
 from models.adapters import passes
 from scripts.commands import table
-from scripts.plan.memory import Question, forecast
-from training.assemble import latents_of
+from scripts.plan.memory import Question, asked, forecast
 from training.config.schema import ParallelMode, refuse_values
 from training.environment import CARDS, GIB, Card
 from training.weights.adapter_base import settled
@@ -76,8 +75,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     assert cfg.mfu is not None
     card = known_card(cfg.hardware)
     train = replace(settled(words).cfg, batch_size=cfg.batch_per_gpu, accumulation_steps=1)
-    spec, resident = latents_of(train.data, train.seed, card.memory)
-    one = forecast(Question(train, spec, resident=resident))
+    one = forecast(asked(train, card.memory))
     model = one.model
     parameters = sum(p.numel() for p in model.parameters())
     flops = passes(model) * model.flops_per_sample()

@@ -72,14 +72,15 @@ class History:
 
         found = [self.evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
         self.evaluations = [evaluation for evaluation in found if evaluation]
-        strange = found.count(None)
         wrong = sum(math.isnan(y) for _, y in self.series("loss"))
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
             "There is no logged step (metrics.jsonl), so nothing is drawn.": not self.lines,
             f"Lines of metrics.jsonl that cannot be read, and are left out: {damaged}.": damaged,
             f"At {wrong} of {len(self.lines)} logged steps the loss is no finite number.": wrong,
-            f"{strange} files in evaluation/ are no results of scripts.evaluate.": strange,
+            f"{found.count(None)} files in evaluation/ are no results of scripts.evaluate.": (
+                None in found
+            ),
             "summary.json is of an earlier end of the run, which went on; it is left out.": outrun,
         }
         self.problems = [sentence for sentence, true in problems.items() if true]
