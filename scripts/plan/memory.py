@@ -8,7 +8,6 @@ checked on a GPU yet. Where a run does not fit, forecasts find the cheapest chan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -190,7 +189,7 @@ class Forecast:
 
         # Two micro-batches are counted; the batches of the others wait on the device too.
         spec = question.spec
-        batch = 4.0 * math.prod((spec.channels, spec.height, spec.width)) + 8.0
+        batch = 4.0 * spec.channels * spec.height * spec.width + 8.0
         batches = max(0, steps - 2) * question.samples * batch
 
         found = {}
@@ -293,7 +292,7 @@ def counted(question: Question) -> Forecast:
         put_on(model, cfg.adapter, find_base(cfg, spec).new_classes)
     techniques = planned_stack(cfg, question.gpu).techniques
     period = max(technique.period for technique in techniques)
-    first = period if period == 1 else period + model.depth % period
+    first = period + model.depth % period
     few = "depth" in cfg.model and model.depth > first + period
     depths = [first, first + period] if few else [model.depth]
 
