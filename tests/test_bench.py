@@ -23,7 +23,7 @@ from scripts.bench.cases import COMMANDS, SETTINGS, Case, job
 from scripts.bench.measure import result_of
 from scripts.bench.newcomer import NewcomersLoop, stream_order
 from scripts.bench.publish import texts
-from scripts.bench.step import PhaseClock, Workload, busy_ms, verdict
+from scripts.bench.step import Workload, busy_ms, times_between, verdict
 from scripts.timing import interleaved, no_difference, ratios, spread
 from training.config.compose import compose
 
@@ -214,10 +214,9 @@ def test_a_step_is_taken_apart(tmp_path):
     assert "Try next" in found["text"]
 
 
-def test_the_phase_clock_sums_what_lies_between_marks():
-    clock = PhaseClock(CPU)
-    clock.marks = [("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]
-    assert clock.read() == {"forward": 1500.0, "backward": 2000.0}
+def test_a_phase_takes_what_lies_between_its_marks():
+    marks = [("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]
+    assert times_between(marks) == {"forward": 1500.0, "backward": 2000.0}
 
 
 def test_products_are_told_from_the_rest_by_name():

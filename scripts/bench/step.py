@@ -126,51 +126,47 @@ def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str,
     return {name: [1e3 * s / steps for s in values] for name, values in taken.items()}
 
 
-class PhaseClock:
-    """Notes the end of each phase, on a GPU as an event that is read after the window: nothing
-    waits inside it, and launches that return before the device has finished deceive nobody."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: list[tuple[str, Any]] = []
-
-    def mark(self, phase: str) -> None:
-        end: Any = time.perf_counter()
-        if self.device.type == "cuda":
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-        self.marks.append((phase, end))
-
-    def read(self) -> dict[str, float]:
-        """Returns milliseconds by phase. Waits for the device."""
-        synchronise(self.device)
-        found = defaultdict(float)
-        for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            on_host = isinstance(start, float)
-            found[phase] += 1e3 * (end - start) if on_host else start.elapsed_time(end)
-        return found
+def times_between(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
+    """Returns milliseconds by phase, from the ends of phases: seconds on the host, or events of a
+    GPU that has finished."""
+    found = defaultdict(float)
+    for (_, start), (phase, end) in itertools.pairwise(marks):
+        on_host = isinstance(start, float)
+        found[phase] += 1e3 * (end - start) if on_host else start.elapsed_time(end)
+    return found
 
 
 def phases_of(workload: Workload, steps: int) -> dict[str, float]:
     """Returns milliseconds a step by phase; a step in one CUDA graph is one phase."""
     training = workload.training
-    clock = PhaseClock(workload.device)
-    training.step.mark = clock.mark
+    marks = []
+
+    def mark(phase: str) -> None:
+        """Notes the end of a phase. An event is read after the window: nothing waits inside it, and
+        launches that return before the device has finished deceive nobody."""
+        end: Any = time.perf_counter()
+        if workload.device.type == "cuda":
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+        marks.append((phase, end))
+
+    training.step.mark = mark
     workload.prepare()
     training.state.meter.restart()
-    clock.mark("start")
+    mark("start")
     for _ in range(steps):
         batches = training.next_batches()
-        clock.mark("data")
+        mark("data")
         training.step.schedule(training.state.samples)
         output = training.step(batches)
-        clock.mark("rest")
+        mark("rest")
         training.state.meter.update(output)
-        clock.mark("logging")
+        mark("logging")
         training.state.advance(workload.cfg.batch_size)
     training.step.mark = lambda phase: None
 
-    found = clock.read()
+    synchronise(workload.device)
+    found = times_between(marks)
     if "forward" not in found:
         found["whole step"] = found.pop("rest")
     return {phase: found[phase] / steps for phase in PHASES if phase in found}
