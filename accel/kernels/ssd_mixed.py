@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
-from accel.kernels.fused_ssd import check_sizes, slices_of, ssd_backward_flops, ssd_flops
-from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
-from accel.kernels.operator import differentiable, refuse_empty, register, upcast
+from accel.kernels.fused_ssd import check_sizes, slices_of
+from accel.kernels.local_mix import check_shape, local_mix
+from accel.kernels.operator import differentiable, keeping_inputs, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -106,47 +105,19 @@ INPUTS = (
     "Tensor projected, Tensor weight, Tensor bias, int rows, int columns, Tensor dt_bias, Tensor "
     "A_log, Tensor D, Tensor norm_weight, float eps"
 )
-register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward)
-register(
+operator = register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward)
+backward_operator = register(
     f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})", backward
 )
 
 
-@register_flop_formula(torch.ops.fastlatent.ssd_mixed)
-def forward_flops(projected: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
-    """FLOPs of the operator on tensors of these shapes."""
-    mixing, of_scan = parts_for_flops(projected, weight, rest[6])
-    return mixing + ssd_flops(*of_scan)
-
-
-@register_flop_formula(torch.ops.fastlatent.ssd_mixed_backward)
-def backward_flops(dh: Any, y: Any, projected: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
-    """Twice the mixing and the backward pass of the scan; recomputation is not counted."""
-    mixing, of_scan = parts_for_flops(projected, weight, rest[6])
-    return 2 * mixing + ssd_backward_flops(None, *of_scan)
-
-
-def parts_for_flops(projected: Any, weight: Any, norm_weight: Any) -> tuple[int, tuple[Any, ...]]:
-    """FLOPs of the mixing, and shapes for those of the scan, of shapes."""
-    batch, length, channels = *projected[:2], weight[0]
-    state = (channels - norm_weight[0] * norm_weight[1]) // 4
-    mixing = batch * local_mix_flops(length, channels, weight[2] * weight[3])
-    return mixing, ((batch, length, *norm_weight), None, None, (0, 0, 0, state))
-
-
-def compute(*inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """The gated and normed y, and what the backward pass needs: y and the inputs."""
-    h, y = torch.ops.fastlatent.ssd_mixed(*inputs)
-    return h, (y, *inputs)
-
-
 def gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs; rows and columns have none."""
-    found = torch.ops.fastlatent.ssd_mixed_backward(dh.contiguous(), *needed)
+    found = backward_operator(dh.contiguous(), *needed)
     return *found[:3], None, None, *found[3:]
 
 
-differentiable_ssd = differentiable(compute, gradients)
+differentiable_ssd = differentiable(keeping_inputs(operator, made=True), gradients)
 
 
 def fused_mixed_ssd(
