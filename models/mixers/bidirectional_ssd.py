@@ -20,10 +20,10 @@ from accel.kernels.fused_ssd import fused_bidirectional_ssd, slices_of
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.ssd_mixed import fused_mixed_ssd, parts_of
 from common.errors import UserError
-from models.layers import heads_of
+from models.layers import Layer, heads_of
 
 
-class BidirectionalSSD(nn.Module):
+class BidirectionalSSD(Layer):
     """Gated bidirectional SSD: `out_proj(headwise_norm(silu(z)·ssd(local_mix(x, B, C))))`.
 
     `expand` is E / D (2 in the Mamba recipe, 1 where a SwiGLU follows). The convolution starts as
@@ -66,8 +66,7 @@ class BidirectionalSSD(nn.Module):
         self.out_proj = nn.Linear(self.inner, dim, bias=False)
 
     def init_weights(self) -> None:
-        nn.init.xavier_uniform_(self.in_proj.weight)
-        nn.init.xavier_uniform_(self.out_proj.weight)
+        super().init_weights()
         nn.init.dirac_(self.conv_weight, groups=self.mixed)
         nn.init.zeros_(self.conv_bias)
         with torch.no_grad():
@@ -95,6 +94,7 @@ class BidirectionalSSD(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        projections = 2 * tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
         scan = bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
-        return projections + scan + local_mix_flops(tokens, self.mixed, math.prod(self.taps))
+        return (
+            super().flops(tokens) + scan + local_mix_flops(tokens, self.mixed, math.prod(self.taps))
+        )
