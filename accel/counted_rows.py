@@ -72,11 +72,11 @@ class OptimizerState(Technique):
     summary = "the form of the optimizer's state, counted"
     off = "fp32"
     loss_rtol = 0.0
+    optimizer: Any = None
 
     def __init__(self, promise: Promise, device: torch.device) -> None:
         super().__init__(promise.form, device)
         self.promise = promise
-        self.optimizer: Any = None
 
     def on_step(self, step: AnyStep) -> AnyStep:
         self.optimizer = getattr(step, "optimizer", None)
@@ -123,11 +123,11 @@ class AdapterGradients(Technique):
     summary = "an adapter on frozen weights; counts the layers that it trains"
     off = "none"
     loss_rtol = 0.0
+    model: Any
+    step: Any
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
-        self.model: Any = None
-        self.step: Any = None
         self.steps: list[dict[str, Tensor | None]] = []
         """Of each step so far: parameter -> whether its gradient has a value other than zero; None:
         no gradient."""

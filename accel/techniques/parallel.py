@@ -52,14 +52,14 @@ class DataParallel(Technique):
     )
     path = "parallel.mode"
     off = "none"
+    model: Any
+    wrapped: Any
     loss_rtol = 1e-4  # sums over a batch in another order
 
     def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
         if value == "auto":
             value = "ddp" if world_size() > 1 else "none"
         super().__init__(value, device, **options)
-        self.model: Any = None
-        self.wrapped: Any = None
 
     def unavailable(self) -> str | None:
         if not dist.is_available() or not dist.is_initialized():
