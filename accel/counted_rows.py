@@ -41,15 +41,13 @@ class Promise(NamedTuple):
         return parameter.ndim == 2 or self.form != "momentum"
 
 
-OF_TORCH = {"Adafactor": Promise("factored"), "Adam": Promise("fp32"), "AdamW": Promise("fp32")}
-
-
 def promised(kind: type, momentum: float = 0.0) -> Promise:
     """What an optimizer of this class keeps; of SGD with `momentum` one moment."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
-    own = Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
-    return OF_TORCH.get(kind.__name__, own) if kind.__module__.startswith("torch.") else own
+    if kind is torch.optim.Adafactor:
+        return Promise("factored")
+    return Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
 
 
 def form_of(kept: Mapping[str, Any], size: int) -> str:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from accel.evidence import BlockEvidence, Evidence, probed
-from accel.saved_tensors import SAVED
+from accel.saved_tensors import CACHES
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
@@ -113,8 +113,8 @@ class CheckpointBlocks(Technique):
 def contexts() -> tuple[Any, Any]:
     """The contexts of the first forward pass of a block and of its repetition under "selective"."""
     first, again = create_selective_checkpoint_contexts(decide)
-    if SAVED.caches and not torch.compiler.is_compiling():
-        SAVED.caches[-1].append(first.storage)
+    if CACHES and not torch.compiler.is_compiling():
+        CACHES[-1].append(first.storage)
     return first, again
 
 

@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel import saved_tensors
 from accel.evidence import Evidence
-from accel.saved_tensors import SAVED
 from accel.technique import AnyStep, Model, Observation, Technique
 
 
@@ -52,7 +51,7 @@ class OffloadActivations(Technique):
                 self.own = {p.untyped_storage()._cdata for p in self.parameters}
                 self.copies = {}
                 try:
-                    with SAVED.moved(self.pack, unpack):
+                    with saved_tensors.moved(self.pack, unpack):
                         return forward(*args, **kwargs)
                 finally:
                     self.copies.clear()

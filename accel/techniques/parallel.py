@@ -46,8 +46,12 @@ class DataParallel(Technique):
     examples = tuple({"parallel": mode} for mode in REDUCTIONS)
     options: ClassVar = dict.fromkeys(
         (
-            *("shard_degree", "reshard_after_forward", "reduce_dtype"),
-            *("bucket_cap_mb", "gradient_as_bucket_view", "cpu_offload"),
+            "shard_degree",
+            "reshard_after_forward",
+            "reduce_dtype",
+            "bucket_cap_mb",
+            "gradient_as_bucket_view",
+            "cpu_offload",
         )
     )
     path = "parallel.mode"

@@ -156,7 +156,7 @@ class Precision(Technique):
         if not any(self.layers.large):
             return Observation(active, f"{self.layers.too_small()}; {note}")
         complete, seen = self.layers.observe(evidence)
-        if evidence.count(EIGHT_BIT):
+        if evidence.dtypes([EIGHT_BIT]):
             active = "fp8" if complete and active == "bf16" else "mixed"
         return Observation(active, f"{seen}; of the others {note}")
 
