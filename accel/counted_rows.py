@@ -41,15 +41,13 @@ class Promise(NamedTuple):
         return parameter.ndim == 2 or self.form != "momentum"
 
 
-OF_TORCH = {"Adafactor": Promise("factored"), "Adam": Promise("fp32"), "AdamW": Promise("fp32")}
-
-
 def promised(kind: type, momentum: float = 0.0) -> Promise:
     """What an optimizer of this class keeps; of SGD with `momentum` one moment."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
-    own = Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
-    return OF_TORCH.get(kind.__name__, own) if kind.__module__.startswith("torch.") else own
+    if kind is torch.optim.Adafactor:
+        return Promise("factored")
+    return Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
 
 
 def form_of(kept: Mapping[str, Any], size: int) -> str:
@@ -72,11 +70,11 @@ class OptimizerState(Technique):
     summary = "the form of the optimizer's state, counted"
     off = "fp32"
     loss_rtol = 0.0
+    optimizer: Any = None
 
     def __init__(self, promise: Promise, device: torch.device) -> None:
         super().__init__(promise.form, device)
         self.promise = promise
-        self.optimizer: Any = None
 
     def on_step(self, step: AnyStep) -> AnyStep:
         self.optimizer = getattr(step, "optimizer", None)
@@ -123,11 +121,11 @@ class AdapterGradients(Technique):
     summary = "an adapter on frozen weights; counts the layers that it trains"
     off = "none"
     loss_rtol = 0.0
+    model: Any
+    step: Any
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
-        self.model: Any = None
-        self.step: Any = None
         self.steps: list[dict[str, Tensor | None]] = []
         """Of each step so far: parameter -> whether its gradient has a value other than zero; None:
         no gradient."""

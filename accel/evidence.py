@@ -117,10 +117,6 @@ class Evidence:
                 total[dtype] += n
         return total
 
-    def count(self, op: str) -> int:
-        """Number of products of one kind."""
-        return sum(n for (name, _), n in self.products.items() if name == op)
-
     def where(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
         """For each block, whether `holds` in all of its calls; a block that was not called has not
         shown it."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +19,9 @@ LEAST_MOVED = 2**20
 
 @dataclass
 class Kept:
-    """Counts what forward passes of a module keep for their backward passes."""
+    """Counts what forward passes of `module` keep for their backward passes."""
 
+    module: nn.Module
     given: Mapping[int, int]
     """Address -> bytes of storages of which only so many count."""
     storages: dict[int, int] = field(default_factory=dict)
@@ -41,10 +41,10 @@ class Kept:
     def bytes(self) -> int:
         return sum(self.storages.values())
 
-    def note(self, module: nn.Module, tensor: Tensor, packed: Any) -> None:
+    def note(self, tensor: Tensor, packed: Any) -> None:
         """Counts a tensor that is kept, and `packed` in its place."""
         if not self.own:  # only now: sharded ones have been gathered
-            own = (*module.parameters(), *module.buffers())
+            own = (*self.module.parameters(), *self.module.buffers())
             self.own.update(tensor.untyped_storage()._cdata for tensor in own)
         storage = tensor.untyped_storage()
         if storage._cdata in self.own:
@@ -57,56 +57,34 @@ class Kept:
                 self.large_left[storage._cdata] = size
 
 
-class SavedTensors:
-    """The hooks on tensors that a forward pass saves. PyTorch calls the innermost pair only, so all
-    pairs are this one.
-
-    A technique may move what is saved, and any number of counters may look on.
-    """
-
-    def __init__(self) -> None:
-        self.moves: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
-        self.counters: list[Callable[[Tensor, Any], None]] = []
-        self.caches: list[list[Any]] = []
-        """A list for each counter. Selective checkpointing adds its caches to the last; no hook
-        sees their content."""
-
-    def pack(self, tensor: Tensor) -> Any:
-        # Detached, for an op that keeps its own output would hold itself, and a graph that nobody
-        # runs would stay.
-        packed = self.moves[-1][0](tensor) if self.moves else tensor.detach()
-        for count in self.counters:
-            count(tensor, packed)
-        return packed
-
-    @contextmanager
-    def moved(
-        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-    ) -> Iterator[None]:
-        """Keeps `pack(tensor)` in the place of each tensor saved inside; the backward pass gets
-        `unpack` of that."""
-        self.moves.append((pack, unpack))
-        try:
-            with saved_tensors_hooks(self.pack, unpack):
-                yield
-        finally:
-            self.moves.pop()
-
-    @contextmanager
-    def counted(self, count: Callable[[Tensor, Any], None]) -> Iterator[None]:
-        """Calls `count(tensor, packed)` for each tensor saved inside, with what is kept in its
-        place."""
-        self.counters.append(count)
-        unpack = self.moves[-1][1] if self.moves else lambda packed: packed
-        try:
-            with saved_tensors_hooks(self.pack, unpack):
-                yield
-        finally:
-            self.counters.remove(count)
+# The hooks on tensors that a forward pass saves. PyTorch calls the innermost pair only, so `pack`
+# is in all of them: a technique may move what is saved, and any number of counters may look on.
+MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
+COUNTERS: list[Kept] = []
+CACHES: list[list[Any]] = []
+"""A list for each counter. Selective checkpointing adds its caches to the last; no hook sees their
+content."""
 
 
-SAVED = SavedTensors()
-"""The hooks of this process."""
+def pack(tensor: Tensor) -> Any:
+    # Detached, for an op that keeps its own output would hold itself, and a graph that nobody runs
+    # would stay.
+    packed = MOVES[-1][0](tensor) if MOVES else tensor.detach()
+    for counter in COUNTERS:
+        counter.note(tensor, packed)
+    return packed
+
+
+@contextmanager
+def moved(pack_one: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Keeps `pack_one(tensor)` in the place of each tensor saved inside; the backward pass gets
+    `unpack` of that."""
+    MOVES.append((pack_one, unpack))
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        MOVES.pop()
 
 
 @contextmanager
@@ -115,16 +93,19 @@ def keeping(module: nn.Module, given: Mapping[int, int] = MappingProxyType({})) 
 
     Of storages whose addresses are `given`, only so many bytes count.
     """
-    kept = Kept(given)
+    kept = Kept(module, given)
     caches: list[Any] = []
-    SAVED.caches.append(caches)
+    CACHES.append(caches)
+    COUNTERS.append(kept)
+    unpack = MOVES[-1][1] if MOVES else lambda packed: packed
     try:
-        with SAVED.counted(partial(kept.note, module)):
+        with saved_tensors_hooks(pack, unpack):
             yield kept
     finally:
-        SAVED.caches.pop()
+        COUNTERS.pop()
+        CACHES.pop()
     for cache in caches:
         for op, results in cache.items():
             for tensor in [leaf.val for leaf in tree_leaves(results) if hasattr(leaf, "val")]:
-                kept.note(module, tensor, tensor)
+                kept.note(tensor, tensor)
                 kept.cached.add(op.name())

@@ -107,6 +107,8 @@ class Technique(ABC):
     """False if the memory that it saves costs no time."""
     changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
     """What a trial of fused kernels finds otherwise with it: parity and time, or time alone."""
+    without_gpu: ClassVar[str | None] = None
+    """Why it cannot be had on a `{device}` that is no NVIDIA GPU, as a sentence; None if it can."""
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
 
@@ -116,13 +118,12 @@ class Technique(ABC):
     """What a plan that counts bytes does not tell of it."""
     tried_with: ClassVar[str] = ""
     """A name that techniques share whose values are tried together; empty: alone."""
-    period = 1
-    """Blocks after which it treats the next ones as it did the first."""
 
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
         self.device = device
         self.option = {**self.options, **options}
+        vars(self).update(self.option)
 
     @classmethod
     def ways(cls) -> tuple[Mapping[str, Value], ...]:
@@ -139,6 +140,11 @@ class Technique(ABC):
         return self.value != self.off
 
     @property
+    def period(self) -> int:
+        """Blocks after which it treats the next ones as it did the first."""
+        return 1
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Its value and its options, by runtime key."""
         return {self.key: self.value} | self.option
@@ -150,7 +156,8 @@ class Technique(ABC):
     def unavailable(self) -> str | None:
         """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where
         `enabled`."""
-        return None
+        kind = self.device.type
+        return self.without_gpu and self.without_gpu.format(device=kind) if kind != "cuda" else None
 
     def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
         """Sets process-wide flags, both ways."""

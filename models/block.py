@@ -5,7 +5,7 @@ Letters: B samples, L tokens, D width, M = 3 modulations a branch.
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +14,12 @@ from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.swiglu import fused_swiglu, silu_product
-from models.layers import init_linear
+from models.layers import Layer
 
 Norm = Literal["rms", "layer"]
 
 
-class MLP(nn.Module):
-    """What all MLPs are: linear layers alone have weights."""
-
-    def init_weights(self) -> None:
-        for layer in self.children():
-            init_linear(cast("nn.Linear", layer))
-
-    def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
-
-
-class SwiGLU(MLP):
+class SwiGLU(Layer):
     """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one
     product.
 
@@ -51,7 +39,7 @@ class SwiGLU(MLP):
         )
 
 
-class GeluMLP(MLP):
+class GeluMLP(Layer):
     """`fc2(gelu(fc1 x))` with biases and GELU by tanh (Hendrycks & Gimpel 2016), as in SiT's
     weights."""
 
@@ -62,21 +50,6 @@ class GeluMLP(MLP):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         return self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
-
-
-def register_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> None:
-    """Makes room for where each token stands in `order`; a buffer, for an integer would recompile
-    every block."""
-    module.register_buffer(
-        name,
-        None if order is None else torch.empty(len(order), dtype=torch.int32),
-        persistent=False,
-    )
-
-
-def fill_rows(module: nn.Module, name: str, order: Int[Tensor, "L"] | None) -> None:
-    if order is not None:
-        getattr(module, name).copy_(order.argsort())
 
 
 class Block(nn.Module):
@@ -105,8 +78,10 @@ class Block(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.eps = eps
         self.orders = [arriving, *(getattr(layer, "order", None) for layer in layers)]
+        # Where each token stands in an order is a buffer: an integer would recompile every block.
         for i, order in enumerate(self.orders):
-            register_rows(self, f"rows_{i}", order)
+            rows = None if order is None else torch.empty(len(order), dtype=torch.int32)
+            self.register_buffer(f"rows_{i}", rows, persistent=False)
         self.residual_in_fp32 = True
         self.centred = norm == "layer"
         self.fused_add_norm = False
@@ -121,11 +96,8 @@ class Block(nn.Module):
         vectors = cond.unbind(1)
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = vectors[3 * i : 3 * i + 3]
-            rows = {
-                "branch_rows": getattr(self, f"rows_{i}"),
-                "h_rows": getattr(self, f"rows_{i + 1}"),
-            }
-            h, residual = self.normalise(branch, gate, residual, scale, shift, **rows)
+            rows = getattr(self, f"rows_{i + 1}")
+            h, residual = self.normalise(branch, gate, residual, scale, shift, i, h_rows=rows)
             branch = layer(h)
             gate = next_gate
         return branch, gate, residual
@@ -137,12 +109,14 @@ class Block(nn.Module):
         residual: Tensor,
         scale: Tensor,
         shift: Tensor,
-        **rows: Any,
+        layers: int,
+        h_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`add_norm` in the way of this block."""
+        """`add_norm` in the way of this block, after so many of its layers."""
         normalise = fused_add_norm if self.fused_add_norm else add_norm
-        how = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32, "centred": self.centred}
-        return normalise(branch, gate, residual, scale, shift, **how, **rows)
+        how: dict[str, Any] = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32}
+        how |= {"branch_rows": getattr(self, f"rows_{layers}"), "h_rows": h_rows}
+        return normalise(branch, gate, residual, scale, shift, centred=self.centred, **how)
 
     def init_weights(self) -> None:
         for layer in self.layers:
@@ -151,7 +125,8 @@ class Block(nn.Module):
 
     def init_buffers(self) -> None:
         for i, order in enumerate(self.orders):
-            fill_rows(self, f"rows_{i}", order)
+            if order is not None:
+                getattr(self, f"rows_{i}").copy_(order.argsort())
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""

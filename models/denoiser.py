@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from common.errors import UserError
-from models.block import Block, Norm, SwiGLU, fill_rows, register_rows
-from models.layers import LabelEmbedding, TimestepEmbedding, sincos_positions
+from models.block import Block, Norm, SwiGLU
+from models.layers import LabelEmbedding, TimestepEmbedding, init_linear, sincos_positions
 
 
 class Denoiser(nn.Module):
@@ -36,8 +36,6 @@ class Denoiser(nn.Module):
     Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is
     the null label.
     """
-
-    rows: Tensor | None
 
     def __init__(
         self,
@@ -84,16 +82,15 @@ class Denoiser(nn.Module):
 
         # Each block knows the order in which the block before it leaves the tokens.
         self.blocks = nn.ModuleList()
-        self.leaving = None
+        leaving = None
         for number in range(depth):
             own = {"layer": number} if numbered else {}
             layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **own)]
             if hidden:
                 layers.append(mlp(dim=dim, hidden=hidden))
-            block = Block(layers, eps, self.leaving, norm)
+            block = Block(layers, eps, leaving, norm)
             self.blocks.append(block)
-            self.leaving = block.orders[-1]
-        register_rows(self, "rows", self.leaving)
+            leaving = block.orders[-1]
 
         # One product makes the modulations of all blocks, and the last norm's two.
         self.modulations = 6 if hidden else 3
@@ -109,8 +106,7 @@ class Denoiser(nn.Module):
         Modulations start at zero, so each block starts as the identity, and so does the head: v =
         0.
         """
-        nn.init.xavier_uniform_(self.patch_embed.weight)
-        nn.init.zeros_(self.patch_embed.bias)
+        init_linear(self.patch_embed)
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
         self.time_embed.init_weights()
@@ -123,8 +119,7 @@ class Denoiser(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fills the buffers, which no weights file holds, of the model and of its layers."""
-        fill_rows(self, "rows", self.leaving)
+        """Fills the buffers of the layers, which no weights file holds."""
         for part in self.blocks.modules():
             if hasattr(part, "init_buffers"):
                 part.init_buffers()  # pyright: ignore[reportCallIssue]
@@ -155,9 +150,7 @@ class Denoiser(nn.Module):
         for block, own in zip(self.blocks, cond.unbind(1), strict=True):
             branch, gate, residual = block(branch, gate, residual, own)
         final = cast("Block", self.blocks[-1])  # the last norm is done in the way of the last block
-        h, _ = final.normalise(
-            branch, gate, residual, last[:, 0], last[:, 1], branch_rows=self.rows
-        )
+        h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], len(final.layers))
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""What all models are made of: embeddings of time and class, and how linear layers start.
+"""What all models are made of: layers of blocks, embeddings of time and class, and how linear
+layers start.
 
 Letters: B samples, D width, F frequencies, L tokens.
 """
@@ -6,6 +7,7 @@ Letters: B samples, D width, F frequencies, L tokens.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,18 @@ def init_linear(layer: nn.Linear) -> None:
     nn.init.xavier_uniform_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
+
+
+class Layer(nn.Module):
+    """What mixers and MLPs have in common: their children are linear layers."""
+
+    def init_weights(self) -> None:
+        for layer in self.children():
+            init_linear(cast("nn.Linear", layer))
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of the products in one forward pass of one sample of `tokens` tokens."""
+        return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
 
 
 class TimestepEmbedding(nn.Module):

@@ -55,7 +55,7 @@ def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(self: Precision) -> str | None:
         if self.device.type == "cuda":
             return on_gpu(self)
-        return no_8_bits(self.recipe) if self.value == "fp8" else None
+        return no_8_bits(self.fp8_recipe) if self.value == "fp8" else None
 
     monkeypatch.setattr(Precision, "unavailable", unavailable)
     monkeypatch.setattr(float8, "LEAST", 16)

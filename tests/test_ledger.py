@@ -125,9 +125,9 @@ def test_the_ledger_tells_when_a_technique_does_nothing(key, monkeypatch):
 @pytest.mark.parametrize("policy", ["every_2", "selective"])
 def test_the_ledger_tells_when_a_policy_does_nothing(policy, monkeypatch):
     def without_policy(self, model):
-        self.policy, policy_meant = "blocks", self.policy
+        self.checkpoint_policy, policy_meant = "blocks", self.checkpoint_policy
         CheckpointBlocks.unpatched(self, model)
-        self.policy = policy_meant
+        self.checkpoint_policy = policy_meant
         return model
 
     monkeypatch.setattr(CheckpointBlocks, "unpatched", CheckpointBlocks.on_model, raising=False)

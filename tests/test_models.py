@@ -337,7 +337,6 @@ def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer():
         plain = mixer.forward
         mixer.forward = lambda h, order=order, plain=plain: plain(h[:, order])[:, order.argsort()]
         block.rows_0 = block.rows_1 = None
-    reference.rows = None
     torch.testing.assert_close(model(*inputs()), reference(*inputs()))
 
 
@@ -345,7 +344,6 @@ def test_mixers_keep_rows_as_buffers_that_are_not_saved():
     model = tiny("zigzag")
     assert not any("rows" in name for name in model.state_dict())
     assert {name for name, _ in model.named_buffers() if "rows" in name} >= {
-        "rows",
         "blocks.0.rows_1",
         "blocks.1.rows_0",
     }

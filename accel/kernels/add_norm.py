@@ -115,14 +115,14 @@ def backward_reference(
     return dbranch, d.to(residual_dtype, copy=True), sums
 
 
-register(
+operator = register(
     "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? "
     "branch_rows, Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, "
     "Tensor, Tensor)",
     forward_reference,
     "add_norm_triton.launch_forward",
 )
-register(
+backward_operator = register(
     "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor "
     "scale, Tensor? branch_rows, Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool "
     "centred) -> (Tensor, Tensor, Tensor)",
@@ -134,7 +134,7 @@ register(
 def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
     """h and z, and what the backward pass needs: of the inputs neither residual nor shift."""
     branch, gate, residual, scale, _, *rows, _, _, centred = inputs
-    h, z, rstd = torch.ops.fastlatent.add_norm(*inputs)
+    h, z, rstd = operator(*inputs)
     return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
 
 
@@ -144,7 +144,7 @@ def gradients(
     """Gradients of branch, gate, residual, scale and shift."""
     dh = torch.zeros_like(branch) if dh is None else dh.contiguous()
     dz = None if dz is None else dz.contiguous()
-    dbranch, dresidual, sums = torch.ops.fastlatent.add_norm_backward(dh, dz, z, branch, *rest)
+    dbranch, dresidual, sums = backward_operator(dh, dz, z, branch, *rest)
     dgate, dscale, dshift = sums.unbind(1)
     return dbranch, dgate, dresidual, dscale, dshift
 

@@ -12,15 +12,12 @@ sample, S = B·C.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import arriving, of_chunks
-from accel.kernels.operator import differentiable, register, upcast
+from accel.kernels.operator import differentiable, keeping_inputs, register, upcast
 
 
 def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
@@ -63,63 +60,48 @@ def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     )
 
 
-MODULE = "chunked_ssd_triton"
-register(
+ssd_states = register(
     "ssd_states(Tensor x, Tensor groups, Tensor weights) -> Tensor",
     states_reference,
-    f"{MODULE}.launch_states",
+    "chunked_ssd_triton.launch_states",
 )
-register(
+ssd_read = register(
     "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> "
     "(Tensor, Tensor)",
     read_reference,
-    f"{MODULE}.launch_read",
+    "chunked_ssd_triton.launch_read",
 )
-register(
+ssd_groups = register(
     "ssd_groups(Tensor states, Tensor x, Tensor weights) -> Tensor",
     groups_reference,
-    f"{MODULE}.launch_groups",
+    "chunked_ssd_triton.launch_groups",
 )
-
-
-@register_flop_formula(torch.ops.fastlatent.ssd_states)
-def states_flops(x: Any, groups: Any, *rest: Any, **kwargs: Any) -> int:
-    return 4 * x[0] * x[1] * x[2] * x[3] * groups[3]
-
-
-@register_flop_formula([torch.ops.fastlatent.ssd_read, torch.ops.fastlatent.ssd_groups])
-def read_flops(states: Any, other: Any, *rest: Any, **kwargs: Any) -> int:
-    return 4 * states[0] * states[2] * states[3] * states[4] * other[1]
 
 
 def states_gradients(
     dstates: Tensor, x: Tensor, B_in: Tensor, weights: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of x, B_in and weights."""
-    ops = torch.ops.fastlatent
     dstates = dstates.contiguous()
-    dx, dweights = ops.ssd_read(dstates, B_in, weights, None, x)
-    return dx, ops.ssd_groups(dstates, x, weights), dweights
+    dx, dweights = ssd_read(dstates, B_in, weights, None, x)
+    return dx, ssd_groups(dstates, x, weights), dweights
 
 
 def compute_read(y: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """What tokens read of the states that arrive at their chunk, added to y."""
-    return torch.ops.fastlatent.ssd_read(*inputs, y, None)[0], inputs
+    return ssd_read(*inputs, y, None)[0], inputs
 
 
 def read_gradients(
     dy: Tensor, states: Tensor, C_out: Tensor, weights: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of y, states, C_out and weights."""
-    ops = torch.ops.fastlatent
     dy = dy.contiguous()
-    dweights = ops.ssd_read(states, C_out, weights, None, dy)[1]
-    return dy, ops.ssd_states(dy, C_out, weights), ops.ssd_groups(states, dy, weights), dweights
+    dweights = ssd_read(states, C_out, weights, None, dy)[1]
+    return dy, ssd_states(dy, C_out, weights), ssd_groups(states, dy, weights), dweights
 
 
-differentiable_states = differentiable(
-    lambda *inputs: (torch.ops.fastlatent.ssd_states(*inputs), inputs), states_gradients
-)
+differentiable_states = differentiable(keeping_inputs(ssd_states), states_gradients)
 differentiable_read = differentiable(compute_read, read_gradients)
 
 

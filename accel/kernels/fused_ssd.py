@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.chunked_ssd import between_chunks
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.gated_norm import gradients as gated_norm_gradients
-from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
+from accel.kernels.operator import (
+    differentiable,
+    heads_together,
+    keeping_inputs,
+    refuse_empty,
+    register,
+    upcast,
+)
 from accel.kernels.ssd_decays import fused_ssd_decays
 from common.errors import UserError
 
@@ -93,45 +99,26 @@ def groups_backward(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Ten
 
 
 INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
-register(f"ssd({INPUTS}) -> Tensor", plain_reference, "bidirectional_ssd_triton.launch_forward")
-register(
+ssd = register(
+    f"ssd({INPUTS}) -> Tensor", plain_reference, "bidirectional_ssd_triton.launch_forward"
+)
+ssd_gated = register(
     f"ssd_gated({INPUTS}, Tensor z, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
     gated_reference,
     "bidirectional_ssd_triton.launch_gated",
 )
-register(
+ssd_backward = register(
     f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
     "bidirectional_ssd_backward_triton.launch_backward",
 )
 
 
-@register_flop_formula([torch.ops.fastlatent.ssd, torch.ops.fastlatent.ssd_gated])
-def ssd_flops(x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any) -> int:
-    """FLOPs of the operator on tensors of these shapes."""
-    pieces, length, heads, head_dim = x
-    return pieces * definition.bidirectional_ssd_flops(length, heads, head_dim, B_in[3])
-
-
-@register_flop_formula(torch.ops.fastlatent.ssd_backward)
-def ssd_backward_flops(
-    dy: Any, x: Any, steps: Any, sums: Any, B_in: Any, *rest: Any, **kwargs: Any
-) -> int:
-    """dx and dS cost a forward pass each; dB and dC are four products of T × T with T × N."""
-    return 2 * ssd_flops(x, None, None, B_in) + 8 * x[0] * x[1] * x[1] * B_in[3]
-
-
 def gradients(dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """Gradients of x, steps, sums, B_in, C_out and D."""
-    joined, dsteps, dsums, dD = torch.ops.fastlatent.ssd_backward(dy.contiguous(), x, *rest)
+    joined, dsteps, dsums, dD = ssd_backward(dy.contiguous(), x, *rest)
     dx, dB, dC = slices_of(joined, *x.shape[2:])
     return dx, dsteps, dsums, dB, dC, dD
-
-
-def compute_gated(*inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """The gated and normed y, and what the backward pass needs: y and the inputs."""
-    h, y = torch.ops.fastlatent.ssd_gated(*inputs)
-    return h, (y, *inputs)
 
 
 def gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -141,10 +128,8 @@ def gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return *gradients(dy, *of_scan), *of_gate
 
 
-differentiable_ssd = differentiable(
-    lambda *inputs: (torch.ops.fastlatent.ssd(*inputs), inputs), gradients
-)
-differentiable_gated_ssd = differentiable(compute_gated, gated_gradients)
+differentiable_ssd = differentiable(keeping_inputs(ssd), gradients)
+differentiable_gated_ssd = differentiable(keeping_inputs(ssd_gated, made=True), gated_gradients)
 
 
 def fused_bidirectional_ssd(

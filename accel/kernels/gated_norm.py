@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
+from accel.kernels.operator import (
+    differentiable,
+    heads_together,
+    keeping_inputs,
+    refuse_empty,
+    register,
+    upcast,
+)
 
 
 def gated_norm(
@@ -50,12 +57,12 @@ def backward_reference(
     return (dgated * silu).to(y.dtype), (dh * normed).sum((0, 1))
 
 
-register(
+operator = register(
     "gated_norm(Tensor y, Tensor z, Tensor weight, float eps) -> Tensor",
     gated_norm,
     "gated_norm_triton.launch_forward",
 )
-register(
+backward_operator = register(
     "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) "
     "-> (Tensor, Tensor)",
     backward_reference,
@@ -66,13 +73,11 @@ register(
 def gradients(dh: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of y, z and weight."""
     dz = z.new_empty(z.shape)
-    dy, dweight = torch.ops.fastlatent.gated_norm_backward(dh.contiguous(), y, z, *rest, dz)
+    dy, dweight = backward_operator(dh.contiguous(), y, z, *rest, dz)
     return dy, dz, dweight
 
 
-differentiable_norm = differentiable(
-    lambda *inputs: (torch.ops.fastlatent.gated_norm(*inputs), inputs), gradients
-)
+differentiable_norm = differentiable(keeping_inputs(operator), gradients)
 
 
 def fused_gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

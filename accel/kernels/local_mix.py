@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.operator import differentiable, refuse_empty, register, upcast
+from accel.kernels.operator import differentiable, keeping_inputs, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -89,12 +88,12 @@ def backward_reference(
     return with_usual_strides(dweight), dbias
 
 
-register(
+operator = register(
     "local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor",
     forward_reference,
     "local_mix_triton.launch_forward",
 )
-register(
+backward_operator = register(
     "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, "
     "Tensor(a!) dx) -> (Tensor, Tensor)",
     backward_reference,
@@ -102,25 +101,13 @@ register(
 )
 
 
-@register_flop_formula(torch.ops.fastlatent.local_mix)
-def forward_flops(x: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
-    return x[0] * local_mix_flops(x[1], x[2], weight[2] * weight[3])
-
-
-@register_flop_formula(torch.ops.fastlatent.local_mix_backward)
-def backward_flops(dy: Any, x: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
-    return 2 * forward_flops(x, weight)
-
-
 def gradients(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of x, weight and bias."""
     dx = x.new_empty(x.shape)
-    return dx, *torch.ops.fastlatent.local_mix_backward(dy.contiguous(), x, *rest, dx)
+    return dx, *backward_operator(dy.contiguous(), x, *rest, dx)
 
 
-differentiable_mix = differentiable(
-    lambda *inputs: (torch.ops.fastlatent.local_mix(*inputs), inputs), gradients
-)
+differentiable_mix = differentiable(keeping_inputs(operator), gradients)
 
 
 def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Tensor:

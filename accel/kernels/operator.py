@@ -31,9 +31,11 @@ OPERATORS: dict[str, Operator] = {}
 """Every registered operator by name; accel/trial.py compares its two ways."""
 
 
-def register(schema: str, definition: Callable[..., Any], launcher: str | None = None) -> None:
-    """Defines `fastlatent::<schema>`: `definition` computes it on a CPU, `launcher` on a GPU.
-    All outputs are contiguous; `definition`, run on fake tensors, tells their shapes.
+def register(
+    schema: str, definition: Callable[..., Any], launcher: str | None = None
+) -> Callable[..., Any]:
+    """Defines `fastlatent::<schema>` and returns it: `definition` computes it on a CPU, `launcher`
+    on a GPU. All outputs are contiguous; `definition`, run on fake tensors, tells their shapes.
 
     `launcher` is "<module of accel.kernels>.<function>"; it is imported at the first launch, for it
     needs Triton. None is for a definition that calls other operators of ours.
@@ -60,6 +62,18 @@ def register(schema: str, definition: Callable[..., Any], launcher: str | None =
     LIBRARY.impl(name, definition, "CPU")
     LIBRARY.impl(name, on_gpu if launcher else definition, "CUDA")
     torch.library.register_fake(f"fastlatent::{name}", shaped, lib=LIBRARY)
+    return getattr(torch.ops.fastlatent, name)
+
+
+def keeping_inputs(operator: Callable[..., Any], made: bool = False) -> Callable[..., Any]:
+    """Makes a `compute` for `differentiable` of an operator whose backward pass needs its inputs;
+    `made`: also the second of its two outputs, before them, which is no result."""
+
+    def compute(*inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+        outputs = operator(*inputs)
+        return (outputs[0], (outputs[1], *inputs)) if made else (outputs, inputs)
+
+    return compute
 
 
 def differentiable(
@@ -87,7 +101,15 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            refuse_second_order()
+            # `create_graph=True` runs backward passes with gradients on. The result of ours would
+            # count as a constant, and a sum with other terms would get a wrong gradient without a
+            # word. PyTorch itself refuses to differentiate a compiled backward pass, and gradients
+            # are always on while Dynamo traces.
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "The fused operators have no second derivative, and create_graph=True asks for "
+                    "one; set the keys runtime.fused_… of kernels to false for it."
+                )
             # Lists, for Dynamo of torch 2.14 refuses generators here.
             saved = list(zip(ctx.saved_tensors, ctx.constants, strict=True))
             found = gradients(*grads, *[c if t is None else t for t, c in saved])
@@ -106,30 +128,12 @@ def heads_together(t: Tensor) -> Tensor:
     return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
 
 
-def refuse_empty(operator: str, *inputs: Tensor) -> None:
-    """ValueError if one of them has no sample, token or channel."""
-    for t in inputs:
-        if t.numel() == 0:
-            raise UserError(
-                f"{operator} got a tensor of shape {tuple(t.shape)}; give it at least one sample, "
-                "token and channel."
-            )
-
-
-def refuse_second_order() -> None:
-    """Raises a RuntimeError in a backward pass that is to be differentiated itself; each of ours
-    begins with this call.
-
-    `create_graph=True` runs backward passes with gradients on. The result of ours would count as a
-    constant, and a sum with other terms would get a wrong gradient without a word. A compiled
-    backward pass does not come through here:
-    PyTorch refuses to differentiate it. Gradients are always on while Dynamo traces, so that does
-    not count.
-    """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "The fused operators have no second derivative, and create_graph=True asks for one; "
-            "set the keys runtime.fused_… of kernels to false for it."
+def refuse_empty(operator: str, t: Tensor) -> None:
+    """ValueError if it has no sample, token or channel."""
+    if t.numel() == 0:
+        raise UserError(
+            f"{operator} got a tensor of shape {tuple(t.shape)}; give it at least one sample, "
+            "token and channel."
         )
 
 

@@ -103,10 +103,10 @@ def backward_reference(
 
 
 INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? rotations, float eps"
-register(
+operator = register(
     f"qk_rope({INPUTS}) -> (Tensor, Tensor)", forward_reference, "qk_rope_triton.launch_forward"
 )
-register(
+backward_operator = register(
     f"qk_rope_backward(Tensor dq, Tensor dk, Tensor dv, {INPUTS}) -> (Tensor, Tensor)",
     backward_reference,
     "qk_rope_triton.launch_backward",
@@ -115,13 +115,13 @@ register(
 
 def compute(qkv: Tensor, *rest: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Queries, keys and values, and what the backward pass needs."""
-    return (*torch.ops.fastlatent.qk_rope(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
+    return (*operator(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
 
 
 def gradients(dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
     """Gradients of qkv and, if there are any, of both weights."""
     of_heads = [heads_together(g) for g in (dq, dk, dv)]
-    dqkv, dweights = torch.ops.fastlatent.qk_rope_backward(*of_heads, *inputs)
+    dqkv, dweights = backward_operator(*of_heads, *inputs)
     return (dqkv,) if inputs[1] is None else (dqkv, *dweights)
 
 

@@ -20,7 +20,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
+from accel.kernels.operator import (
+    differentiable,
+    heads_together,
+    keeping_inputs,
+    refuse_empty,
+    register,
+    upcast,
+)
 
 LOG2E = 1.0 / math.log(2.0)
 LEAST = -32.0
@@ -88,12 +95,12 @@ def backward_reference(
     return draw.sum((0, 1)), (da * A * steps).sum((0, 1))
 
 
-register(
+operator = register(
     "ssd_decays(Tensor dt, Tensor dt_bias, Tensor A_log, int piece) -> (Tensor, Tensor)",
     ssd_decays,
     "ssd_decays_triton.launch_forward",
 )
-register(
+backward_operator = register(
     "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, "
     "Tensor(a!) ddt) -> (Tensor, Tensor)",
     backward_reference,
@@ -105,12 +112,10 @@ def gradients(dsteps: Tensor, dsums: Tensor, dt: Tensor, *rest: Any) -> tuple[Te
     """Gradients of dt, dt_bias and A_log, which `rest` begins with."""
     grads = (dsteps.contiguous(), dsums.contiguous())
     ddt = dt.new_empty(dt.shape)
-    return ddt, *torch.ops.fastlatent.ssd_decays_backward(*grads, dt, *rest[:2], ddt)
+    return ddt, *backward_operator(*grads, dt, *rest[:2], ddt)
 
 
-differentiable_decays = differentiable(
-    lambda *inputs: (torch.ops.fastlatent.ssd_decays(*inputs), inputs), gradients
-)
+differentiable_decays = differentiable(keeping_inputs(operator), gradients)
 
 
 def fused_ssd_decays(

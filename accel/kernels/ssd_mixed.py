@@ -11,18 +11,20 @@ mixed channels, W channels of the projection.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
-from accel.kernels.fused_ssd import check_sizes, slices_of, ssd_backward_flops, ssd_flops
-from accel.kernels.local_mix import check_shape, local_mix, local_mix_flops
-from accel.kernels.operator import differentiable, refuse_empty, register, upcast
+from accel.kernels.fused_ssd import check_sizes, slices_of
+from accel.kernels.local_mix import check_shape, local_mix
+from accel.kernels.operator import differentiable, keeping_inputs, refuse_empty, register, upcast
 from common.errors import UserError
+
+OPS = torch.ops.fastlatent
 
 
 def mixed_ssd(
@@ -35,12 +37,14 @@ def mixed_ssd(
     D: Float[Tensor, "K"],
     norm_weight: Float[Tensor, "K P"],
     eps: float = 1e-6,
+    mix: Callable[..., Tensor] = local_mix,
+    scan: Callable[..., Tensor] = bidirectional_ssd,
 ) -> Float[Tensor, "B L K P"]:
     """The definition of `fused_mixed_ssd`: `bidirectional_ssd` of what `local_mix` makes of a slice
-    of a projection."""
+    of a projection. Each may be fused by itself: `mix`, `scan`."""
     z, xBC, dt = parts_of(projected, weight, norm_weight)
-    x, B_in, C_out = slices_of(local_mix(xBC, weight, bias, grid), *z.shape[2:])
-    return bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
+    x, B_in, C_out = slices_of(mix(xBC, weight, bias, grid), *z.shape[2:])
+    return scan(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
 
 
 def parts_of(
@@ -53,52 +57,39 @@ def parts_of(
     return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
 
 
-class Inputs(NamedTuple):
-    """What both operators take, in this order; rows and columns are those of the grid."""
-
-    projected: Tensor
-    weight: Tensor
-    bias: Tensor
-    rows: int
-    columns: int
-    dt_bias: Tensor
-    A_log: Tensor
-    D: Tensor
-    norm_weight: Tensor
-    eps: float
-
-    def slices_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The parts of `projected`, or of its gradient."""
-        return parts_of(projected, self.weight, self.norm_weight)
-
-    def for_scan(self) -> tuple[Tensor, ...]:
-        """What the scan takes: mixed x, steps, sums, mixed B and C, and D."""
-        z, xBC, dt = self.slices_of(self.projected)
-        mixed = torch.ops.fastlatent.local_mix(xBC, *self[1:5])
-        decays = torch.ops.fastlatent.ssd_decays(dt, self.dt_bias, self.A_log, dt.shape[1])
-        x, *groups = slices_of(mixed, *z.shape[2:])
-        return x, *decays, *groups, self.D
+def for_scan(
+    parts: tuple[Tensor, ...], weight: Tensor, bias: Tensor, rows: int, columns: int, *rest: Tensor
+) -> tuple[Tensor, ...]:
+    """What the scan takes: mixed x, steps, sums, mixed B and C, and D; `rest` begins with dt_bias,
+    A_log and D."""
+    z, xBC, dt = parts
+    mixed = OPS.local_mix(xBC, weight, bias, rows, columns)
+    decays = OPS.ssd_decays(dt, *rest[:2], dt.shape[1])
+    x, *groups = slices_of(mixed, *z.shape[2:])
+    return x, *decays, *groups, rest[2]
 
 
-def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The gated and normed y, and y."""
-    given = Inputs(*inputs)
-    z = given.slices_of(given.projected)[0]
-    return torch.ops.fastlatent.ssd_gated(*given.for_scan(), z, *given[-2:])
+    *_, norm_weight, eps = rest
+    parts = parts_of(projected, weight, norm_weight)
+    return OPS.ssd_gated(*for_scan(parts, weight, *rest), parts[0], norm_weight, eps)
 
 
-def backward(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def backward(
+    dh: Tensor, y: Tensor, projected: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight; each part of the
     first is written where it belongs."""
-    ops = torch.ops.fastlatent
-    given = Inputs(*inputs)
-    dprojected = torch.empty_like(given.projected)
-    z, xBC, dt = given.slices_of(given.projected)
-    dz, dxBC, ddt = given.slices_of(dprojected)
-    dy, dnorm = ops.gated_norm_backward(dh, y, z, *given[-2:], dz)
-    dmixed, dsteps, dsums, dD = ops.ssd_backward(dy, *given.for_scan())
-    of_mixing = ops.local_mix_backward(dmixed, xBC, *given[1:5], dxBC)
-    of_decays = ops.ssd_decays_backward(dsteps, dsums, dt, given.dt_bias, given.A_log, ddt)
+    *mixing, dt_bias, A_log, _, norm_weight, eps = rest
+    dprojected = torch.empty_like(projected)
+    z, xBC, dt = parts = parts_of(projected, weight, norm_weight)
+    dz, dxBC, ddt = parts_of(dprojected, weight, norm_weight)
+    dy, dnorm = OPS.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
+    of_scan = for_scan(parts, weight, *rest)
+    dmixed, dsteps, dsums, dD = OPS.ssd_backward(dy, *of_scan)
+    of_mixing = OPS.local_mix_backward(dmixed, xBC, weight, *mixing, dxBC)
+    of_decays = OPS.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
     return dprojected, *of_mixing, *of_decays, dD, dnorm
 
 
@@ -106,47 +97,19 @@ INPUTS = (
     "Tensor projected, Tensor weight, Tensor bias, int rows, int columns, Tensor dt_bias, Tensor "
     "A_log, Tensor D, Tensor norm_weight, float eps"
 )
-register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward)
-register(
+operator = register(f"ssd_mixed({INPUTS}) -> (Tensor, Tensor)", forward)
+backward_operator = register(
     f"ssd_mixed_backward(Tensor dh, Tensor y, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})", backward
 )
 
 
-@register_flop_formula(torch.ops.fastlatent.ssd_mixed)
-def forward_flops(projected: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
-    """FLOPs of the operator on tensors of these shapes."""
-    mixing, of_scan = parts_for_flops(projected, weight, rest[6])
-    return mixing + ssd_flops(*of_scan)
-
-
-@register_flop_formula(torch.ops.fastlatent.ssd_mixed_backward)
-def backward_flops(dh: Any, y: Any, projected: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
-    """Twice the mixing and the backward pass of the scan; recomputation is not counted."""
-    mixing, of_scan = parts_for_flops(projected, weight, rest[6])
-    return 2 * mixing + ssd_backward_flops(None, *of_scan)
-
-
-def parts_for_flops(projected: Any, weight: Any, norm_weight: Any) -> tuple[int, tuple[Any, ...]]:
-    """FLOPs of the mixing, and shapes for those of the scan, of shapes."""
-    batch, length, channels = *projected[:2], weight[0]
-    state = (channels - norm_weight[0] * norm_weight[1]) // 4
-    mixing = batch * local_mix_flops(length, channels, weight[2] * weight[3])
-    return mixing, ((batch, length, *norm_weight), None, None, (0, 0, 0, state))
-
-
-def compute(*inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """The gated and normed y, and what the backward pass needs: y and the inputs."""
-    h, y = torch.ops.fastlatent.ssd_mixed(*inputs)
-    return h, (y, *inputs)
-
-
 def gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs; rows and columns have none."""
-    found = torch.ops.fastlatent.ssd_mixed_backward(dh.contiguous(), *needed)
+    found = backward_operator(dh.contiguous(), *needed)
     return *found[:3], None, None, *found[3:]
 
 
-differentiable_ssd = differentiable(compute, gradients)
+differentiable_ssd = differentiable(keeping_inputs(operator, made=True), gradients)
 
 
 def fused_mixed_ssd(

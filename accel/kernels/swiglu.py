@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import differentiable, refuse_empty, register, upcast
+from accel.kernels.operator import differentiable, keeping_inputs, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -57,8 +57,10 @@ def backward_reference(dh: Tensor, joined: Tensor) -> Tensor:
     return torch.cat((dgate, upcast(dh) * F.silu(gate)), dim=-1).to(joined.dtype)
 
 
-register("swiglu(Tensor joined) -> Tensor", forward_reference, "swiglu_triton.launch_forward")
-register(
+operator = register(
+    "swiglu(Tensor joined) -> Tensor", forward_reference, "swiglu_triton.launch_forward"
+)
+backward_operator = register(
     "swiglu_backward(Tensor dh, Tensor joined) -> Tensor",
     backward_reference,
     "swiglu_triton.launch_backward",
@@ -66,8 +68,7 @@ register(
 
 
 differentiable_swiglu = differentiable(
-    lambda joined: (torch.ops.fastlatent.swiglu(joined), (joined,)),
-    lambda dh, joined: [torch.ops.fastlatent.swiglu_backward(dh.contiguous(), joined)],
+    keeping_inputs(operator), lambda dh, joined: [backward_operator(dh.contiguous(), joined)]
 )
 
 

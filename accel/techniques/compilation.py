@@ -20,13 +20,13 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from accel.evidence import REGION, Evidence
-from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
+from accel.technique import Model, Observation, Saving, Technique, blocks_of
 from common.text import first_line
 
 INDUCTOR = "## Call CompiledFxGraph"
@@ -52,13 +52,10 @@ class Compile(Technique):
     changes_kernels = "time"
     backend = "inductor"
     """`torch.compile` backend; tests use the much quicker "aot_eager"."""
+    compile_scope: str
+    compile_mode: str
     compiled: Sequence[nn.Module] = ()
     failure: str | None = None
-
-    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
-        super().__init__(value, device, **options)
-        self.scope = self.option["compile_scope"]
-        self.mode = self.option["compile_mode"]
 
     def unavailable(self) -> str | None:
         if not self.by_inductor:
@@ -81,15 +78,15 @@ class Compile(Technique):
         self.backend = PARTITIONER
 
     def hides_blocks(self) -> bool:
-        return self.scope == "model" and bool(self.compiled)
+        return self.compile_scope == "model" and bool(self.compiled)
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
             # a run before this one, in the same process, would count against the limits
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            self.compiled = [model] if self.scope == "model" else list(blocks_of(model))
-            mode = self.mode if self.by_inductor else None
+            self.compiled = [model] if self.compile_scope == "model" else list(blocks_of(model))
+            mode = self.compile_mode if self.by_inductor else None
             for module in self.compiled:
                 module.compile(fullgraph=True, backend=self.backend, mode=mode)
         return model
@@ -106,8 +103,8 @@ class Compile(Technique):
             f"the compiler failed, so nothing runs compiled: {first_line(error)} (in "
             f"{Path(where.filename).name}, {where.name})"
         )
-        if self.mode != "default":
-            self.failure += f"; without runtime.compile_mode={self.mode} it may not"
+        if self.compile_mode != "default":
+            self.failure += f"; without runtime.compile_mode={self.compile_mode} it may not"
         return self.failure
 
     # What would still say "on" if this did nothing? The method compile() of a block would, so the
@@ -118,7 +115,7 @@ class Compile(Technique):
             return Observation(False, self.failure)
         if not self.enabled:
             return Observation(regions > 0, f"{regions} compiled calls in one step")
-        if self.scope == "blocks" and evidence.blocks:
+        if self.compile_scope == "blocks" and evidence.blocks:
             found = evidence.where(lambda call: self.is_compiled(call.ops))
             on = all(found)
             what = evidence.share(found)
@@ -130,7 +127,7 @@ class Compile(Technique):
             f"{what} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, "
             f"{regions} calls"
         )
-        return Observation(on, f"{note}; scope {self.scope}, mode {self.mode}")
+        return Observation(on, f"{note}; scope {self.compile_scope}, mode {self.compile_mode}")
 
     def is_compiled(self, ops: Counter[str]) -> bool:
         """Whether these ops hold a call of a compiled function and, with Inductor, one of a graph

@@ -110,15 +110,16 @@ class CapturedUpdate:
     state of a capture.
     """
 
+    buffers: list[Tensor]
+    kind: Callable[..., Any]
+    result: Tensor
+
     def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
         self.inner = update
         self.stream = torch.cuda.Stream(device)
         self.calls = 0
         self.armed = False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.buffers: list[Tensor] = []
-        self.kind: Callable[..., Any] | None = None
-        self.result: Tensor | None = None
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         if not self.armed:
@@ -128,20 +129,16 @@ class CapturedUpdate:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.calls += 1
             return output
-        if self.graph is None:
-            self.capture(batches)
-        assert self.graph is not None
-        assert self.result is not None
-        assert self.kind is not None
+        graph = self.graph or self.capture(batches)
         given = [t for batch in batches for t in batch]
         assert [t.shape for t in given] == [t.shape for t in self.buffers], (
             "a captured step has one shape"
         )
         torch._foreach_copy_(self.buffers, given, non_blocking=True)
-        self.graph.replay()
+        graph.replay()
         return self.kind(*self.result.clone().unbind())  # the next replay overwrites the result
 
-    def capture(self, batches: Sequence[Any]) -> None:
+    def capture(self, batches: Sequence[Any]) -> torch.cuda.CUDAGraph:
         assert self.calls > 0
         static = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
         graph = torch.cuda.CUDAGraph()
@@ -168,3 +165,4 @@ class CapturedUpdate:
         self.buffers = [t for batch in static for t in batch]
         self.kind = type(output)
         self.graph = graph
+        return graph

@@ -8,7 +8,7 @@ guides call that a slowdown (docs/techniques.md).
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -16,26 +16,20 @@ from accel.evidence import Evidence
 from accel.technique import Observation, Technique
 
 
-@contextmanager
-def emptied_cache() -> Iterator[None]:
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
-
-
 class EmptyCacheAtEval(Technique):
     key = "empty_cache_at_eval"
     summary = "gives unused memory back around evaluation only"
     plan_note = "it acts between training and evaluation, not in a step"
     loss_rtol = 0.0
+    without_gpu = "PyTorch keeps no cache of memory on {device}."
 
-    def unavailable(self) -> str | None:
-        if self.device.type != "cuda":
-            return f"PyTorch keeps no cache of memory on {self.device.type}."
-        return None
-
-    def around_evaluation(self) -> AbstractContextManager[object]:
-        return emptied_cache() if self.enabled else nullcontext()
+    @contextmanager
+    def around_evaluation(self) -> Iterator[None]:
+        if self.enabled:
+            torch.cuda.empty_cache()
+        yield
+        if self.enabled:
+            torch.cuda.empty_cache()
 
     # What would still say "on" if this did nothing? A call of empty_cache() would, so the row reads
     # how many bytes PyTorch holds before and after.

@@ -106,7 +106,7 @@ class Float8Layers:
         Recomputation repeats the forward products; a compiler leaves out the last one of a block,
         whose result is the block's own.
         """
-        ran = evidence.count(EIGHT_BIT)
+        ran = evidence.dtypes([EIGHT_BIT]).total()
         wanted = 0
         repeated = 0
         good = 0

@@ -15,7 +15,7 @@ https://arxiv.org/abs/2205.05198
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +27,8 @@ from torch.utils.checkpoint import (
 )
 
 from accel.evidence import BlockEvidence, Evidence, probed
-from accel.saved_tensors import SAVED
-from accel.technique import Model, Observation, Saving, Technique, Value, blocks_of
+from accel.saved_tensors import CACHES
+from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
@@ -55,15 +55,15 @@ class CheckpointBlocks(Technique):
         Saving(examples[2], "recomputes what is cheap", 30),
         Saving(examples[0], "one more forward pass", 40),
     )
+    checkpoint_policy: str
     blocks: nn.ModuleList | None = None
+    uncompiled: Sequence[list[BlockEvidence]] = ()
+    """The calls of each compiled block in an uncompiled step: a compiled one has no cache to look
+    into."""
 
-    def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
-        super().__init__(value, device, **options)
-        self.policy: str = self.option["checkpoint_policy"]
-        self.period = 2 if value and self.policy == "every_2" else 1
-        self.uncompiled: list[list[BlockEvidence]] = []
-        """The calls of each compiled block in an uncompiled step: a compiled one has no cache to
-        look into."""
+    @property
+    def period(self) -> int:
+        return 2 if self.enabled and self.checkpoint_policy == "every_2" else 1
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
@@ -73,15 +73,16 @@ class CheckpointBlocks(Technique):
                 "ignore", message="A saved_tensors_hooks context", category=FutureWarning
             )
             self.blocks = blocks_of(model)
-            how = {"context_fn": contexts} if self.policy == "selective" else {}
-            for block in list(self.blocks)[:: 2 if self.policy == "every_2" else 1]:
+            how = {"context_fn": contexts} if self.checkpoint_policy == "selective" else {}
+            for block in list(self.blocks)[:: self.period]:
                 block.forward = recomputed(block.forward, **how)
         return model
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         hidden = evidence.compiled_calls and not evidence.blocks_uncompiled
-        if self.blocks and self.policy == "selective" and hidden:
-            with torch.compiler.set_stance("force_eager"), probed(self.blocks, self.uncompiled):
+        if self.blocks and self.checkpoint_policy == "selective" and hidden:
+            self.uncompiled = calls = []
+            with torch.compiler.set_stance("force_eager"), probed(self.blocks, calls):
                 run()
 
     # What would still say "on" if this did nothing? The wrapped forward would, so the row compares
@@ -93,7 +94,7 @@ class CheckpointBlocks(Technique):
             return Observation(False, "no block ran")
         found = evidence.where(lambda call: call.recomputes)
         looked_into = self.uncompiled or evidence.blocks
-        policy = self.policy if self.enabled else "blocks"
+        policy = self.checkpoint_policy if self.enabled else "blocks"
         if policy == "every_2":
             found = [one == (i % 2 == 0) for i, one in enumerate(found)]
         elif policy == "selective":
@@ -112,8 +113,8 @@ class CheckpointBlocks(Technique):
 def contexts() -> tuple[Any, Any]:
     """The contexts of the first forward pass of a block and of its repetition under "selective"."""
     first, again = create_selective_checkpoint_contexts(decide)
-    if SAVED.caches and not torch.compiler.is_compiling():
-        SAVED.caches[-1].append(first.storage)
+    if CACHES and not torch.compiler.is_compiling():
+        CACHES[-1].append(first.storage)
     return first, again
 
 

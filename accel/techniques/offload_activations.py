@@ -23,8 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel import saved_tensors
 from accel.evidence import Evidence
-from accel.saved_tensors import SAVED
-from accel.technique import AnyStep, Model, Observation, Technique, Value
+from accel.technique import AnyStep, Model, Observation, Technique
 
 
 class OffloadActivations(Technique):
@@ -32,19 +31,12 @@ class OffloadActivations(Technique):
     summary = "what is kept for the backward pass waits in host memory"
     loss_rtol = 0.0
 
+    without_gpu = "This run is on {device}, whose memory is the host's."
     parameters: Sequence[Tensor] = ()
     own: Set[int] = frozenset()
-
-    def __init__(self, value: Value, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.copies: dict[Any, Tensor] = {}
-        """(storage, layout, version) -> its copy, in one forward pass. Several operations keep the
-        same tensor."""
-
-    def unavailable(self) -> str | None:
-        if self.device.type != "cuda":
-            return f"This run is on {self.device.type}, whose memory is the host's."
-        return None
+    copies: dict[Any, Tensor]
+    """(storage, layout, version) -> its copy, in one forward pass. Several operations keep the same
+    tensor."""
 
     def on_model(self, model: Model) -> Model:
         self.parameters = [*model.parameters(), *model.buffers()]
@@ -57,8 +49,9 @@ class OffloadActivations(Technique):
             @functools.wraps(forward)
             def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
                 self.own = {p.untyped_storage()._cdata for p in self.parameters}
+                self.copies = {}
                 try:
-                    with SAVED.moved(self.pack, unpack):
+                    with saved_tensors.moved(self.pack, unpack):
                         return forward(*args, **kwargs)
                 finally:
                     self.copies.clear()

@@ -9,7 +9,7 @@ fsdp there is `runtime.parallel.cpu_offload`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accel.composite_optimizer import Groups, Make, Members, innermost, kept_by, nbytes_of, parts_of
 from accel.evidence import Evidence
-from accel.technique import Observation, Saving, Technique, Value
+from accel.technique import Observation, Saving, Technique
 
 SMALL = 4096
 """Elements below which a tensor stays on the device: step counts, scales, moments of vectors."""
@@ -77,31 +77,22 @@ class OffloadOptimizer(Technique):
     key = "offload_optimizer"
     summary = "the optimizer's state in host memory"
     loss_rtol = 0.0
+    without_gpu = "This run is on {device}, so the optimizer's state lies in host memory as it is."
     savings = (
         Saving(
             {"offload_optimizer": True}, "the state crosses to the host and back in every step", 80
         ),
     )
-
-    def __init__(self, value: Value, device: torch.device) -> None:
-        super().__init__(value, device)
-        self.states: list[HostState] = []
-
-    def unavailable(self) -> str | None:
-        if self.device.type != "cuda":
-            return (
-                f"This run is on {self.device.type}, so the optimizer's state lies in host memory "
-                "as it is."
-            )
-        return None
+    states: Sequence[HostState] = ()
 
     def on_optimizer(self, make: Make) -> Make:
         if not self.enabled:
             return make
 
         def make_on_host(groups: Groups) -> torch.optim.Optimizer:
-            self.states.append(HostState(groups, make))
-            return self.states[-1]
+            state = HostState(groups, make)
+            self.states = [*self.states, state]
+            return state
 
         return make_on_host
 

@@ -46,20 +46,24 @@ class DataParallel(Technique):
     examples = tuple({"parallel": mode} for mode in REDUCTIONS)
     options: ClassVar = dict.fromkeys(
         (
-            *("shard_degree", "reshard_after_forward", "reduce_dtype"),
-            *("bucket_cap_mb", "gradient_as_bucket_view", "cpu_offload"),
+            "shard_degree",
+            "reshard_after_forward",
+            "reduce_dtype",
+            "bucket_cap_mb",
+            "gradient_as_bucket_view",
+            "cpu_offload",
         )
     )
     path = "parallel.mode"
     off = "none"
+    model: Any
+    wrapped: Any
     loss_rtol = 1e-4  # sums over a batch in another order
 
     def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
         if value == "auto":
             value = "ddp" if world_size() > 1 else "none"
         super().__init__(value, device, **options)
-        self.model: Any = None
-        self.wrapped: Any = None
 
     def unavailable(self) -> str | None:
         if not dist.is_available() or not dist.is_initialized():

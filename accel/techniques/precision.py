@@ -65,6 +65,7 @@ class Precision(Technique):
     saves_memory = "runtime.precision=bf16"
     slows = False
     changes_kernels = "parity"
+    fp8_recipe: str
     scaler: LossScaler | None = None
     layers: float8.Float8Layers | None = None
     model: nn.Module | None = None
@@ -72,10 +73,6 @@ class Precision(Technique):
     """`compare` sets it, to look at the products of one step."""
     wide_weights: Set[str] = frozenset()
     """Matrices that were multiplied in fp32 in that step."""
-
-    @property
-    def recipe(self) -> str:
-        return str(self.option["fp8_recipe"])
 
     def unavailable(self) -> str | None:
         if self.value == "fp8":
@@ -112,7 +109,7 @@ class Precision(Technique):
 
     def on_layers(self, model: nn.Module) -> None:
         if self.value == "fp8":
-            self.layers = float8.Float8Layers(model, self.recipe)
+            self.layers = float8.Float8Layers(model, self.fp8_recipe)
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -159,7 +156,7 @@ class Precision(Technique):
         if not any(self.layers.large):
             return Observation(active, f"{self.layers.too_small()}; {note}")
         complete, seen = self.layers.observe(evidence)
-        if evidence.count(EIGHT_BIT):
+        if evidence.dtypes([EIGHT_BIT]):
             active = "fp8" if complete and active == "bf16" else "mixed"
         return Observation(active, f"{seen}; of the others {note}")
 

@@ -203,14 +203,11 @@ class Weights(Technique):
     off = "fp32"
     loss_rtol = 2e-2
     savings = (Saving({"weights": "bf16"}, "weights rounded at random", 70),)
+    rounding: str
     linears: Sequence[nn.Linear] = ()
     parameters: Sequence[Tensor] = ()
     at_once = PART
     update: RoundedUpdate | None = None
-
-    @property
-    def rounding(self) -> str:
-        return str(self.option["rounding"])
 
     def without_device(self) -> None:
         self.at_once = FEW

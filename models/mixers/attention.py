@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
-from models.layers import axial_angles, heads_of, init_linear
+from models.layers import Layer, axial_angles, heads_of
 
 
 def axial_rotations(
@@ -29,7 +29,7 @@ def axial_rotations(
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Multi-head self-attention through `scaled_dot_product_attention`.
 
     `qk_norm` puts a learned RMSNorm on queries and keys: it prevents the divergence that 16-bit
@@ -71,8 +71,7 @@ class Attention(nn.Module):
         self.register_buffer("rotations", angles, persistent=False)
 
     def init_weights(self) -> None:
-        init_linear(self.qkv)
-        init_linear(self.out_proj)
+        super().init_weights()
         if self.q_weight is not None and self.k_weight is not None:
             nn.init.ones_(self.q_weight)
             nn.init.ones_(self.k_weight)
@@ -93,5 +92,4 @@ class Attention(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        projections = 2 * tokens * (self.qkv.weight.numel() + self.out_proj.weight.numel())
-        return projections + 4 * tokens * tokens * self.heads * self.head_dim
+        return super().flops(tokens) + 4 * tokens * tokens * self.heads * self.head_dim

@@ -16,14 +16,14 @@ from accel.kernels.bidirectional_ssd import (
     bidirectional_ssd,
     bidirectional_ssd_flops,
 )
-from accel.kernels.fused_ssd import fused_bidirectional_ssd, slices_of
+from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
-from accel.kernels.ssd_mixed import fused_mixed_ssd, parts_of
+from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from common.errors import UserError
-from models.layers import heads_of
+from models.layers import Layer, heads_of
 
 
-class BidirectionalSSD(nn.Module):
+class BidirectionalSSD(Layer):
     """Gated bidirectional SSD: `out_proj(headwise_norm(silu(z)·ssd(local_mix(x, B, C))))`.
 
     `expand` is E / D (2 in the Mamba recipe, 1 where a SwiGLU follows). The convolution starts as
@@ -66,8 +66,7 @@ class BidirectionalSSD(nn.Module):
         self.out_proj = nn.Linear(self.inner, dim, bias=False)
 
     def init_weights(self) -> None:
-        nn.init.xavier_uniform_(self.in_proj.weight)
-        nn.init.xavier_uniform_(self.out_proj.weight)
+        super().init_weights()
         nn.init.dirac_(self.conv_weight, groups=self.mixed)
         nn.init.zeros_(self.conv_bias)
         with torch.no_grad():
@@ -79,22 +78,19 @@ class BidirectionalSSD(nn.Module):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         projected = self.in_proj(h)
-        of_mixing = (self.conv_weight, self.conv_bias, self.grid)
-        of_steps = (self.dt_bias, self.A_log)
+        mixing = (projected, self.conv_weight, self.conv_bias, self.grid)
+        scanning = (self.dt_bias, self.A_log, self.D, self.norm_weight, self.eps)
         if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC:
-            y = fused_mixed_ssd(
-                projected, *of_mixing, *of_steps, self.D, self.norm_weight, self.eps
-            )
+            y = fused_mixed_ssd(*mixing, *scanning)
         else:
-            z, xBC, dt = parts_of(projected, self.conv_weight, self.norm_weight)
-            mixed = (fused_local_mix if self.fused_conv else local_mix)(xBC, *of_mixing)
-            x, B_in, C_out = slices_of(mixed, self.heads, self.head_dim)
+            mix = fused_local_mix if self.fused_conv else local_mix
             scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
-            y = scan(x, dt, *of_steps, B_in, C_out, self.D, z, self.norm_weight, self.eps)
+            y = mixed_ssd(*mixing, *scanning, mix, scan)
         return self.out_proj(y.flatten(2))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        projections = 2 * tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
         scan = bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
-        return projections + scan + local_mix_flops(tokens, self.mixed, math.prod(self.taps))
+        return (
+            super().flops(tokens) + scan + local_mix_flops(tokens, self.mixed, math.prod(self.taps))
+        )

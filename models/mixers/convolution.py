@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.swiglu import silu_product
 from common.errors import UserError
+from models.layers import Layer
 
 
-class Convolution(nn.Module):
+class Convolution(Layer):
     """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`, which starts as the
     identity inside.
 
@@ -40,8 +41,7 @@ class Convolution(nn.Module):
         self.out_proj = nn.Linear(self.inner, dim, bias=False)
 
     def init_weights(self) -> None:
-        nn.init.xavier_uniform_(self.in_proj.weight)
-        nn.init.xavier_uniform_(self.out_proj.weight)
+        super().init_weights()
         nn.init.dirac_(self.conv_weight, groups=self.inner)
         nn.init.zeros_(self.conv_bias)
 
@@ -52,5 +52,4 @@ class Convolution(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        projections = 2 * tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
-        return projections + local_mix_flops(tokens, self.inner)
+        return super().flops(tokens) + local_mix_flops(tokens, self.inner)
