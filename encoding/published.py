@@ -205,8 +205,8 @@ def configured(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
 
 
 def named(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
-    """The tensors of a layer by dotted names: of its parts, of a matrix (see `Keys.linear`), or of a
-    vector, which is one itself."""
+    """The tensors of a layer by dotted names: of its parts, or of a matrix (see `Keys.linear`). A
+    vector is one itself."""
     if isinstance(layer, Mapping):
         found: dict[str, Tensor] = {}
         for part, inner in layer.items():
