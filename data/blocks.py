@@ -231,24 +231,27 @@ def kind(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 def open_set(
     group: str,
-    path: str | None,
-    normalisation: Normalisation,
-    encoder: str | None,
-    latent_scale: float | None,
+    path: str | None = None,
+    normalisation: Normalisation = "channel",
+    encoder: str | None = None,
+    latent_scale: float | None = None,
     on_corrupt: OnCorrupt = "error",
-    **remote: Any,
+    cache: str | None = None,
+    timeout: float = 30.0,
+    retries: int = 5,
+    **_: Any,
 ) -> tuple[LatentSpec, BlockReader, BlockReader]:
     """Opens the set at `path` for `data=<group>`: its spec, and a reader of each split.
 
     ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
-    `remote`: see `open_source`.
+    `cache`, `timeout`, `retries`: see `open_source`. Other settings of a loader do not matter.
     """
     if path is None:
         raise UserError(
             f"data={group} needs data.path=<folder of latents>; make one with "
             f"`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
         )
-    source = open_source(path, **remote)
+    source = open_source(path, cache, timeout, retries)
     manifest = read_manifest(source)
 
     # The set must be what the configuration expects.

@@ -180,16 +180,12 @@ class ResidentLatents(LatentLoader):
     def foresee(
         cls,
         memory: float,
-        path: str | None = None,
-        normalisation: Normalisation = "channel",
-        encoder: str | None = None,
-        latent_scale: float | None = None,
         storage: Storage = "native",
         device_memory_gib: float | None = None,
         **settings: Any,
     ) -> tuple[LatentSpec, float]:
         """See `LatentLoader`; the device holds the whole set, or what is allowed."""
-        spec, train, held_out = open_set("resident", path, normalisation, encoder, latent_scale)
+        spec, train, held_out = open_set("resident", **settings)
         whole = bytes_of_a_sample(train, storage) * (train.count + held_out.count)
         return spec, min(
             whole, memory / 2 if device_memory_gib is None else device_memory_gib * GIB

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Annotated, Any, NamedTuple, Unpack
+from typing import Annotated, Any, Unpack
 
 import torch
 from jaxtyping import UInt8
@@ -64,12 +64,8 @@ def windows_of(
         position += (window.size - offset) * order.streams
 
 
-class WorkerBatch(NamedTuple):
-    """A worker's samples of a batch and their positions."""
-
-    rows: UInt8[Tensor, "n bytes"]
-    position: list[int]
-    reports: list[Skipped]
+WorkerBatch = tuple[Tensor, list[int], list[Skipped]]
+"""A worker's samples of a batch as rows of bytes, their positions, and the blocks it skipped."""
 
 
 @dataclass(eq=False)
@@ -122,7 +118,7 @@ class StreamDataset(IterableDataset):
         # What comes before a position in its stream is for other ranks.
         taken = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
         rows = torch.stack(taken) if taken else torch.empty(0, dtype=torch.uint8)
-        return WorkerBatch(rows, wanted, self.blocks.take_reports())
+        return rows, wanted, self.blocks.take_reports()
 
 
 def batches_of(
@@ -141,12 +137,13 @@ def batches_of(
             for item in found:
                 if isinstance(item, str):
                     raise UserError(item)
-            position, order = torch.tensor([p for item in found for p in item.position]).sort()
-            rows = torch.cat([item.rows for item in found if item.position])[order]
+            parts, positions, reports = zip(*found, strict=True)
+            position, order = torch.tensor(list(chain(*positions))).sort()
+            rows = torch.cat(parts)[order]
             if pin_memory:
                 rows = rows.pin_memory()
                 position = position.pin_memory()
-            yield rows, position, [report for item in found for report in item.reports]
+            yield rows, position, list(chain(*reports))
     except (RuntimeError, OSError, EOFError) as error:
         # The latter two come of a kill while a worker sent a batch.
         reason = first_line(error)
@@ -181,17 +178,9 @@ class StreamedLatents(BlockLoader):
     """
 
     @classmethod
-    def foresee(
-        cls,
-        memory: float,
-        path: str | None = None,
-        normalisation: Normalisation = "channel",
-        encoder: str | None = None,
-        latent_scale: float | None = None,
-        **settings: Any,
-    ) -> tuple[LatentSpec, float]:
+    def foresee(cls, memory: float, **settings: Any) -> tuple[LatentSpec, float]:
         """See `LatentLoader`; nothing of the set stays on the device."""
-        return open_set("webdataset", path, normalisation, encoder, latent_scale)[0], 0.0
+        return open_set("webdataset", **settings)[0], 0.0
 
     def __init__(
         self,
@@ -212,9 +201,9 @@ class StreamedLatents(BlockLoader):
         retries: Count = 5,
         **args: Unpack[LoaderArgs],
     ) -> None:
-        remote = {"cache": cache, "timeout": timeout, "retries": retries}
         expected = (normalisation, encoder, latent_scale)
-        spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
+        remote = (cache, timeout, retries)
+        spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, *remote)
         spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
         super().__init__(spec, train, held_out, **args)
 

@@ -130,12 +130,11 @@ class Keys:
             )
         return self.left.pop(name).float()
 
-    def pair(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
-        """Weight and bias of a linear layer."""
-        return {
-            "weight": self.take(f"{name}.weight", rows, columns),
-            "bias": self.take(f"{name}.bias", rows),
-        }
+    def linear(self, name: str, rows: int, columns: int) -> Tensor:
+        """A linear layer as one matrix, its bias in the first column: what reorders or scales its
+        outputs does so to both."""
+        weight = self.take(f"{name}.weight", rows, columns)
+        return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
         if self.left:
@@ -172,17 +171,16 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
         "pos_embed": keys.take("pos_embed", 1, tokens, dim),
         "label_embed.table.weight": labels,
     }
-    first = keys.pair("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
-    first["weight"] = reversed_time(first["weight"])
-    ours |= named("time_embed", {"fc1": first, "fc2": keys.pair("t_embedder.mlp.2", dim, dim)})
+    first = keys.linear("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
+    first[:, 1:] = reversed_time(first[:, 1:])
+    ours |= named("time_embed", {"fc1": first, "fc2": keys.linear("t_embedder.mlp.2", dim, dim)})
     modulation = []
     for i in range(depth):
         layers, node["mlp_ratio"], node["mlp"] = block_of(keys, f"blocks.{i}", dim)
         ours |= named(f"blocks.{i}.layers", layers)
         modulation += modulations(keys, f"blocks.{i}", ("norm1", "norm2"), dim)
     modulation += modulations(keys, "final_layer", ("norm_final",), dim)
-    joined = {part: torch.cat([own[part] for own in modulation]) for part in modulation[0]}
-    ours |= named("modulation", joined)
+    ours |= named("modulation", torch.cat(modulation))
     ours |= named("head", head_of(keys, dim, channels, patch))
     keys.refuse_rest()
     return Published(node, ours, channels, rows * patch, classes)
@@ -206,13 +204,17 @@ def configured(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
     }
 
 
-def named(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a tree by dotted names."""
-    found: dict[str, Tensor] = {}
-    for name, value in tree.items():
-        inner = {name: value} if isinstance(value, Tensor) else named(name, value)
-        found |= {f"{prefix}.{key}": tensor for key, tensor in inner.items()}
-    return found
+def named(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
+    """The tensors of a layer by dotted names: of its parts, or of a matrix (see `Keys.linear`). A
+    vector is one itself."""
+    if isinstance(layer, Mapping):
+        found: dict[str, Tensor] = {}
+        for part, inner in layer.items():
+            found |= named(f"{name}.{part}", inner)
+        return found
+    if layer.ndim == 1:
+        return {name: layer}
+    return {f"{name}.weight": layer[:, 1:].contiguous(), f"{name}.bias": layer[:, 0].contiguous()}
 
 
 def width_of_head(keys: Keys, dim: int) -> int:
@@ -263,8 +265,10 @@ def reversed_time(weight: Tensor) -> Tensor:
 def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
     """The attention and MLP of a block, the MLP's width over that of the model, and its
     configuration."""
-    attention: dict[str, Any] = {"qkv": keys.pair(f"{name}.attn.qkv", 3 * dim, dim)}
-    attention["out_proj"] = keys.pair(f"{name}.attn.proj", dim, dim)
+    attention = {
+        "qkv": keys.linear(f"{name}.attn.qkv", 3 * dim, dim),
+        "out_proj": keys.linear(f"{name}.attn.proj", dim, dim),
+    }
     if f"{name}.attn.q_norm.bias" in keys:
         raise UserError(
             f"{keys.file}: {name} norms its queries by LayerNorm; this version knows RMSNorm there."
@@ -275,23 +279,18 @@ def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, di
             attention[f"{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", width)
     if f"{name}.mlp.w12.weight" in keys:
         hidden = keys.shape(f"{name}.mlp.w12.weight", 2)[0] // 2
-        first = keys.pair(f"{name}.mlp.w12", 2 * hidden, dim)
-        second = keys.pair(f"{name}.mlp.w3", dim, hidden)
+        halves = keys.linear(f"{name}.mlp.w12", 2 * hidden, dim).unflatten(0, (2, hidden))
+        second = keys.linear(f"{name}.mlp.w3", dim, hidden)
         missing = -hidden % MULTIPLE
-        halves = {part: tensor.unflatten(0, (2, hidden)) for part, tensor in first.items()}
-        first = {
-            "weight": F.pad(halves["weight"], (0, 0, 0, missing)).flatten(0, 1),
-            "bias": F.pad(halves["bias"], (0, missing)).flatten(),
-        }
-        second["weight"] = F.pad(second["weight"], (0, missing))
-        mlp = {"w13": first, "w2": second}
+        first = F.pad(halves, (0, 0, 0, missing)).flatten(0, 1)
+        mlp = {"w13": first, "w2": F.pad(second, (0, missing))}
         node = {"_target_": "models.block.SwiGLU", "_partial_": True, "bias": True}
         hidden += missing
     else:
         hidden = keys.shape(f"{name}.mlp.fc1.weight", 2)[0]
         mlp = {
-            "fc1": keys.pair(f"{name}.mlp.fc1", hidden, dim),
-            "fc2": keys.pair(f"{name}.mlp.fc2", dim, hidden),
+            "fc1": keys.linear(f"{name}.mlp.fc1", hidden, dim),
+            "fc2": keys.linear(f"{name}.mlp.fc2", dim, hidden),
         }
         node = {"_target_": "models.block.GeluMLP", "_partial_": True}
         if hidden % MULTIPLE:
@@ -301,7 +300,7 @@ def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, di
     return {"0": attention, "1": mlp}, hidden / dim, node
 
 
-def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[dict[str, Tensor]]:
+def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[Tensor]:
     """Scale, shift and gate of each norm as products of the condition; the last norm of the model
     has no gate."""
     each = 2 if name == "final_layer" else 3
@@ -311,22 +310,19 @@ def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list
             f"{keys.file}: {name} has {rows // dim} modulations; this version knows those with "
             "shifts."
         )
-    whole = keys.pair(f"{name}.adaLN_modulation.1", rows, dim)
-    parts = [
-        dict(zip(whole, pair, strict=True))
-        for pair in zip(*(t.split(dim) for t in whole.values()), strict=True)
-    ]
+    parts = keys.linear(f"{name}.adaLN_modulation.1", rows, dim).split(dim)
     found = []
     for i, norm in enumerate(norms):
         shift, scale, *gate = parts[each * i : each * (i + 1)]
         if f"{name}.{norm}.weight" in keys:
             w = keys.take(f"{name}.{norm}.weight", dim)
-            scale = {"weight": scale["weight"] * w[:, None], "bias": w * scale["bias"] + w - 1.0}
+            scale = scale * w[:, None]
+            scale[:, 0] = scale[:, 0] + w - 1.0
         found += [scale, shift, *gate]
     return found
 
 
-def head_of(keys: Keys, dim: int, channels: int, patch: int) -> dict[str, Tensor]:
+def head_of(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
     """The head with its sign turned, without the rows for a learned sigma, by channel, row and
     column."""
     rows = keys.shape("final_layer.linear.weight", 2)[0]
@@ -335,9 +331,5 @@ def head_of(keys: Keys, dim: int, channels: int, patch: int) -> dict[str, Tensor
             f"{keys.file}: final_layer.linear has {rows} rows, and {channels} channels in patches "
             f"of {patch} need {patch**2 * channels}, or twice as many with a learned sigma."
         )
-    head = keys.pair("final_layer.linear", rows, dim)
-    shaped = {
-        part: tensor.unflatten(0, (patch, patch, -1))[:, :, :channels]
-        for part, tensor in head.items()
-    }
-    return {part: -tensor.movedim(2, 0).flatten(0, 2) for part, tensor in shaped.items()}
+    head = keys.linear("final_layer.linear", rows, dim).unflatten(0, (patch, patch, -1))
+    return -head[:, :, :channels].movedim(2, 0).flatten(0, 2)

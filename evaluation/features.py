@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from common.errors import UserError
 from common.files import file_sha256, read_object
 from common.libraries import exact_products
+from models.autoencoders import local_folder
 from models.images import Autoencoder, to_uint8
 from training.config.build import is_admitted
 from training.config.schema import FdConfig
@@ -52,17 +54,17 @@ class Features(nn.Module, ABC):
     name: str
     dim: int
     """Features of an image."""
+    facts: Mapping[str, Any]
+    """What else must be equal for two figures to be comparable, as values for JSON: the version or
+    the hash of the weights, and the resizing."""
 
     @abstractmethod
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         """Returns features in fp32, on the device of the images, which is that of this module."""
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Returns, as values for JSON, what must be equal for two figures to be comparable.
-
-        These are the name, `dim`, the version or the hash of the weights, and the resizing.
-        """
+        """Returns all that must be equal for two figures to be comparable."""
+        return {"name": self.name, "dim": self.dim, **self.facts}
 
     def __call__(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         assert images.dtype == torch.uint8
@@ -107,7 +109,7 @@ class RandomFeatures(Features):
 
     name = "random"
     dim = 256
-    version = 1
+    facts = MappingProxyType({"version": 1, "resize": "bilinear antialiased 64"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,10 +125,6 @@ class RandomFeatures(Features):
         for weight in self.weights:
             x = F.conv2d(x, weight, stride=2, padding=1).relu()
         return F.adaptive_avg_pool2d(x, 2).flatten(1)
-
-    def describe(self) -> dict[str, Any]:
-        resize = "bilinear antialiased 64"
-        return {"name": self.name, "dim": self.dim, "version": self.version, "resize": resize}
 
 
 class EncoderFeatures(Features):
@@ -147,6 +145,12 @@ class EncoderFeatures(Features):
         C, height, width = self.latents
         self.grid = max(1, min(height, width, math.isqrt(MAX_ENCODER_FEATURES // C)))
         self.dim = C * self.grid**2
+        self.facts = {
+            "latents": list(self.latents),
+            "resize": "none",
+            "class": autoencoder.kind,
+            "sha256": autoencoder.weights_sha256,
+        }
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         latents = self.autoencoder.encode(planes(images)[:, : self.channels] / 127.5 - 1.0)[0]
@@ -156,16 +160,6 @@ class EncoderFeatures(Features):
                 f"{tuple(self.latents)}; use one size."
             )
         return F.adaptive_avg_pool2d(latents, self.grid).flatten(1)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "dim": self.dim,
-            "latents": list(self.latents),
-            "resize": "none",
-            "class": self.autoencoder.kind,
-            "sha256": self.autoencoder.weights_sha256,
-        }
 
 
 class InceptionFeatures(Features):
@@ -191,13 +185,10 @@ class InceptionFeatures(Features):
         module = "torch_fidelity.feature_extractor_inceptionv3"
         network = imported(self.name, module, "FeatureExtractorInceptionV3")
         self.network = network("inception", ["2048"], feature_extractor_weights_path=str(file))
+        self.facts = {"sha256": INCEPTION_SHA256, "resize": "bilinear 299 as TensorFlow 1"}
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 2048"]:
         return self.network(images.permute(0, 3, 1, 2).contiguous())[0]
-
-    def describe(self) -> dict[str, Any]:
-        resize = "bilinear 299 as TensorFlow 1"
-        return {"name": self.name, "dim": self.dim, "sha256": INCEPTION_SHA256, "resize": resize}
 
 
 class Dinov2Features(Features):
@@ -233,7 +224,8 @@ class Dinov2Features(Features):
             ) from error
         self.network.float().eval().requires_grad_(False)
         self.dim = self.network.config.hidden_size
-        self.sha256 = file_sha256(folder / "model.safetensors")
+        sha256 = file_sha256(folder / "model.safetensors")
+        self.facts = {"sha256": sha256, "resize": "bicubic antialiased 224"}
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         x = F.interpolate(planes(images), (224, 224), mode="bicubic", antialias=True).clamp(
@@ -242,34 +234,14 @@ class Dinov2Features(Features):
         mean, std = (x.new_tensor(values).view(3, 1, 1) for values in IMAGENET)
         return self.network(pixel_values=(x / 255.0 - mean) / std).last_hidden_state[:, 0]
 
-    def describe(self) -> dict[str, Any]:
-        resize = "bicubic antialiased 224"
-        return {"name": self.name, "dim": self.dim, "sha256": self.sha256, "resize": resize}
-
 
 def dinov2_folder(path: str) -> Path:
     """Returns the folder at `path`, or the one that holds the files of a hub id.
 
     ValueError where there is neither, or another model than DINOv2.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        if path.count("/") != 1 or path.startswith((".", "/", "~")):
-            raise UserError(
-                f"dinov2={path} is neither an existing folder nor a hub id such as "
-                "facebook/dinov2-base."
-            )
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(
-                snapshot_download(path, allow_patterns=["config.json", "model.safetensors"])
-            )
-        except Exception as error:
-            raise UserError(
-                f"dinov2={path} is no local folder and could not be downloaded from the hub "
-                f"({type(error).__name__}); check the id, the network, or give a local folder."
-            ) from error
+    files = ["config.json", "model.safetensors"]
+    folder = local_folder("dinov2", path, files, "facebook/dinov2-base.")
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(

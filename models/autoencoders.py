@@ -58,7 +58,15 @@ class DiffusersAutoencoder(Autoencoder):
         self, path: str, subfolder: str | None = None, revision: str | None = None
     ) -> None:
         super().__init__()
-        repository = local_folder(path, subfolder, revision)
+        prefix = f"{subfolder}/" if subfolder else ""
+        repository = local_folder(
+            "encoder.path",
+            path,
+            [f"{prefix}config.json", f"{prefix}{WEIGHTS}"],
+            "'owner/name'; if it was moved, correct the path in the latents' manifest.json, or "
+            "sample with encoder=<path>.",
+            revision,
+        )
         folder = repository / (subfolder or "")
         # the hub's cache names commits
         self.revision = None if is_folder(path) else repository.name
@@ -106,26 +114,24 @@ def is_folder(path: str) -> bool:
     return os.path.isdir(os.path.expanduser(path))
 
 
-def local_folder(path: str, subfolder: str | None, revision: str | None) -> Path:
-    """The folder itself, or the cache folder of a hub commit with its config and safetensors
-    (nothing else)."""
+def local_folder(
+    key: str, path: str, files: list[str], example: str, revision: str | None = None
+) -> Path:
+    """The folder itself, or the cache folder of a hub commit with these of its files (nothing
+    else); ValueError names the `key` that the path is from, and an `example` of a hub id."""
     folder = Path(os.path.expanduser(path))
     if not is_folder(path):
         if path.count("/") != 1 or path.startswith((".", "/", "~")) or os.path.exists(path):
             raise UserError(
-                f"encoder.path={path} is neither an existing folder nor a hub id such as "
-                "'owner/name'; if it was moved, correct the path in the latents' manifest.json, "
-                "or sample with encoder=<path>."
+                f"{key}={path} is neither an existing folder nor a hub id such as {example}"
             )
         from huggingface_hub import snapshot_download
 
-        prefix = f"{subfolder}/" if subfolder else ""
-        patterns = [f"{prefix}config.json", f"{prefix}{WEIGHTS}"]
         try:
-            folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=files))
         except Exception as error:
             raise UserError(
-                f"encoder.path={path} is no local folder and could not be downloaded from the hub "
+                f"{key}={path} is no local folder and could not be downloaded from the hub "
                 f"({type(error).__name__}); check the id, the network, or give a local folder."
             ) from error
     return folder

@@ -39,8 +39,8 @@ CHUNK = 512
 
 
 @dataclass(frozen=True)
-class DrawConfig:
-    """What to draw from which run. A setting of the sampler that is null is the run's own."""
+class ModelConfig:
+    """Which trained model."""
 
     run_dir: str | None = None
     """A run folder, or one of its checkpoints; its averaged weights are used."""
@@ -51,6 +51,30 @@ class DrawConfig:
     """Merged into the weights: a run with an adapter, a file of one, or a folder of PEFT's."""
     encoder: str | None = None
     """Where the autoencoder lies now, if its folder was moved since the latents were made."""
+
+    @property
+    def key(self) -> str:
+        """What says where the model is."""
+        return "weights" if self.weights else "run_dir"
+
+    @property
+    def path(self) -> str:
+        return str(self.weights or self.run_dir)
+
+    def refuse_no_model(self, what: str) -> None:
+        """ValueError unless one model is named; `what` is to be done with it."""
+        if (self.run_dir is None) == (self.weights is None):
+            unset = self.run_dir is None
+            fault = "run_dir is not set" if unset else "run_dir and weights are both set"
+            raise UserError(
+                f"{fault}; say what to {what}: run_dir=runs/<name>, or weights=<file>.safetensors."
+            )
+
+
+@dataclass(frozen=True)
+class DrawConfig(ModelConfig):
+    """What to draw from which run. A setting of the sampler that is null is the run's own."""
+
     labels: Any = "balanced"
     """`balanced`: all classes in turn; `data`: as often as the training set has them; or a list,
     dealt in turn, of numbers and names: [3,apple]. A name that YAML reads as something else stands
@@ -71,12 +95,7 @@ class DrawConfig:
 
     def check(self) -> None:
         """ValueError for a value that nothing can be drawn with."""
-        if (self.run_dir is None) == (self.weights is None):
-            unset = self.run_dir is None
-            fault = "run_dir is not set" if unset else "run_dir and weights are both set"
-            raise UserError(
-                f"{fault}; say what to sample: run_dir=runs/<name>, or weights=<file>.safetensors."
-            )
+        self.refuse_no_model("sample")
         refuse_values(self)
 
 
@@ -92,17 +111,10 @@ class SampleJob:
 
         ranks.wait_for_all()  # connects them
         device = ranks.device(pick_device(cfg.device))
-        key = "weights" if cfg.weights else "run_dir"
         self.cfg = cfg
         self.ranks = ranks
         self.trained = load_run(
-            cfg.weights or str(cfg.run_dir),
-            cfg.encoder,
-            device,
-            key,
-            cfg.runtime,
-            cfg.batch_size,
-            cfg.adapter,
+            cfg.path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
         given = {name: getattr(cfg, name) for name in SAMPLER if getattr(cfg, name) is not None}
         sampling = self.trained.settings(**given)

@@ -23,7 +23,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,20 +38,12 @@ from training.distributed.exit import resumable_command
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(DrawConfig):
+class EvaluateConfig(FdConfig, DrawConfig):
     """What to draw, and what to compare it with."""
 
     count: Annotated[int, Ge(4)] = 10_000
     batch_size: Positive = 128
-    features: list[str] = field(default_factory=lambda: ["encoder", "random"])
-    reference: str | None = None
-    """A folder of images, tars or `datasets`; null: the run's training latents, decoded."""
     reference_count: Several = 50_000
-    """At most so many of the reference."""
-    inception: str | None = None
-    """File of torch-fidelity's Inception weights."""
-    dinov2: str | None = None
-    """Folder or hub id of DINOv2."""
     out: str | None = None
     """Null: <run_dir>/evaluation/step-<N>-<hash of the protocol>; needed where there is no run."""
 
@@ -77,11 +69,8 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             f"out is not set, and {trained.file} lies in no run; say where: out=<file without "
             ".json>."
         )
-    compared = FdConfig(
-        cfg.count, cfg.features, cfg.reference, cfg.reference_count, cfg.inception, cfg.dinov2
-    )
     evaluator = Evaluator(
-        compared, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
+        cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
 
     # where the result goes: its name tells figures of different settings apart

@@ -161,10 +161,9 @@ def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
     """Mean and std of each channel from LightningDiT's `latents_stats.pt`."""
     import torch
 
-    from encoding.foreign import PLAIN, reading
+    from encoding.foreign import plain_tensors
 
-    with reading(file, PLAIN):
-        found = torch.load(file, map_location="cpu", weights_only=True)
+    found = plain_tensors(file)
     values = [found.get(name) for name in ("mean", "std")] if isinstance(found, dict) else []
     columns = [
         value.flatten().tolist()

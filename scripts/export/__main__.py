@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
+from sampling.draw import ModelConfig
 from training.config.compose import from_words, one_sentence, refuse_no_weights
 from training.config.schema import RuntimeConfig
 
@@ -46,17 +47,9 @@ SUFFIXES = {Format.torch_export: ".pt2", Format.weights: ".safetensors"}
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(ModelConfig):
     """Which model, and what becomes of it."""
 
-    run_dir: str | None = None
-    weights: str | None = None
-    """Instead of a run: a weights file."""
-    adapter: str | None = None
-    """Merged into the weights: a run with an adapter, one of its files, or a folder in PEFT's
-    format."""
-    encoder: str | None = None
-    """Where the autoencoder lies now, if it was moved."""
     out: str | None = None
     format: Format = Format.diffusers
     include_autoencoder: bool = True
@@ -64,24 +57,9 @@ class ExportConfig:
     """owner/name on the Hugging Face hub."""
     dry_run: bool = False
 
-    @property
-    def key(self) -> str:
-        """What says where the model is."""
-        return "weights" if self.weights else "run_dir"
-
-    @property
-    def path(self) -> str:
-        return str(self.weights or self.run_dir)
-
     def check(self) -> None:
         """ValueError for settings that contradict each other, or name nothing."""
-        if (self.run_dir is None) == (self.weights is None):
-            fault = (
-                "run_dir is not set" if self.run_dir is None else "run_dir and weights are both set"
-            )
-            raise UserError(
-                f"{fault}; say what to export: run_dir=runs/<name>, or weights=<file>.safetensors."
-            )
+        self.refuse_no_model("export")
         if self.out is None:
             raise UserError("out is not set; say where to write: out=exported/<name>.")
         if (suffix := SUFFIXES.get(self.format, "")) and not self.out.endswith(suffix):
@@ -214,10 +192,9 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
     labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
-    branches = branches_of(getattr(trained.autoencoder, "vae", None))
     vae = ""
     told = ""
-    if not include and can_be_included(trained) and not branches:
+    if not include and can_be_included(trained) and not branches_of(trained):
         vae = ", vae=<the autoencoder, opened by diffusers>"
     elif not include:
         last = f'latents = {call}, output_type="latent").images'
@@ -236,14 +213,14 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
 
 def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
     """The model card: that of the run where there is one, with code for this folder."""
+    from sampling.load import run_folder_of
     from scripts.report.history import History
     from scripts.report.pages import card
 
     how = how_to_sample(cfg, trained, include)
     head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
-    checkpoints = trained.file.parent.parent
-    run = checkpoints.parent
-    if checkpoints.name == "checkpoints" and (run / "config.yaml").is_file():
+    run = run_folder_of(trained.file)
+    if run and (run / "config.yaml").is_file():
         return head + card(History(run), how).partition("\n---\n\n")[2]
     return f"{head}# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
 
@@ -274,10 +251,6 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
     print(f"https://huggingface.co/{repository}, {size:.1f} MiB", flush=True)
 
 
-def main() -> None:
+if __name__ == "__main__":
     with one_sentence():
         export(from_words(ExportConfig, sys.argv[1:], __doc__ or ""))
-
-
-if __name__ == "__main__":
-    main()

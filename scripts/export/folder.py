@@ -59,7 +59,7 @@ def write_folder(
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")
         index["vae"] = ["diffusers", trained.autoencoder.kind]
-        if branches := branches_of(vae):
+        if branches := branches_of(trained):
             write_branches(folder / "vae", vae.config, branches)
             index["vae"] = [AUTOENCODING, AUTOENCODER]
     source = one_file(f"Draws images with a denoiser of latents{ORIGIN}", HERE + PIPELINE)
@@ -93,7 +93,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "class_names": spec.names,
         "sampling": {key: getattr(trained.sampling, key) for key in SAMPLER},
         "autoencoder": autoencoder_of(trained),
-        "global_branches": bool(branches_of(getattr(trained.autoencoder, "vae", None))),
+        "global_branches": bool(branches_of(trained)),
     }
     config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **told, **AUTO}
     part.mkdir()
@@ -122,14 +122,14 @@ def autoencoder_of(trained: TrainedModel) -> str:
     return Path(path).name if Path(path).is_absolute() else f"{path}, revision {revision}"
 
 
-def branches_of(vae: nn.Module | None) -> dict[str, list[int]]:
-    """Blocks with a global branch of TAEF2 -> (hidden channels, channels) of it. diffusers' own
-    classes have none."""
-    found = {} if vae is None else dict(vae.named_parameters())
+def branches_of(trained: TrainedModel) -> dict[str, list[int]]:
+    """Blocks of the autoencoder with a global branch of TAEF2 -> (hidden channels, channels) of it.
+    diffusers' own classes have none."""
+    vae = getattr(trained.autoencoder, "vae", nn.Identity())
     end = ".pool.0.weight"
     return {
         name.removesuffix(end): [*weight.shape[:2]]
-        for name, weight in found.items()
+        for name, weight in vae.named_parameters()
         if name.endswith(end)
     }
 

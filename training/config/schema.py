@@ -301,7 +301,7 @@ class FdConfig:
     inception: str | None = None  # file of torch-fidelity's Inception weights
     dinov2: str | None = None  # folder or hub id of DINOv2
 
-    def check(self, keep_best: str) -> None:
+    def refuse_best(self, keep_best: str) -> None:
         """ValueError for a value that no run can have."""
         known = [
             "eval_loss",
@@ -367,7 +367,7 @@ class TrainConfig:
             )
         check_momentum(self.optim or {})
         self.sampling.check()
-        self.fd.check(self.keep_best)
+        self.fd.refuse_best(self.keep_best)
         if self.keep_best != "eval_loss" and (not self.fd_every or self.save_every % self.fd_every):
             raise UserError(
                 f"keep_best={self.keep_best} needs that figure at every checkpoint; set fd_every "
