@@ -122,14 +122,24 @@ def prove(
         if is_first() and not chosen and not passing:
             text = json.dumps({"facts": facts, "found": found}, indent=1) + "\n"
             write_to_cache(cache, text)
-    proofs = {
-        key: judged(found.get(key), key in timed, question.captured) for key in question.asked
-    }
-    for key, on in chosen.items():
-        again = f"before: {proofs[key].why}" if key in found else "so before"
-        proofs[key] = Proof(on and proofs[key].on, f"this run has chosen {again}")
+    proofs = decided(question, found, chosen)
     kept = {key: proof.on for key, proof in proofs.items() if question.asked[key] == AUTO}
     return proofs, {"facts": facts, "chosen": kept, "found": found}
+
+
+def decided(
+    question: Question, found: Mapping[str, Any], chosen: Mapping[str, bool]
+) -> dict[str, Proof]:
+    """The decision on each kernel that is asked for; what the run has chosen before stays so."""
+    timed = question.timed
+    proofs = {}
+    for key in question.asked:
+        proof = judged(found.get(key), key in timed and key not in chosen, question.captured)
+        if key in chosen:
+            again = f"before: {proof.why}" if key in found else "so before"
+            proof = Proof(chosen[key] and proof.on, f"this run has chosen {again}")
+        proofs[key] = proof
+    return proofs
 
 
 def judged(result: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:

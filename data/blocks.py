@@ -229,6 +229,10 @@ def kind(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
+REMOTE = ("cache", "timeout", "retries")
+"""Settings of a loader that say how its source is read."""
+
+
 def open_set(
     group: str,
     path: str | None = None,
@@ -236,22 +240,20 @@ def open_set(
     encoder: str | None = None,
     latent_scale: float | None = None,
     on_corrupt: OnCorrupt = "error",
-    cache: str | None = None,
-    timeout: float = 30.0,
-    retries: int = 5,
-    **_: Any,
+    **settings: Any,
 ) -> tuple[LatentSpec, BlockReader, BlockReader]:
     """Opens the set at `path` for `data=<group>`: its spec, and a reader of each split.
 
     ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
-    `cache`, `timeout`, `retries`: see `open_source`. Other settings of a loader do not matter.
+    Of the other settings of a loader, `cache`, `timeout` and `retries` go to `open_source`.
     """
     if path is None:
         raise UserError(
             f"data={group} needs data.path=<folder of latents>; make one with "
             f"`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
         )
-    source = open_source(path, cache, timeout, retries)
+    remote = {name: value for name, value in settings.items() if name in REMOTE}
+    source = open_source(path, **remote)
     manifest = read_manifest(source)
 
     # The set must be what the configuration expects.

@@ -202,8 +202,8 @@ class StreamedLatents(BlockLoader):
         **args: Unpack[LoaderArgs],
     ) -> None:
         expected = (normalisation, encoder, latent_scale)
-        remote = (cache, timeout, retries)
-        spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, *remote)
+        remote = {"cache": cache, "timeout": timeout, "retries": retries}
+        spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
         spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
         super().__init__(spec, train, held_out, **args)
 

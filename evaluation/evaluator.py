@@ -32,8 +32,9 @@ from evaluation.features import build_features, decoded
 from models.images import Autoencoder
 from sampling.draw import ResumableChunks
 from sampling.load import SampleStream, labels_in_turn
-from training.assemble import Training, build_loader
+from training.assemble import Training
 from training.checkpoint.load import difference
+from training.components import build_loader
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
 from training.evaluate import shared

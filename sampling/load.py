@@ -25,8 +25,8 @@ from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, draw_latents
-from training.assemble import build_loader, prove_kernels, spine
 from training.checkpoint.load import read_newest, weights_file
+from training.components import build_loader, prove_kernels, spine
 from training.config.compose import read_config, typed
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device

@@ -110,6 +110,10 @@ def shown(features: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([table(rows), *whys])
 
 
-if __name__ == "__main__":
+def main() -> None:
     with resumable_command():
         evaluate_run(from_words(EvaluateConfig, sys.argv[1:], __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -159,6 +159,10 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     write_grid(file, images, int(rows[0]), names=[names[label] for label in drawn], note=note)
 
 
-if __name__ == "__main__":
+def main() -> None:
     with resumable_command():
         sample_run(from_words(SampleConfig, sys.argv[1:], __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()

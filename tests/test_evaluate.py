@@ -24,7 +24,7 @@ from scripts.evaluate import EvaluateConfig, evaluate_run
 from tests.conftest import TINY_MODEL
 from tests.helpers import CPU
 from train import train
-from training.assemble import build_loader
+from training.components import build_loader
 from training.config.compose import compose
 from training.config.schema import FdConfig
 from training.distributed.ranks import SINGLE

@@ -179,7 +179,7 @@ def test_the_tree_in_the_readme_is_the_tree():
 
 HOMONYMS = {"weights", "precision", "parallel"}
 """Keys that are also words for other things."""
-AS_OTHER_THINGS = {"models/block.py", "scripts/timing.py", "scripts/kernel_cases.py"}
+AS_OTHER_THINGS = {"models/block.py", "scripts/doctor.py", "scripts/kernel_cases.py"}
 """An operator's argument of the same name, and a way in which a GPU multiplies."""
 KNOW_TECHNIQUES = ("accel/", "scripts/bench/", "training/config/schema.py")
 KNOW_TECHNIQUES += ("training/config/contradictions.py",)

@@ -23,8 +23,8 @@ from sampling.load import draw_latents, labels_of_data, load_run, numbers_of
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.helpers import CPU, random_samples, save_latent_set
 from train import train
-from training.assemble import build_loader
 from training.checkpoint.load import complete
+from training.components import build_loader
 from training.config.compose import compose, from_words
 from training.distributed.ranks import SINGLE, Ranks
 from training.weights.adapter_file import load_model

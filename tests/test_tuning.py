@@ -23,7 +23,8 @@ from scripts.plan.memory import Question, forecast
 from tests.helpers import until_dead
 from train import train
 from training import tune
-from training.assemble import latents_of, plain
+from training.assemble import plain
+from training.components import latents_of
 from training.config.compose import compose
 from training.distributed.ranks import SINGLE
 

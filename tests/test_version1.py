@@ -20,8 +20,8 @@ from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU
 from train import train
-from training.assemble import build_loader
 from training.checkpoint.load import description, same_set
+from training.components import build_loader
 from training.config.compose import compose
 
 ASSETS = ROOT / "tests" / "assets" / "version1"

@@ -30,7 +30,8 @@ from common import workers
 from common.errors import UserError
 from common.files import ROOT, cache_folder, read_object, write_to_cache
 from common.text import as_json
-from training.assemble import latents_of, plain
+from training.assemble import plain
+from training.components import latents_of
 from training.config.compose import typed
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.distributed.ranks import Ranks

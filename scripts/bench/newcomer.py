@@ -26,7 +26,8 @@ from data.resident import InMemoryLatents
 from scripts.bench import Words
 from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak
-from training.assemble import build_loader, build_stack
+from training.assemble import build_stack
+from training.components import build_loader
 from training.config.build import build
 from training.weights.pretrained import build_model
 

@@ -25,7 +25,7 @@ from common.text import first_line
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from scripts.plan.counting import Passed, Peak, Place, of_few_blocks, passed, planned_stack, updated
-from training.assemble import latents_of
+from training.components import latents_of
 from training.config.schema import TrainConfig
 from training.environment import GIB
 from training.optimizers import parameter_groups

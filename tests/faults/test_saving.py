@@ -201,7 +201,7 @@ def test_a_full_disk_before_and_beside_saves(small_disk: Path, monkeypatch: pyte
     fill(small_disk, leave=0)
     with pytest.raises(
         ValueError,
-        match=r"step 2: .*/run/config.yaml cannot be written \(No space .*goes on from step-2",
+        match=r"step 2: .*/run/environment.json cannot be written \(No space .*goes on from step-2",
     ):
         started(folder)
     assert damage(folder / "checkpoints" / "step-2") is None

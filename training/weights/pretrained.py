@@ -219,10 +219,11 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
         if isinstance(part, LabelEmbedding)
     ]
     old = spec if told is None else told.spec
-    then = old.names
-    now = spec.names
+    # A spec without names may claim any number of classes, so they are not numbered here.
     named = bool(old.class_names or spec.class_names)
-    for name in tables if named and then != now else []:
+    then = old.names if named else []
+    now = spec.names if named else []
+    for name in tables if then != now else []:
         shape = tensors[name].shape if name in tensors else None
         if shape != (len(then) + 1, own[name].shape[1]):
             continue

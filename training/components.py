@@ -1,0 +1,59 @@
+"""Parts that a run and those who sample from it build alike: the loader, what is known of the
+latents before it is built, and the choice of fused kernels."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.stack import AccelerationStack
+from data.loader import LatentLoader, LatentSpec, LoaderArgs
+from models.denoiser import Denoiser
+from training.config.build import arguments, build, resolve_target
+from training.distributed.ranks import SINGLE, Ranks
+from training.goodput import CLOCK
+
+
+def spine(node: Any) -> dict[str, Any]:
+    """A typed node as keyword arguments, choices as plain strings."""
+    return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
+
+
+def build_loader(
+    node: dict[str, Any], seed: int, micro_batch: int, device: torch.device, ranks: Ranks = SINGLE
+) -> LatentLoader:
+    """The loader of this process's share: `micro_batch` samples of each micro-batch."""
+    where = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    return build(node, "data", batch_size=micro_batch, seed=seed, **where)
+
+
+def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
+    """The spec of the latents that `data` describes, read from as little of them as can be, and the
+    bytes that they would take of a device with `memory` bytes."""
+    kind = resolve_target(node.get("_target_", ""), "data")
+    if issubclass(kind, LatentLoader):
+        settings = arguments(kind, node, "data", LoaderArgs.__annotations__)
+        foreseen = kind.foresee(memory, **settings)
+        if foreseen is not None:
+            return foreseen
+    return build_loader(node, seed, 1, torch.device("cpu")).spec, 0.0
+
+
+@CLOCK.spending("warm_up")
+def prove_kernels(
+    stack: AccelerationStack,
+    model: Denoiser,
+    spec: LatentSpec,
+    samples: int,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Has the stack decide about fused kernels for micro-batches of `samples`; returns what the run
+    has to keep."""
+    device = model.pos_embed.device
+    latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
+    t = torch.full((2,), 0.5, device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    return stack.prove_kernels(model, lambda: model(latents, t, labels), samples, folder)
