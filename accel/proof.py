@@ -131,10 +131,10 @@ def decided(
     question: Question, found: Mapping[str, Any], chosen: Mapping[str, bool]
 ) -> dict[str, Proof]:
     """The decision on each kernel that is asked for; what the run has chosen before stays so."""
-    timed = question.timed
     proofs = {}
     for key in question.asked:
-        proof = judged(found.get(key), key in timed and key not in chosen, question.captured)
+        timed = key in question.timed and key not in chosen
+        proof = judged(found.get(key), timed, question.captured)
         if key in chosen:
             again = f"before: {proof.why}" if key in found else "so before"
             proof = Proof(chosen[key] and proof.on, f"this run has chosen {again}")
