@@ -100,12 +100,11 @@ def precompute(composed: Composed) -> Path:
 
     # 5. Report.
     seconds = time.perf_counter() - began
-    spent = ", ".join(
-        f"{part} {time_of / seconds:.0%}" for part, time_of in encoder.seconds.items()
-    )
+    shares = [f"{part} {time_of / seconds:.0%}" for part, time_of in encoder.seconds.items()]
+    spent = f" ({', '.join(shares)})" if shares else ""
     print(
         f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, "
-        f"{seconds:.0f} s ({spent})"
+        f"{seconds:.0f} s{spent}"
     )
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")

@@ -65,7 +65,7 @@ class Progress:
         done = self.count - self.initial
         if done <= 0:
             return "time left unknown"
-        seconds = (self.total - self.count) / done * (time.perf_counter() - self.started)
+        seconds = max(0, self.total - self.count) / done * (time.perf_counter() - self.started)
         return f"{self.bar.format_interval(seconds)} left"
 
     def say(self, line: str) -> None:

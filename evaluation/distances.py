@@ -319,7 +319,8 @@ def figures(
 ) -> dict[str, dict[str, Any]]:
     """All figures of each feature space; `why` tells of those that are left out, and of copies."""
     found = {}
-    for space, stats in fake.items():
+    for space in real:
+        stats = fake[space]
         fakes = stats.rows
         reals = real[space].rows
         row = floor(real[space]) | distances(stats, real[space]) | nearness(reals, fakes)._asdict()

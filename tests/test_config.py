@@ -174,8 +174,8 @@ MISTAKES = {
     "optim._target_=torch.load": ("optim._target_=torch.load", "not allowed"),
     "model._target_=models.denoiser.torch.load": ("models.denoiser.torch.load", "not allowed"),
     "model._target_=models.denoiser.nn.Linear": ("models.denoiser.nn.Linear", "not allowed"),
-    "optim._target_=data.builtin.DigitLatents": (
-        "optim._target_=data.builtin.DigitLatents",
+    "optim._target_=data.digits.DigitLatents": (
+        "optim._target_=data.digits.DigitLatents",
         "no Optimizer",
     ),
     "model._target_=models.denoiser.nothing": ("models.denoiser.nothing", "not allowed"),
@@ -282,7 +282,7 @@ def test_a_component_may_be_any_class_of_ours_and_no_function():
     assert resolve_target("torch.optim.AdamW", "optim").__name__ == "AdamW"
     for target in (
         "training.assemble.build_model",
-        "data.builtin.torch",
+        "data.synthetic.torch",
         "models.block.F.linear",
         "accel",
         "os.system",
@@ -627,17 +627,12 @@ def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], t
 
 
 @pytest.mark.parametrize(
-    ("earlier", "now"),
-    [
-        ("training.process.loggers.NoLogger", "training.loggers.NoLogger"),
-        ("data.digits.DigitLatents", "data.builtin.DigitLatents"),
-        ("data.synthetic.SyntheticLatents", "data.builtin.SyntheticLatents"),
-    ],
+    ("earlier", "now"), [("training.process.loggers.NoLogger", "training.loggers.NoLogger")]
 )
 def test_names_of_earlier_versions_are_understood(earlier: str, now: str, tmp_path: Path):
     """On a command line, and in the configuration that a run of an earlier version left."""
-    found = resolve_target(earlier, "data")
+    found = resolve_target(earlier, "logger")
     assert f"{found.__module__}.{found.__qualname__}" == now
     file = tmp_path / "config.yaml"
-    file.write_text(f"data:\n  _target_: {earlier}\n")
-    assert read_config(file) == {"data": {"_target_": now}}
+    file.write_text(f"logger:\n  _target_: {earlier}\n")
+    assert read_config(file) == {"logger": {"_target_": now}}

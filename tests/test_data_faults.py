@@ -25,7 +25,7 @@ import torch
 
 from data import source
 from data.blocks import BlockReader
-from data.builtin import DigitLatents
+from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source

@@ -29,7 +29,7 @@ from training.config.compose import compose
 from training.config.schema import FdConfig
 from training.distributed.ranks import SINGLE
 
-DIGITS = {"_target_": "data.builtin.DigitLatents"}
+DIGITS = {"_target_": "data.digits.DigitLatents"}
 RUN = [
     "total_samples=128",
     "batch_size=32",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data.builtin import SyntheticLatents
+from data.synthetic import SyntheticLatents
 from tests.test_tuning import SMALL
 from train import train
 from training import goodput

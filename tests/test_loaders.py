@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.builtin import DigitLatents, SyntheticLatents
+from data.digits import DigitLatents
 from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, sampled
 from data.order import EpochOrder
 from data.resident import InMemoryLatents, ResidentLatents
 from data.streamed import StreamedLatents
+from data.synthetic import SyntheticLatents
 from tests.helpers import CPU, random_samples, save_latent_set
 from training.config.build import build
 from training.config.compose import compose

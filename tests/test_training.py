@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from accel.kernels.counter_noise import Purpose, counter_normal
-from data.builtin import DigitLatents
+from data.digits import DigitLatents
 from data.loader import Batch
 from models.autoencoders import PixelAutoencoder
 from models.images import LINE

@@ -34,8 +34,8 @@ from common import workers
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.text import first_line
-from data.builtin import SyntheticLatents
 from data.loader import LatentSpec
+from data.synthetic import SyntheticLatents
 from scripts import timing
 from scripts.plan.memory import Question, cheapest_change, forecast, merged, words_of
 from training.assemble import Parts, Training, assemble, plain

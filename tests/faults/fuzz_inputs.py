@@ -135,7 +135,7 @@ WORDS = [
     *(
         "torch.optim.Adam",
         "models.denoiser.Denoiser",
-        "data.builtin.DigitLatents",
+        "data.digits.DigitLatents",
         "training.objective.FlowMatching",
     ),
 ]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from common.files import file_sha256
-from data.builtin import DigitLatents
+from data.digits import DigitLatents
 from tests.faults.conftest import Start, said
 from tests.faults.zygote import HANG
 from training.checkpoint.load import complete

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.builtin import DigitLatents
+from data.digits import DigitLatents
 from training.checkpoint.load import complete, damage
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.builtin import DigitLatents
+from data.digits import DigitLatents
 from tests.conftest import TINY_RUN
 from tests.faults.zygote import HANG
 from train import train

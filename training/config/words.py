@@ -63,11 +63,7 @@ DRAWING = {
     "out={}": "sample_dir output_dir",
 }
 """The same for the commands that draw samples."""
-MOVED = {
-    "training.process.loggers": "training.loggers",
-    "data.digits": "data.builtin",
-    "data.synthetic": "data.builtin",
-}
+MOVED = {"training.process.loggers": "training.loggers"}
 """Modules that had another name in a released version -> where they are now; configurations may
 still name them."""
 FLAG = {"false": "false 0 no off none null", "true": "*"}

@@ -1,0 +1,64 @@
+"""Noise of any size as latents, for timing and for tests of shapes; a model learns nothing from
+it."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+
+from accel.kernels.counter_noise import Purpose, counter_normal
+from data.digits import PIXELS
+from data.loader import LatentSpec, LatentTensors, LoaderArgs, Size
+from data.resident import InMemoryLatents
+
+
+class SyntheticLatents(InMemoryLatents):
+    """`count` standard normal latents (bf16) and a tenth more to hold out; labels 0, 1, …,
+    num_classes - 1, 0, …"""
+
+    @classmethod
+    def foresee(cls, memory: float, count: int = 1024, **settings: Any) -> tuple[LatentSpec, float]:
+        """See `LatentLoader`; all of them lie on the device."""
+        one = cls(count=1, **settings, batch_size=1, seed=0, device=torch.device("cpu"))
+        spec = one.spec
+        return spec, 2.2 * count * spec.channels * spec.height * spec.width
+
+    def __init__(
+        self,
+        *,
+        channels: Size = 4,
+        height: Size = 32,
+        width: Size = 32,
+        num_classes: Size = 1000,
+        count: Size = 1024,
+        **args: Unpack[LoaderArgs],
+    ) -> None:
+        # The draw of a sample is a function of its number, at any count.
+        total = count + max(1, count // 10)
+        position = torch.arange(total, device=args["device"])
+        shape = (channels, height, width)
+        draws = [
+            counter_normal(args["seed"], Purpose.SYNTHETIC, some, shape).bfloat16()
+            for some in position.split(256)
+        ]
+        latents = torch.cat(draws)
+        labels = position % num_classes
+        spec = LatentSpec(
+            channels=channels,
+            height=height,
+            width=width,
+            num_classes=num_classes,
+            count=count,
+            class_names=[str(label) for label in range(num_classes)],
+            mean=[0.0] * channels,
+            std=[1.0] * channels,
+            encoder=PIXELS,
+            fingerprint=f"synthetic-{channels}x{height}x{width}-{num_classes}-{count}-{args['seed']}",
+        )
+        super().__init__(
+            spec,
+            LatentTensors(latents[:count], labels[:count]),
+            LatentTensors(latents[count:], labels[count:]),
+            **args,
+        )
