@@ -99,7 +99,7 @@ class Members(torch.optim.Optimizer):
         return nullcontext()
 
     def wait(self) -> None:
-        """Returns when what is kept can be read."""
+        """Waits until the state of the parameters can be read on the host."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -189,8 +189,8 @@ def located(
 
 
 def kept_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """What an optimizer keeps for one parameter, by name: plain tensors, which are written in
-    place, and numbers; of a library's tensor class its parts, under a name for each."""
+    """Returns the state of one parameter by name: plain tensors, which are written in place, and
+    numbers. A tensor of a library's class comes as its parts, under a name for each."""
     owner, key, ours = located(optimizer, parameter)
     return dict(plain(owner.state.get(key, {}))) | ours
 
@@ -215,7 +215,7 @@ def plain(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer scales and skips on the device."""
+    """Returns whether an optimizer scales its gradients and skips a step on the device."""
     return bool(optimizer.defaults.get("fused"))
 
 

@@ -42,7 +42,7 @@ class Promise(NamedTuple):
 
 
 def promised(kind: type, momentum: float = 0.0) -> Promise:
-    """What an optimizer of this class keeps; of SGD with `momentum` one moment."""
+    """Returns the form of state that an optimizer class keeps; SGD keeps a moment with `momentum`."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
     if kind is torch.optim.Adafactor:
@@ -51,7 +51,7 @@ def promised(kind: type, momentum: float = 0.0) -> Promise:
 
 
 def form_of(kept: Mapping[str, Any], size: int) -> str:
-    """The form of what is kept for one parameter of `size` elements."""
+    """Names the form of the state `kept` for one parameter of `size` elements."""
     tensors = [t for name, t in kept.items() if isinstance(t, Tensor) and name != COMPENSATION]
     for dtype, name in NARROW.items():
         if any(t.dtype is dtype for t in tensors):
@@ -64,7 +64,7 @@ def form_of(kept: Mapping[str, Any], size: int) -> str:
 
 
 class OptimizerState(Technique):
-    """What the optimizer keeps for each parameter; its value is what its class promises."""
+    """The ledger's row of the optimizer's state; its value is the form that the class promises."""
 
     key = "optim"
     summary = "the form of the optimizer's state, counted"
@@ -109,7 +109,7 @@ def counted(forms: Counter[str]) -> str:
 
 
 class AdapterGradients(Technique):
-    """Whether an adapter trains.
+    """The ledger's row that tells whether an adapter trains.
 
     Elsewhere fused paths read a layer's weight past the adapter on it, which then trains nothing
     and nobody notices. Of each parameter of each adapted layer this row counts whether the backward
@@ -127,10 +127,10 @@ class AdapterGradients(Technique):
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
         self.steps: list[dict[str, Tensor | None]] = []
-        """Of each step so far: parameter -> whether its gradient has a value other than zero; None:
-        no gradient."""
+        """A mapping a step: parameter -> 1.0 if its gradient has a value other than zero, else 0.0;
+        None if it has no gradient."""
         self.taken: list[Tensor] = []
-        """Of each step, whether it moved the weights."""
+        """A flag a step: whether it moved the weights."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -195,8 +195,8 @@ class AdapterGradients(Technique):
         return Observation("partly" if idle else self.value, note)
 
     def together(self) -> list[Tensor]:
-        """Of each step a flag for each parameter, of all processes: -1 no gradient, 0 all zeros, 1
-        others."""
+        """Reduces the flags of all processes: for each step a tensor with one flag a parameter, -1
+        without a gradient, 0 if it is all zeros, 1 otherwise."""
         found = []
         for step in self.steps:
             none = torch.full((), -1.0, device=self.device)

@@ -1,4 +1,4 @@
-"""The base class of loaders, and the simplest one: it holds every sample on the device.
+"""The contract of loaders: batches, the facts about a latent set, and the base class of all.
 
 Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
 """

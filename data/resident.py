@@ -1,5 +1,5 @@
-"""The loader of latents that lie on the device: all of them where they fit, else a chunk of them at
-a time (`ChunkOrder` in data/order.py)."""
+"""Loaders of latents that lie on the device: tensors that are there, a set that fits, or a chunk of
+one at a time (`ChunkOrder` in data/order.py)."""
 
 from __future__ import annotations
 

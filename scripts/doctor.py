@@ -19,21 +19,13 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils import collect_env
-
-from accel.proof import Proof
-from accel.stack import TECHNIQUES
-from accel.techniques.compilation import cxx_compiler
-from accel.techniques.fused_kernels import FusedKernel
 from common.text import first_line
-from scripts.timing import seconds
-from training.assemble import assemble
 from training.config.compose import one_sentence
-from training.environment import describe_environment, pick_device
-from training.weights.adapter_base import settled
+
+if TYPE_CHECKING:
+    import torch
 
 CLOCKS = {
     "sm_clock_mhz": "clocks.sm",
@@ -45,13 +37,8 @@ heat and power."""
 PATIENCE = 10.0
 """Seconds that nvidia-smi has."""
 UNKNOWN = "unknown"
-DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""The precisions of a product that is timed -> what its matrices are."""
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The precisions of a product that is timed -> PyTorch's name of what its matrices are."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -81,6 +68,9 @@ def main(words: list[str] | None = None) -> int:
 
 def examine(measure: bool = False) -> dict[str, Any]:
     """Machine, versions, techniques, and rates if asked for."""
+    # Here and below, so that help does not wait for torch.
+    from training.environment import describe_environment, pick_device
+
     device = pick_device("auto")
     found: dict[str, Any] = {
         "machine": machine(device),
@@ -99,6 +89,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
 def capabilities(device: torch.device) -> dict[str, str | None]:
     """Returns the override that asks for a technique, such as runtime.tf32=true, for every one in
     every way, and why it cannot be had here; None if it can."""
+    from accel.stack import TECHNIQUES
+
     return {
         kind.override(way[kind.key]): kind(way[kind.key], device).unavailable()
         for kind in TECHNIQUES
@@ -109,6 +101,10 @@ def capabilities(device: torch.device) -> dict[str, str | None]:
 def rates(device: torch.device) -> dict[str, float]:
     """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large
     copy."""
+    import torch
+
+    from scripts.timing import seconds
+
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
     words = {word for word, reason in capabilities(device).items() if reason is None}
@@ -123,7 +119,8 @@ def rates(device: torch.device) -> dict[str, float]:
         asked = {f"runtime.precision={name}", f"runtime.{name}=true"}
         if name == "fp32" or asked & words:
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-            a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+            kind = getattr(torch, dtype)
+            a, b = (torch.randn(n, n, device=device, dtype=kind) for _ in range(2))
             found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
     torch.set_float32_matmul_precision(before)
     source = torch.randn(2**28 if cuda else 2**24, device=device)
@@ -135,6 +132,12 @@ def rates(device: torch.device) -> dict[str, float]:
 def kernels(words: list[str]) -> list[dict[str, Any]]:
     """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is
     trained or written."""
+    from accel.proof import Proof
+    from accel.techniques.fused_kernels import FusedKernel
+    from training.assemble import assemble
+    from training.environment import pick_device
+    from training.weights.adapter_base import settled
+
     cfg = settled(words).cfg
     stack = assemble(cfg, pick_device(cfg.runtime.device.value)).stack
     rows = []
@@ -150,6 +153,11 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and drivers as PyTorch, Triton and nvidia-smi see them."""
+    import torch
+    from torch.utils import collect_env
+
+    from accel.techniques.compilation import cxx_compiler
+
     instructions = {
         "AVX2": torch.cpu._is_avx2_supported(),
         "AVX512": torch.cpu._is_avx512_supported(),

@@ -18,15 +18,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.plan import memory
-from scripts.plan.__main__ import (
-    PlanConfig,
-    chosen_card,
-    forecast_of,
-    largest_micro_batch,
-    main,
-    planned,
-)
+from scripts.plan.__main__ import main
 from scripts.plan.memory import Forecast, Question, savings
+from scripts.plan.report import PlanConfig, chosen_card, forecast_of, largest_micro_batch, planned
 from scripts.plan.scale import Step, all_reduce, exposed, gather, on_many
 from tests.helpers import kept_at
 from training.assemble import assemble
@@ -292,7 +286,7 @@ def test_a_plan_for_this_cpu_says_nothing_of_a_gpu(capsys: pytest.CaptureFixture
 
 def test_the_card_of_this_machine_has_its_own_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("scripts.plan.__main__.memory_of", lambda device: 2**30)
+    monkeypatch.setattr("scripts.plan.report.memory_of", lambda device: 2**30)
     for name, half in (("NVIDIA H100 PCIe", 756e12), ("Abacus 9000", 0.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         called, card = chosen_card("here")

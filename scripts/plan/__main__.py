@@ -20,291 +20,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
-from pathlib import Path
-from typing import Annotated, Any
 
-import torch
-from annotated_types import Ge, Gt
-
-from accel.stack import TECHNIQUES
 from common.errors import UserError
-from common.files import read_object
-from common.text import is_figure
-from models.adapters import passes
-from scripts.commands import own_and_others, table
-from scripts.plan.memory import (
-    CONTEXT,
-    SLACK,
-    Forecast,
-    asked,
-    cheapest_change,
-    forecast,
-    merged,
-    words_of,
-)
-from scripts.plan.scale import ScaleConfig, Share, known_card, scale
-from scripts.plan.scale import __doc__ as scaling
-from training.config.compose import as_yaml, one_sentence
-from training.config.schema import Positive, TrainConfig, refuse_values
-from training.config.words import CONF
-from training.distributed.ranks import SINGLE
-from training.environment import (
-    GIB,
-    Card,
-    card_called,
-    describe_environment,
-    device_name,
-    memory_of,
-    pick_device,
-)
-from training.tune import STEPS, tuned
-from training.weights.adapter_base import settled
-
-HERE = "here"
-RATES = ("samples_per_s", "rate_of", "mfu")
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """What to plan with; any other word is an override of the training configuration."""
-
-    hardware: str | None = None
-    """Null: this machine's GPU, and h100 without one."""
-    gpus: Positive = 1
-    price_per_hour: Annotated[float, Ge(0)] | None = None
-    """Of one GPU, in any currency."""
-    samples_per_s: Annotated[float, Gt(0)] | None = None
-    """Of all GPUs together, as you know it."""
-    rate_of: str | None = None
-    """The folder of a run that has ended, such as a fastrun: its samples a second count."""
-    mfu: Share | None = None
-    """Model FLOPs utilisation: the share of the peak that each GPU reaches."""
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class TuneConfig:
-    """Where the choice goes; any other word is an override of the training configuration."""
-
-    out: str | None = None
-    """Null: conf/runtime/tuned.yaml, so that runtime=tuned asks for it."""
-    seconds: float = 120.0
-
-
-def chosen_card(hardware: str | None) -> tuple[str, Card]:
-    """The card to plan for, and what the user calls it; of this machine's its own memory counts."""
-    device = pick_device("auto")
-    name = hardware or (HERE if device.type == "cuda" else "h100")
-    if name != HERE:
-        return name, known_card(name)
-    driver = device_name(device)
-    card = card_called(driver) or Card(driver, half=0.0, memory=0.0, intra=0.0, inter=0.0)
-    return HERE, card._replace(memory=memory_of(device))
-
-
-def forecast_of(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
-    """The forecast of a run that these words describe."""
-    train = settled([*words]).cfg
-    return forecast(asked(train, card.memory, cfg.gpus, gpu=card.name != "cpu"))
-
-
-def rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
-    """Samples a second of all GPUs; None where nothing says it, ValueError where that says none."""
-    if cfg.mfu is not None:
-        if not card.half:
-            raise UserError(
-                f"mfu={cfg.mfu} is a share of a peak, and that of {card.name} is not known; give "
-                "samples_per_s."
-            )
-        flops = passes(found.model) * found.model.flops_per_sample()
-        return cfg.gpus * cfg.mfu * card.half / flops
-    if cfg.rate_of is None:
-        return cfg.samples_per_s
-
-    file = Path(cfg.rate_of).expanduser() / "summary.json"
-    measured = read_object(file).get("samples_per_s") if file.is_file() else None
-    if not is_figure(measured) or not 0.0 < measured < inf:
-        raise UserError(
-            f"rate_of={cfg.rate_of}: {file} does not say samples_per_s; give the folder of a run "
-            "that has ended."
-        )
-    return measured
-
-
-def largest_micro_batch(found: Forecast, memory: float) -> int:
-    """The most samples of a micro-batch that fit; 0 if one does not. Bytes are a straight line over
-    the samples."""
-    question = found.question
-    here = question.samples
-    other = max(1, here // 2) if here > 1 else 2
-    batch = other * question.cfg.accumulation_steps * question.gpus
-    at_other = forecast(replace(question, cfg=replace(question.cfg, batch_size=batch)))
-    most = float("inf")
-    for phase, needs in found.phases.items():
-        slope = (needs.total - at_other.phases[phase].total) / (here - other)
-        if slope > 0:
-            most = min(most, here + (memory - needs.total) / slope)
-        elif needs.total > memory:
-            most = 0
-    return max(0, int(min(most, 2**20)))
-
-
-def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
-    """Everything that the plan says, ready for JSON; None for what is not known."""
-    refuse_values(cfg)
-    given = [key for key in RATES if getattr(cfg, key) is not None]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} each say how fast the run is; give one.")
-
-    name, card = chosen_card(cfg.hardware)
-    found = forecast_of(words, cfg, card)
-    train = found.question.cfg
-    samples = found.question.samples
-    peak = found.needs.total
-    fits = peak <= card.memory
-    per_second = rate(cfg, found, card)
-    hours = per_second and train.total_samples / per_second / 3600
-    price = cfg.price_per_hour
-    return {
-        "hardware": name,
-        "gpus": cfg.gpus,
-        "fits": fits,
-        "peak_gib": peak / GIB,
-        "memory_gib": card.memory / GIB,
-        "phase": found.phase,
-        "parts_gib": {part: size / GIB for part, size in found.needs._asdict().items()},
-        "phases_gib": {phase: some.total / GIB for phase, some in found.phases.items()},
-        "kept_mib_a_block_and_sample": found.kept / (found.model.depth * samples * 2**20),
-        "on_host_gib": found.lasting["on_host"] / GIB,
-        "micro_batch": samples,
-        "largest_micro_batch": largest_micro_batch(found, card.memory),
-        "samples": train.total_samples,
-        "samples_per_s": per_second,
-        "hours": hours,
-        "cost": None if hours is None or price is None else cfg.gpus * price * hours,
-        "change": None if fits else change_that_fits(words, found, card.memory),
-        "not_counted": not_counted(train, found.question.gpu),
-    }
-
-
-def change_that_fits(words: list[str], now: Forecast, memory: float) -> dict[str, Any] | None:
-    """The cheapest changes that make a run fit, ready for JSON; None if none do."""
-    taken, found = cheapest_change(
-        now, memory, lambda changes: settled([*words, *words_of(changes)]).cfg
-    )
-    peak = found.needs.total
-    if peak > memory:
-        return None
-    costs = "; ".join(saving.costs for saving in taken)
-    return {"words": words_of(merged(taken)), "costs": costs, "peak_gib": peak / GIB}
-
-
-def not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
-    """What the plan does not tell, and the keys of whose techniques; those of a `gpu` only for
-    one."""
-    values = train.runtime.values()
-    found: dict[str, list[str]] = {}
-    for kind in TECHNIQUES:
-        technique = kind(values[kind.key], torch.device("cpu"))
-        if technique.plan_note and technique.enabled and (gpu or not technique.unavailable()):
-            found.setdefault(technique.plan_note, []).append(f"runtime.{kind.key}")
-    return found
-
-
-def texts(found: dict[str, Any]) -> str:
-    """The plan as a table and sentences."""
-    parts = found["parts_gib"]
-    gpu = parts["context"] > 0.0
-    lines = [f"{'part':<10} {'GiB':>6}"]
-    for part, size in parts.items():
-        if gpu or part not in ("context", "slack"):
-            lines.append(f"{part:<10} {size:>6.2f}")
-
-    verdict = "fits" if found["fits"] else "does not fit"
-    phases = ", ".join(f"{phase} {size:.2f}" for phase, size in found["phases_gib"].items())
-    on_host = found["on_host_gib"]
-    lines += [
-        "",
-        f"{found['peak_gib']:.2f} GiB of {found['memory_gib']:.1f} on {found['gpus']} × "
-        f"{found['hardware']}, in phase {found['phase']}: {verdict} (by phase: {phases})",
-        f"micro-batch {found['micro_batch']}, largest that fits {found['largest_micro_batch']}; a "
-        f"block keeps {found['kept_mib_a_block_and_sample']:.2f} MiB a sample"
-        + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
-        time_and_cost(found),
-    ]
-    if change := found["change"]:
-        lines.append(
-            f"cheapest change that fits: {' '.join(change['words'])} "
-            f"({change['peak_gib']:.2f} GiB; it costs {change['costs']})"
-        )
-    elif not found["fits"]:
-        lines.append(
-            "no change that this plan knows makes it fit; use a smaller model, or several GPUs "
-            "with fsdp."
-        )
-    lines.append("")
-    for why, keys in found["not_counted"].items():
-        lines.append(f"not told apart: {', '.join(keys)}: {why}")
-    if gpu:
-        lines.append(
-            f"assumed: {CONTEXT / GIB:.1f} GiB of context and {SLACK:.0%} lost by the allocator. "
-            "On a GPU: not measured yet."
-        )
-    return "\n".join(lines).rstrip()
-
-
-def time_and_cost(found: dict[str, Any]) -> str:
-    """The line that says how long the run takes, and what it costs where a price is given."""
-    if found["hours"] is None:
-        return (
-            "no hours and no cost without a rate: give rate_of=<the folder of a fastrun>, "
-            "samples_per_s= or mfu="
-        )
-    cost = f", {found['cost']:.2f} in all" if found["cost"] is not None else ""
-    return (
-        f"{found['hours']:.2f} hours for {found['samples']} samples at "
-        f"{found['samples_per_s']:.1f} a second{cost}; evaluation, sampling and saving come on top"
-    )
-
-
-def tune(cfg: TuneConfig, words: list[str]) -> str:
-    """Tries techniques, writes the fastest as a runtime file, and returns the table of all.
-
-    ValueError if nothing was measured, or the file cannot be where it was asked for.
-    """
-    composed = settled([*words, f"runtime.tune_seconds={cfg.seconds}"])
-    file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
-    if not file.parent.is_dir():
-        raise UserError(
-            f"out={file}: there is no folder {file.parent}; make it, or choose another file."
-        )
-    base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
-    if base == file.stem:
-        raise UserError(
-            f"runtime={base} would be based on itself in {file}; start from another one, as "
-            "runtime=fast."
-        )
-    device = pick_device(composed.cfg.runtime.device.value)
-    _, found = tuned(composed.cfg, device, SINGLE)
-    tried = found["tried"]
-    if not any(row["step_ms"] for row in tried):
-        told = "; ".join(f"{row['words']}: {row['refusal']}" for row in tried)
-        raise UserError(f"seconds={cfg.seconds}: nothing was measured ({told}); give more seconds.")
-
-    # The choice as a file of conf/runtime.
-    runtime = dict(found["changes"])
-    steps = runtime.pop(STEPS, None)
-    hardware = describe_environment(device)["hardware"]
-    text = f"# The fastest of {len(tried)} on {hardware}, for: {' '.join(words)}\n"
-    if steps is not None:
-        text += f"# It goes with accumulation_steps={steps}.\n"
-    file.write_text(text + as_yaml({"defaults": [base, "_self_"]} | runtime))
-    rows = [(r["words"], r["step_ms"], r["steps"] or None, r["refusal"] or "") for r in tried]
-    listed = table([("candidate", "ms/step", "steps", ""), *rows])
-    return f"{listed}\n\n{found['words']}: written to {file}"
+from scripts.commands import own_and_others
+from training.config.compose import one_sentence
 
 
 def main(words: list[str]) -> None:
@@ -312,21 +31,28 @@ def main(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return
+
     words = ["json=true" if word == "--json" else word for word in words]
     command, *rest = words
-    if "=" in command:
-        cfg, overrides = own_and_others(PlanConfig, words, __doc__ or "")
-        found = planned(cfg, overrides)
-        print(json.dumps(found, indent=1) if cfg.json else texts(found))
-    elif command == "scale":
-        print(scale(*own_and_others(ScaleConfig, rest, scaling or "")))
-    elif command == "tune":
-        print(tune(*own_and_others(TuneConfig, rest, __doc__ or "")))
-    else:
+    if "=" not in command and command not in ("scale", "tune"):
         raise UserError(
             f"plan {command}: there is no such command; give overrides to plan a run, or choose "
             "scale or tune."
         )
+
+    # Here, so that help does not wait for torch.
+    from scripts.plan import report
+    from scripts.plan.scale import ScaleConfig, scale
+    from scripts.plan.scale import __doc__ as scaling
+
+    if "=" in command:
+        cfg, overrides = own_and_others(report.PlanConfig, words, __doc__ or "")
+        found = report.planned(cfg, overrides)
+        print(json.dumps(found, indent=1) if cfg.json else report.texts(found))
+    elif command == "scale":
+        print(scale(*own_and_others(ScaleConfig, rest, scaling or "")))
+    else:
+        print(report.tune(*own_and_others(report.TuneConfig, rest, __doc__ or "")))
 
 
 if __name__ == "__main__":

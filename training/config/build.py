@@ -21,7 +21,7 @@ from typing import Any
 
 from common.errors import UserError
 from training.config.schema import wanted
-from training.config.words import MOVED
+from training.config.words import present_name
 
 EXTENSIONS = "extensions"
 ENVIRONMENT = "FASTLATENT_EXTENSIONS"
@@ -45,8 +45,7 @@ def resolve_target(target: str, key: str) -> type:
         f"{', '.join(PACKAGES)}, in a package that extensions=[…] on this command line names, or "
         f"one of {', '.join(OUTSIDERS)}."
     )
-    module_name, _, name = str(target).rpartition(".")
-    module_name = MOVED.get(module_name, module_name)
+    module_name, _, name = present_name(str(target)).rpartition(".")
     if target not in OUTSIDERS and module_name.split(".")[0] not in (*PACKAGES, *admitted):
         raise refusal
 

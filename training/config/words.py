@@ -118,13 +118,20 @@ UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """What Hydra reads in quotes only."""
 
 
+def present_name(target: str) -> str:
+    """The path of a class, with the name that its module has now."""
+    module, _, name = target.rpartition(".")
+    return f"{MOVED[module]}.{name}" if module in MOVED else target
+
+
 def present_names(node: Any) -> Any:
-    """The same tree with every `_target_` by the name that its module has now."""
+    """The same tree with every `_target_` by its present name."""
     if not isinstance(node, dict):
         return node
-    found = {key: present_names(value) for key, value in node.items()}
-    module, _, name = str(found.get("_target_")).rpartition(".")
-    return found | ({"_target_": f"{MOVED[module]}.{name}"} if module in MOVED else {})
+    return {
+        key: present_name(str(value)) if key == "_target_" else present_names(value)
+        for key, value in node.items()
+    }
 
 
 def spelled(ours: str, value: str) -> str:
