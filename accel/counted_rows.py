@@ -42,7 +42,7 @@ class Promise(NamedTuple):
 
 
 def promised(kind: type, momentum: float = 0.0) -> Promise:
-    """Returns the form of state that an optimizer class keeps; SGD keeps a moment with `momentum`."""
+    """Returns the form of state that an optimizer class keeps; SGD has a moment with `momentum`."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
     if kind is torch.optim.Adafactor:

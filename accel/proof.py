@@ -120,7 +120,7 @@ def prove(
         found = merged(gathered(tried(question, uses, keys, timed)))
         passing = any(result.get("passing") for result in found.values())
         if is_first() and not chosen and not passing:
-            write_to_cache(cache, json.dumps({"facts": facts, "found": found}, indent=1) + "\n")
+            write_to_cache(cache, {"facts": facts, "found": found})
     proofs = decided(question, found, chosen)
     kept = {key: proof.on for key, proof in proofs.items() if question.asked[key] == AUTO}
     return proofs, {"facts": facts, "chosen": kept, "found": found}

@@ -37,6 +37,12 @@ def write_atomically(file: Path, text: str) -> None:
     sync_folder(file.parent)
 
 
+def write_json(file: Path, content: Any) -> None:
+    """Writes `content` as JSON that people can read, a line each value, as `write_atomically`
+    does."""
+    write_atomically(file, json.dumps(content, indent=1) + "\n")
+
+
 def rename(source: Path, target: Path) -> None:
     """Renames a file or a folder, in the place of a file or an empty folder that is there; OSError
     if it did not.
@@ -138,12 +144,12 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
     return lock
 
 
-def write_to_cache(file: Path, text: str) -> None:
-    """Writes a file of such a folder; one that cannot be written costs the next run the same work,
-    and this one a warning."""
+def write_to_cache(file: Path, content: Any) -> None:
+    """Writes JSON to a file of a cache; if that fails, this run gives a warning, and the next one
+    does the same work again."""
     try:
         make_folder(file.parent)
-        write_atomically(file, text)
+        write_json(file, content)
     except OSError as error:
         warnings.warn(
             f"{file} cannot be written ({error.strerror}), so the next run tries again.",

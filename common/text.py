@@ -16,10 +16,10 @@ def printable(text: str) -> str:
     return UNFIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def as_json(content: Any, indent: int | None = None) -> str:
-    """Strict JSON: null stands for a float that is not finite, which other readers of JSON
-    refuse."""
-    return json.dumps(finite(content), indent=indent, allow_nan=False)
+def as_json(content: Any) -> str:
+    """Returns strict JSON in a line: null stands for a float that is not finite, which other
+    readers of JSON refuse."""
+    return json.dumps(finite(content), allow_nan=False)
 
 
 def is_figure(value: Any) -> TypeGuard[float]:

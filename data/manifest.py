@@ -22,7 +22,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import UserError, first_fault
-from common.files import write_atomically
+from common.files import write_json
 from data.loader import Above0, Count, Finite, LatentSpec, Size, wrong_lengths
 from data.source import Source, open_source, unreadable
 
@@ -158,7 +158,7 @@ class Manifest:
             yield f"the blocks of {shard.file} lie beyond its {shard.bytes} bytes"
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
+        write_json(folder / NAME, asdict(self))
 
 
 SCHEMA = TypeAdapter(Manifest)

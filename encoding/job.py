@@ -33,7 +33,7 @@ from common.files import (
     read_object,
     rename,
     sync_folder,
-    write_atomically,
+    write_json,
 )
 from data.manifest import NAME, Block, Manifest, Shard
 from encoding.images import RESIZE, ImageEntry, ImageList
@@ -114,7 +114,7 @@ def claim(out: Path, job: dict[str, Any]) -> None:
                 "folder or delete it."
             )
         return
-    write_atomically(file, json.dumps(job, indent=1) + "\n")
+    write_json(file, job)
 
 
 def locked(out: Path) -> FolderLock:

@@ -21,9 +21,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import cache_folder, read_object, write_atomically
+from common.files import cache_folder, read_object, write_json
 from common.terminal import Progress
-from common.text import as_json
+from common.text import finite
 from data.loader import LatentSpec
 from encoding.images import RESIZE, DecodedImages, decoding_loader, read_again
 from encoding.sources import list_images
@@ -310,7 +310,7 @@ class InRun:
                     "curve."
                 )
         floors = {name: floor(stats) for name, stats in self.evaluator.reference.items()}
-        write_atomically(file, as_json(told | {"floors": floors}, indent=1) + "\n")
+        write_json(file, finite(told | {"floors": floors}))
 
     @CLOCK.spending("evaluation")
     def __call__(self) -> dict[str, float]:

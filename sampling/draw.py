@@ -23,7 +23,7 @@ from common.files import (
     read_object,
     rename,
     sync_folder,
-    write_atomically,
+    write_json,
 )
 from training.config.schema import Positive, Solver, refuse_values
 
@@ -271,7 +271,7 @@ class ResumableChunks:
         """Writes down which job the folder is for; ValueError if it is for another one."""
         file = self.folder / "job.json"
         if not file.is_file():
-            write_atomically(file, json.dumps(job, indent=1) + "\n")
+            write_json(file, job)
         earlier = read_object(file)
         keys = sorted(key for key in earlier | job if earlier.get(key) != job.get(key))
         if keys:

@@ -53,7 +53,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
-    from common.files import write_atomically
+    from common.files import write_json
     from evaluation.distances import figures, stats_of
     from evaluation.evaluator import Evaluator
     from sampling.load import run_folder_of
@@ -94,7 +94,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             "classes": job.classes(),
         }
         file = out.with_name(out.name + ".json")
-        write_atomically(file, json.dumps(result, indent=1) + "\n")
+        write_json(file, result)
         print(f"\n{shown(result['features'])}\n{file}", flush=True)
     chunks.remove()
     return result

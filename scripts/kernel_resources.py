@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import write_json
 from scripts.commands import table
 from tests.kernel_cases import Case, cases
 from training.config.compose import from_words, one_sentence
@@ -147,7 +147,7 @@ def main() -> None:
         if cfg.arch is not None or cfg.like:
             rows = tables.get(triton.__version__, {}) | rows
         tables |= {"fields": " ".join(Resources._fields), triton.__version__: rows}
-        write_atomically(file, json.dumps(tables, indent=1) + "\n")
+        write_json(file, tables)
 
 
 def recorded(path: Path) -> dict[str, dict[str, Resources]]:

@@ -16,7 +16,6 @@ in <out>.parts.
 
 from __future__ import annotations
 
-import json
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from annotated_types import Ge, Le
 from PIL import Image
 
 from common.errors import UserError
-from common.files import rename, write_atomically
+from common.files import rename, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 from training.config.compose import from_words, refuse_drawing
 from training.distributed.exit import resumable_command
@@ -104,7 +103,7 @@ def sample_run(cfg: SampleConfig) -> Path:
             count = min(cfg.grid, cfg.count)
             write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
         told = job.protocol() | {"classes": job.classes()}
-        write_atomically(out.with_name(out.name + ".json"), json.dumps(told, indent=1) + "\n")
+        write_json(out.with_name(out.name + ".json"), told)
     chunks.remove()
     ranks.say(str(file))
     return file

@@ -3,7 +3,6 @@ takes it."""
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 from collections import defaultdict
@@ -18,7 +17,7 @@ from torch import Tensor
 from accel.composite_optimizer import kept_by, nbytes_of
 from accel.sharding import local, total_norm
 from common.errors import DISK, UserError, is_out_of_memory
-from common.files import make_folder, write_atomically
+from common.files import make_folder, write_json
 from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.load import goes_on
@@ -69,7 +68,7 @@ def dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
         content |= {"samples": samples_of(training, batches), "blocks": norms(training, batches)}
     if training.ranks.first:
         make_folder(file.parent)
-        write_atomically(file, json.dumps(content, indent=1) + "\n")
+        write_json(file, content)
     return file
 
 

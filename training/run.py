@@ -16,8 +16,15 @@ from accel.ledger import Ledger, LedgerRow
 from accel.proof import FILE as KERNELS_FILE
 from accel.stack import AccelerationStack
 from common.errors import UserError
-from common.files import FolderLock, lock_folder, make_folder, read_object, write_atomically
-from common.text import as_json
+from common.files import (
+    FolderLock,
+    lock_folder,
+    make_folder,
+    read_object,
+    write_atomically,
+    write_json,
+)
+from common.text import finite
 from training.assemble import Training
 from training.checkpoint.load import (
     MUST_MATCH,
@@ -117,7 +124,7 @@ class Run:
         it."""
         self.claimed = self.claimed or self.ranks.agreed(self.hold)
         if self.ranks.first:
-            write_atomically(self.folder / name, as_json(content, indent=1) + "\n")
+            write_json(self.folder / name, finite(content))
 
     @CLOCK.spending("warm_up")
     def tuned(self) -> TrainConfig:

@@ -29,7 +29,7 @@ from accel.stack import AccelerationStack
 from common import workers
 from common.errors import UserError
 from common.files import ROOT, cache_folder, read_object, write_to_cache
-from common.text import as_json
+from common.text import finite
 from training.assemble import plain
 from training.components import latents_of
 from training.config.compose import typed
@@ -95,7 +95,7 @@ def choice_of(
         }
     )
     if any(row["step_ms"] for row in found["tried"]):
-        write_to_cache(file, as_json(found, indent=1) + "\n")
+        write_to_cache(file, finite(found))
     return found
 
 

@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from accel.stack import TECHNIQUES
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import write_atomically, write_json
 from scripts.bench import TABLES, Figures, Words
 from scripts.bench.runner import code_hash
 from scripts.commands import put_between, table
@@ -159,7 +159,7 @@ def write(page: Page, docs: Path) -> None:
     kind = TABLES["lists"].get(page.command, "cases")
     found = {"benchmark": page.name, "environment": page.newest, kind: entries}
     base = docs / page.stem
-    write_atomically(base.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
+    write_json(base.with_suffix(".json"), found)
     write_atomically(
         base.with_suffix(".md"), filled("page", page=page, texts=texts(page.command, page.entries))
     )

@@ -31,7 +31,7 @@ import torch
 import scripts.bench
 from common import workers
 from common.errors import UserError
-from common.files import ROOT, lock_folder, write_atomically
+from common.files import ROOT, lock_folder, write_json
 from scripts.bench import TABLES, Case, Figures, Words
 from scripts.bench.cases import Job, job
 from scripts.bench.measure import device_of, result_of
@@ -207,7 +207,7 @@ class Runner:
         order = job.cases.index(case)
         facts = {"benchmark": job.cfg.name, "order": order, "seconds": seconds, "entry": entry}
         file.parent.mkdir(exist_ok=True)
-        write_atomically(file, json.dumps(facts | {"environment": environment}, indent=1) + "\n")
+        write_json(file, facts | {"environment": environment})
         said = entry.get("error") or entry.get("reason") or f"measured in {seconds:.0f} s"
         print(f"{job.cfg.name}, {case.name}: {said}", flush=True)
         return entry

@@ -182,7 +182,7 @@ def test_the_last_files_of_a_save(
             raise OSError(errno.ENOSPC, "No space left on device", str(file))
         write_atomically(file, text)
 
-    monkeypatch.setattr("training.checkpoint.save.write_atomically", full)
+    monkeypatch.setattr("common.files.write_atomically", full)
     with pytest.raises(
         ValueError,
         match=rf"step-4 cannot be saved \(No space.*goes on from step-{newest}; \d+ samples",

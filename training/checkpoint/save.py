@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.files import file_sha256, make_folder, rename, sync_folder, write_atomically
+from common.files import file_sha256, make_folder, rename, sync_folder, write_json
 from common.terminal import Progress
-from common.text import as_json
+from common.text import finite
 from training.checkpoint.files import PART, Staged, header, stage, write_tensors
 from training.checkpoint.load import complete, damage, description, goes_on, step_of
 from training.distributed.ranks import SINGLE, Ranks, Together
@@ -81,7 +81,7 @@ class Save:
 
         if self.ranks.first:
             file = self.temporary / "state.json"
-            write_atomically(file, as_json(self.described, indent=1) + "\n")
+            write_json(file, finite(self.described))
             files[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
         return files
 
@@ -92,8 +92,7 @@ class Save:
         with contextlib.suppress(OSError), metrics.open("rb") as stream:
             os.fsync(stream.fileno())
 
-        manifest = as_json({"format": FORMAT, "files": files}, indent=1)
-        write_atomically(self.temporary / "manifest.json", manifest + "\n")
+        write_json(self.temporary / "manifest.json", {"format": FORMAT, "files": files})
         if self.folder.exists():  # the attempt before this one got so far, and then failed
             remove(self.folder)
         rename(self.temporary, self.folder)

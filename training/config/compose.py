@@ -245,8 +245,8 @@ def from_yaml(text: str) -> Any:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The same from a file; ValueError if it holds no configuration, OSError if it cannot be
-    read."""
+    """Reads a YAML file as plain containers, with the present names of classes; ValueError if it
+    holds no configuration, OSError if it cannot be read."""
     try:
         found = from_yaml(file.read_text())
     except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:

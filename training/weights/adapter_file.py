@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import file_sha256, make_folder, read_object, write_atomically
+from common.files import file_sha256, make_folder, read_object, write_json
 from common.text import is_figure
 from models.adapters import PromptedLabels, merge, trained
 from models.denoiser import Denoiser
@@ -222,9 +222,7 @@ def write_peft(file: Path, folder: Path) -> None:
     write_tensors(
         folder / TENSORS, {peft_name(name): tensor for name, tensor in tensors.items()}, header
     )
-    write_atomically(
-        folder / CONFIG, json.dumps(config | {"modules_to_save": whole or None}, indent=1) + "\n"
-    )
+    write_json(folder / CONFIG, config | {"modules_to_save": whole or None})
 
 
 def without_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
