@@ -84,7 +84,7 @@ COMPILED |= {
         "ssd_mlp production runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective"
     ),
     "bf16 weights": "conv production runtime.weights=bf16",
-    "flex": "dit production runtime.attention=flex",
+    "flex": "dit production runtime.attention=flex model.mixer.window=2",
 }
 SPEC = LatentSpec(
     channels=4,
@@ -200,11 +200,14 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
     return torch.empty(len(position), words, dtype=dtype, device=position.device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, backend: str = "auto", groups: Tensor | None = None
+) -> Tensor:
     """The backend that is named; for "auto", what PyTorch takes on an H100 or what takes fp32."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
-        return accel.kernels.attend.flex(q, k, v)
+        return accel.kernels.attend.flex(q, k, v, groups)
+    assert groups is None
     ops = torch.ops.aten
     if backend == "math":
         return (q @ k.mT).softmax(-1) @ v

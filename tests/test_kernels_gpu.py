@@ -23,7 +23,7 @@ from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
 from common.files import ROOT
-from models.mixers.attention import axial_rotations
+from models.mixers.attention import Attention, axial_rotations
 from scripts.bench.kernels import swiglu
 
 pytestmark = pytest.mark.gpu
@@ -236,6 +236,20 @@ def test_the_scan_agrees_with_mamba_ssm():
     own = (groups[0] * groups[1])[:, :, 1].sum(-1)[..., None, None] * step * x
     actual = fused_bidirectional_ssd(*inputs)
     assert (actual - (expected - own)).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_flex_attends_within_windows_forward_and_backward(layer):
+    mixer = Attention(64, 32, (16, 16), window=8, layer=layer).cuda()
+    mixer.init_weights()
+    h = cuda(2, 256, 64)
+    found = {}
+    for backend in ("math", "flex"):
+        mixer.attention_backend = backend
+        y = mixer(h)
+        found[backend] = [y, *torch.autograd.grad(y.square().sum(), (h, mixer.qkv.weight))]
+    for actual, expected in zip(found["flex"], found["math"], strict=True):
+        assert (actual - expected).norm() / expected.norm() < 1e-3
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

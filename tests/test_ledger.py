@@ -431,13 +431,15 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
 
 
 def test_flex_stays_compiled_in_evaluation():
-    q, k, v = torch.randn(3, 1, 2, 16, 16)
+    q, k, v = torch.randn(3, 1, 2, 256, 16)
+    windows = torch.randint(0, 5, (256,), dtype=torch.int32)
+    windows[:128] += 5  # two blocks of scores that are skipped, two that are masked
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        found = attend(q, k, v, "flex")
-        ops = observe_ops(lambda: attend(q, k, v, "flex"))
+        found = attend(q, k, v, "flex", windows)
+        ops = observe_ops(lambda: attend(q, k, v, "flex", windows))
     assert any(op.startswith("## Call CompiledFxGraph") for op in ops)
     assert not {"aten::bmm", "aten::matmul", "aten::_softmax"} & ops.keys()  # no scores
-    torch.testing.assert_close(found, attend(q, k, v, "math"), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, attend(q, k, v, "math", windows), rtol=1e-4, atol=1e-5)
 
 
 def test_error_stops_where_a_step_shows_a_technique_to_be_off(monkeypatch):

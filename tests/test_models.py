@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ FAMILIES = {
     "zigzag": dict(mixer=partial(ZigzagSSD, expand=2, state_dim=16)),
     "conv": dict(mixer=Convolution, mlp_ratio=8 / 3),
     "dit_plain": dict(mixer=partial(Attention, qk_norm=False), mlp_ratio=8 / 3),
+    "dit_windows": dict(mixer=partial(Attention, window=2), mlp_ratio=8 / 3),
 }
 
 
@@ -206,6 +208,63 @@ def test_weight_decay_leaves_vectors_embeddings_and_the_scan_alone():
     assert all(n.endswith(tuple(f"{kind}.weight" for kind in kinds)) for n in decayed)
     scan = {f"blocks.0.layers.0.{name}" for name in ("A_log", "dt_bias", "D", "conv_weight")}
     assert {"pos_embed", "label_embed.table.weight", *scan} <= exempt
+
+
+WINDOWS = {
+    # side, moved by half a window or not -> the rows, or columns, at which windows of a grid of 6
+    # rows and 10 columns begin
+    (4, False): ([0, 4], [0, 4, 8]),
+    (4, True): ([0, 2], [0, 2, 6]),
+    (3, False): ([0, 3], [0, 3, 6, 9]),
+    (3, True): ([0, 2, 5], [0, 2, 5, 8]),
+    (8, True): ([0, 4], [0, 4]),
+}
+
+
+@pytest.mark.parametrize(("window", "moved"), WINDOWS)
+def test_tokens_attend_within_their_window(window, moved):
+    """Against attention over each rectangle of tokens by itself."""
+    torch.manual_seed(0)
+    mixer = Attention(16, 8, (6, 10), rope_base=None, window=window, layer=int(moved))
+    mixer.init_weights()
+    h = torch.randn(2, 60, 16)
+    grid = h.view(2, 6, 10, 16)
+    alone = Attention(16, 8, (1, 1), rope_base=None)
+    alone.load_state_dict(mixer.state_dict())
+    expected = torch.empty_like(grid)
+    edges = [[*begins, side] for begins, side in zip(WINDOWS[window, moved], (6, 10), strict=True)]
+    pairs = 0
+    for top, bottom in pairwise(edges[0]):
+        for left, right in pairwise(edges[1]):
+            part = grid[:, top:bottom, left:right]
+            tokens = (bottom - top) * (right - left)
+            expected[:, top:bottom, left:right] = alone(part.flatten(1, 2)).view_as(part)
+            pairs += tokens * tokens
+    torch.testing.assert_close(mixer(h), expected.flatten(1, 2))
+
+    products = 2 * 60 * (3 + 1) * 16 * 16
+    assert mixer.flops(60) == products + 4 * pairs * 16  # what is masked does not count
+
+
+def test_windows_of_every_other_block_are_moved():
+    even, odd = (block.layers[0] for block in tiny("dit_windows", height=16, width=16).blocks)
+    assert even.spans == [[2, 2, 2, 2]] * 2
+    assert odd.spans == [[1, 2, 2, 2, 1]] * 2
+    mixer = partial(Attention, window=2, shift=0)
+    for block in tiny("dit_windows", height=16, width=16, mixer=mixer).blocks:
+        assert block.layers[0].spans == even.spans
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, -2])
+def test_windows_that_are_none_are_refused(window):
+    with pytest.raises(ValueError, match=f"model.mixer.window={window} must be .*below 4"):
+        tiny("dit", mixer=partial(Attention, window=window))
+
+
+@pytest.mark.parametrize(("window", "shift"), [(3, 3), (3, -1), (None, 0)])
+def test_shifts_that_are_none_are_refused(window, shift):
+    with pytest.raises(ValueError, match=f"model.mixer.shift={shift} must be .*window={window};"):
+        tiny("dit", mixer=partial(Attention, window=window, shift=shift))
 
 
 def test_rotary_positions_make_scores_depend_on_offsets_only():

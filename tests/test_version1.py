@@ -20,7 +20,7 @@ from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
 from tests.helpers import CPU
 from train import train
-from training.checkpoint.load import description, same_set
+from training.checkpoint.load import description, other_than, same_set
 from training.components import build_loader
 from training.config.compose import compose
 
@@ -116,3 +116,13 @@ def test_its_weights_sample_as_they_did(version1, tmp_path):
 
 def test_its_latents_verify(version1):
     assert verify(VerifyConfig(path=str(version1 / "set"), count=0)) == []
+
+
+def test_a_key_that_came_later_is_null_for_what_was_before():
+    before = compose(["model=dit_xs"]).cfg.model
+    now = {"model": before, "data": {}, "objective": {}, "optimizer": {}, "adapter": {}}
+    mixer = {key: value for key, value in before["mixer"].items() if key not in ("window", "shift")}
+    then = now | {"model": {**before, "mixer": mixer}}
+    assert other_than(then, now) is None
+    now["model"] = compose(["model=dit_xs", "model.mixer.window=2"]).cfg.model
+    assert other_than(then, now) == "model: mixer.window was None, is 2"

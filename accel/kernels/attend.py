@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,40 +29,61 @@ def attend(
     k: Float[Tensor, "B K L P"],
     v: Float[Tensor, "B K L P"],
     backend: str = "auto",
+    groups: Int[Tensor, "L"] | None = None,
 ) -> Float[Tensor, "B K L P"]:
     """`softmax(q·kᵀ / √P)·v`. `backend` is one of `BACKENDS`, "flex", or "auto" for PyTorch's own
     choice.
+
+    With `groups`, a token attends to the tokens of its own group only: all backends but "flex"
+    compute every score and mask the others, and "flash" and "cudnn" do not take a mask on a GPU.
 
     A named backend that does not take the inputs is a RuntimeError of PyTorch's, never another
     backend. The channels of a head must be neighbours in memory: every backend but `math` would
     copy q, k or v otherwise.
     """
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    if backend == "auto":
-        return F.scaled_dot_product_attention(q, k, v)
     if backend == "flex":
-        return flex(q, k, v)
+        return flex(q, k, v, groups)
+
+    mask = None if groups is None else groups[:, None] == groups
+    if backend == "auto":
+        return F.scaled_dot_product_attention(q, k, v, mask)
     with sdpa_kernel(BACKENDS[backend]):
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
     """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it
     stores all scores.
 
     It stays compiled where everything else is told to run eagerly, as in evaluation.
     """
-    from torch.nn.attention.flex_attention import flex_attention
-
     if torch.compiler.is_compiling():
-        return flex_attention(q, k, v)  # pyright: ignore[reportReturnType]
+        return flex_in_groups(q, k, v, groups)
     with torch.profiler.record_function(FLEX), torch.compiler.set_stance("default"):
-        return compiled_flex()(q, k, v)
+        return compiled_flex()(q, k, v, groups)
+
+
+def flex_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
+    """FlexAttention that skips blocks of 128 × 128 scores in which no two tokens share a group.
+
+    Each call finds those blocks anew, in L² comparisons of integers that are compiled with it, so
+    there is no state to keep on the right device.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    block_mask = None
+    if groups is not None:
+
+        def is_seen(_sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return groups[query] == groups[key]
+
+        tokens = len(groups)
+        block_mask = create_block_mask(is_seen, None, None, tokens, tokens, device=groups.device)
+    return flex_attention(q, k, v, block_mask=block_mask)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
 def compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # which raises where it would run uncompiled
-    return torch.compile(flex_attention, fullgraph=True)
+    # fullgraph raises where FlexAttention would run uncompiled
+    return torch.compile(flex_in_groups, fullgraph=True)

@@ -151,7 +151,8 @@ class AttentionBackend(Technique):
         self.switch(AUTO)
         restore()
         self.failure = (
-            f"{self.value} attention does not take this model's heads and dtype, so PyTorch chooses"
+            f"{self.value} attention does not take this model's heads, windows or dtype, so "
+            "PyTorch chooses"
         )
         return self.failure
 

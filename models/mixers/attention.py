@@ -1,12 +1,15 @@
-"""Softmax attention over all tokens of the grid, with axial rotary position embedding.
+"""Softmax attention over all tokens of the grid or within windows of it, with axial rotary position
+embedding.
 
 Letters: B samples, L tokens, D width, K heads, P head dim.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.attend import attend
@@ -29,6 +32,13 @@ def axial_rotations(
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
+def window_spans(side: int, window: int, offset: int) -> list[int]:
+    """Tokens of each window along a side of the grid. The first window holds `window - offset` of
+    them, and the last what is left."""
+    edges = [0, *range(window - offset, side, window), side]
+    return [end - start for start, end in pairwise(edges)]
+
+
 class Attention(Layer):
     """Multi-head self-attention through `scaled_dot_product_attention`.
 
@@ -36,9 +46,16 @@ class Attention(Layer):
     training of large models met, at some cost in quality at equal steps (LightningDiT issue 68).
     `rope_base` null: no rotary embedding.
     `bias`: both products have one. These two are for weights that were trained elsewhere.
+    `window` null: each token attends to all. An integer: only to those of its window of
+    `window` × `window` tokens. The windows of odd layers lie `shift` tokens further up and left
+    (null: half a window), so that what neighbours know crosses their edges. Unlike in Swin (Liu et
+    al. 2021, https://arxiv.org/abs/2103.14030) nothing wraps around: windows at the edges are
+    smaller.
     """
 
     rotations: Tensor | None
+    windows: Int[Tensor, "L"] | None
+    """Number of each token's window."""
     fused_rope: bool
 
     def __init__(
@@ -51,8 +68,21 @@ class Attention(Layer):
         *,
         bias: bool = False,
         rope_base: float | None = 100.0,
+        window: int | None = None,
+        shift: int | None = None,
+        layer: int = 0,
     ) -> None:
         super().__init__()
+        if window is not None and not 2 <= window < max(grid):
+            raise UserError(
+                f"model.mixer.window={window} must be at least 2 and below {max(grid)}, the longer "
+                "side of the grid of tokens; null attends to all of them."
+            )
+        if shift is not None and not 0 <= shift < (window or 0):
+            raise UserError(
+                f"model.mixer.shift={shift} must be at least 0 and below model.mixer.window="
+                f"{window}; null moves the windows of odd layers by half of that."
+            )
         self.heads = heads_of(dim, head_dim, what="dim")
         self.rope_base = rope_base
         if rope_base is not None and head_dim % 4:
@@ -70,6 +100,15 @@ class Attention(Layer):
         angles = None if rope_base is None else torch.empty(2, grid[0] * grid[1], head_dim)
         self.register_buffer("rotations", angles, persistent=False)
 
+        # The sides of this layer's windows; without windows the whole grid is one.
+        self.spans = [[side] for side in grid]
+        if window is not None:
+            moved = window // 2 if shift is None else shift
+            offset = moved if layer % 2 else 0
+            self.spans = [window_spans(side, window, offset) for side in grid]
+        numbers = None if window is None else torch.empty(grid[0] * grid[1], dtype=torch.int32)
+        self.register_buffer("windows", numbers, persistent=False)
+
     def init_weights(self) -> None:
         super().init_weights()
         if self.q_weight is not None and self.k_weight is not None:
@@ -80,6 +119,12 @@ class Attention(Layer):
     def init_buffers(self) -> None:
         if self.rotations is not None and self.rope_base is not None:
             self.rotations.copy_(axial_rotations(self.grid, self.head_dim, self.rope_base))
+        if self.windows is not None:
+            rows, columns = (
+                torch.arange(len(spans)).repeat_interleave(torch.tensor(spans))
+                for spans in self.spans
+            )
+            self.windows.copy_((rows[:, None] * len(self.spans[1]) + columns).flatten())
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         qkv = self.qkv(h).unflatten(-1, (3, self.heads, self.head_dim))
@@ -88,8 +133,11 @@ class Attention(Layer):
         else:
             place = fused_qk_rope if self.fused_rope else qk_rope
             q, k, v = place(qkv, self.q_weight, self.k_weight, self.rotations, self.eps)
-        return self.out_proj(attend(q, k, v, self.attention_backend).transpose(1, 2).flatten(2))
+        y = attend(q, k, v, self.attention_backend, self.windows)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        return super().flops(tokens) + 4 * tokens * tokens * self.heads * self.head_dim
+        """FLOPs of one forward pass of one sample of `tokens` tokens; scores that windows mask do
+        not count."""
+        rows, columns = (sum(span * span for span in spans) for spans in self.spans)
+        return super().flops(tokens) + 4 * rows * columns * self.heads * self.head_dim

@@ -251,6 +251,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 MUST_MATCH = tuple(identity({}))
+ADDED = ("mixer.window", "mixer.shift")
+"""Keys that earlier versions did not have; null is what those did."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
@@ -291,14 +293,19 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
 
 def other_than(described: dict[str, Any], run: dict[str, Any]) -> str | None:
     """The first part in which a checkpoint is of another run, with the difference."""
-    now = json.loads(json.dumps({name: run[name] for name in MUST_MATCH}))
     for name in MUST_MATCH:
-        then = described[name]
-        if then == now[name] or (name == "data" and same_set(described, run)):
+        then = known_before(described[name])
+        now = known_before(json.loads(json.dumps(run[name])))
+        if then == now or (name == "data" and same_set(described, run)):
             continue
-        told = f"{name}: {difference(then, now[name])}"
-        return told + other_order(then, now[name]) if name == "data" else told
+        told = f"{name}: {difference(then, now)}"
+        return told + other_order(then, now) if name == "data" else told
     return None
+
+
+def known_before(part: dict[str, Any]) -> dict[str, Any]:
+    """Flattens a part of a description, and leaves out keys of `ADDED` that are null."""
+    return {key: value for key, value in flat(part) if value is not None or key not in ADDED}
 
 
 def other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
