@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn.attention.flex_attention import create_block_mask
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
+from models.mixers.attention import Attention
 from scripts.bench import TABLES
+from scripts.bench import publish as publisher
+from scripts.bench.cases import job
 from scripts.bench.publish import (
+    GUIDES,
     PLACES,
     Page,
     Result,
@@ -101,7 +106,7 @@ def test_the_tables_are_those_of_the_pages(tmp_path):
     """`bench publish` has been run since the last result was kept, and since what shows it was
     changed; and pages of earlier versions are read and left as they are."""
     root = tmp_path / "root"
-    shutil.copytree(ROOT / "docs" / "benchmarks", root / "docs" / "benchmarks")
+    shutil.copytree(ROOT / "docs", root / "docs")
     shutil.copy(ROOT / "README.md", root)
     before = files(root)
     publish([], root)
@@ -314,3 +319,74 @@ def test_a_page_without_its_marks_is_told(docs):
 def test_tables_align():
     lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
     assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]
+
+
+def rows_of_guides():
+    return [row for group in GUIDES.values() for row in group["rows"]]
+
+
+def test_every_figure_of_the_guides_has_its_source_and_its_status():
+    known = {"what", "key", "figure", "says", "item", "cases", "shows", "counted", "declined"}
+    assert len(rows_of_guides()) >= 30
+    for group in GUIDES.values():
+        assert group["gpu"]  # what settles the rows that wait
+        for row in group["rows"]:
+            assert row.keys() <= known, row
+            assert {"what", "figure"} <= row.keys(), row
+            statuses = [status for status in ("item", "counted", "declined") if status in row]
+            assert len(statuses) <= 1, row
+            assert ("item" in row) == ("cases" in row) == ("shows" in row), row
+            assert "says" not in row or "](https://" in row["says"], row
+
+
+def test_every_case_of_the_guides_is_one_that_its_item_measures():
+    cases = {}
+    for row in rows_of_guides():
+        if "item" in row:
+            command, *words = TABLES["queue"][row["item"]]["words"].split()
+            if row["item"] not in cases:
+                cases[row["item"]] = {case.name for case in job(command, words).cases}
+            assert {*row["cases"].values()} <= cases[row["item"]], row
+
+
+def test_the_page_of_guides_shows_a_figure_and_where_it_was_measured(monkeypatch):
+    """Of a GPU where there is one, else of a CPU, never of a case that failed."""
+    row = {"what": "all", "figure": "2 ×", "item": "counted", "shows": "{peak_change:+.0%}"}
+    row["cases"] = {"one": "bf16", "two": "other"}
+    later = {"what": "later", "key": "a.b, c.d", "figure": "3 ×"}
+    groups = {"Memory": {"gpu": "`plan`", "rows": [row, later | {"declined": "why"}, later]}}
+    monkeypatch.setattr(publisher, "GUIDES", groups)
+    of_gpu = GPU | {"command": "python -m scripts.bench counted"}
+    of_cpu = of_gpu | {"hardware": "a CPU", "device": "cpu"}
+    entry = {"name": "bf16", "peak_change": -0.5}
+
+    def page(benchmark, *entries, run):
+        return Page(benchmark, [Result(entry, run) for entry in entries])
+
+    failed = {"name": "other", "peak_change": 9.0, "error": "it failed"}
+    cpu = page("counted_b256", entry, failed, run=of_cpu)
+    text = tables([cpu])["guides"]
+    assert (
+        "2 × | often repeated | one: -50% ([cpu](benchmarks/counted_b256_cpu_2026-12.md))" in text
+    )
+    assert "| later | `a.b`, `c.d` | 3 × | often repeated | declined: why |" in text
+    assert "| later | `a.b`, `c.d` | 3 × | often repeated | – |" in text
+    gpu = page("counted", entry | {"peak_change": -0.25}, run=of_gpu)
+    assert "one: -25% ([h100](benchmarks/counted_h100_2026-12.md))" in tables([cpu, gpu])["guides"]
+
+
+def test_what_the_guides_page_counts_by_hand_is_so():
+    counted = " ".join(row["counted"] for row in rows_of_guides() if "counted" in row)
+    L, s, b, h, a = 32, 1024, 100, 4096, 32
+    assert f"{2 * L * s * b * h * (34 + 5 * a * s // h) / 1e12:.2f} TB" in counted
+    assert f"{b * s / 1e6:.1f} M tokens" in counted
+    assert f"{3 * 512 * 512 // (4 * 64 * 64)} ×" in counted
+    for layer in (0, 1):
+        mixer = Attention(64, 64, (32, 32), window=8, layer=layer)
+        mixer.init_weights()
+        seen = mixer.windows[:, None] == mixer.windows
+        mask = create_block_mask(
+            lambda b, h, q, k, seen=seen: seen[q, k], None, None, 1024, 1024, device="cpu"
+        )
+        assert f"{100 * (1.0 - seen.float().mean().item()):.0f} %" in counted
+        assert f"{mask.sparsity():.0f} %" in counted

@@ -17,6 +17,7 @@
     precision     fp32, bf16 and fp16: losses over several seeds
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds
     plan          the memory that scripts.plan predicts, beside what is measured
+    counted       what techniques save of an H100's memory, counted without one
 
 Keys of the command itself come first (`<command> --help` lists them); any other `key=value` is an
 override of the training configuration, on top of the `setting`. Each result is a file in `out` as

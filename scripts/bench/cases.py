@@ -138,6 +138,12 @@ def tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
             yield Case(name, measure.gpu_tests, [name], seconds=120.0)
 
 
+def counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
+    for name, texts in TABLES["counted"].items():
+        base = [*words, *texts["over"].split()]
+        yield Case(name, measure.counted, [*base, *texts["words"].split()], base)
+
+
 Plan = Callable[[Any, Words], Iterator[Case]]
 
 
@@ -167,6 +173,7 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "precision": (SeedsConfig, varied(measure.seeds, PRECISIONS, 60.0)),
     "memory": (SeedsConfig, varied(measure.seeds, TABLES["memory"], 60.0)),
     "plan": (BenchConfig, varied(measure.planned, TABLES["planned"])),
+    "counted": (BenchConfig, counted),
 }
 """Command -> its keys, and what plans its cases."""
 

@@ -27,7 +27,8 @@ from scripts.plan.memory import asked, forecast
 from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
-from training.environment import memory_of, pick_device
+from training.config.compose import compose
+from training.environment import CARDS, memory_of, pick_device
 from training.evaluate import evaluate
 from training.failures import lasting_bytes
 
@@ -170,6 +171,20 @@ def planned(case: Case, cfg: BenchConfig) -> Figures:
         "phase": plan.phase,
         "memory_error": predicted / measured - 1.0 if measured else None,
     }
+
+
+def counted(case: Case, cfg: BenchConfig) -> Figures:
+    """Counts by scripts.plan what a configuration and its baseline take of an H100, without one:
+    bytes at the peak, of which `activations` are kept for the backward pass."""
+    memory = CARDS["h100"].memory
+    found: Figures = {}
+    for which, words in (("baseline_", case.baseline), ("", case.overrides)):
+        plan = forecast(asked(compose(words).cfg, memory))
+        found[f"{which}peak_bytes"] = plan.needs.total
+        found[f"{which}activations_bytes"] = plan.kept
+    for what in ("peak", "activations"):
+        found[f"{what}_change"] = found[f"{what}_bytes"] / found[f"baseline_{what}_bytes"] - 1.0
+    return found
 
 
 def saves(case: Case, cfg: BenchConfig) -> Figures:

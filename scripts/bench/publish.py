@@ -24,13 +24,21 @@ from scripts.bench import TABLES, Figures, Words
 from scripts.bench.runner import code_hash
 from scripts.commands import put_between, table
 from scripts.timing import no_difference
+from training.config.compose import read_config
 from training.environment import git_state
 
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
-PLACES = {"front": "README.md", "techniques": "README.md", "overview": "docs/benchmarks/README.md"}
+PLACES = {
+    "front": "README.md",
+    "techniques": "README.md",
+    "guides": "docs/techniques.md",
+    "overview": "docs/benchmarks/README.md",
+}
 """Part of the template -> the page that has its table."""
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
+GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
+"""Group -> what guides promise, in rows, and how a GPU settles them."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -48,6 +56,14 @@ class Cells(string.Formatter):
         if format_spec in UNITS:
             return f"{value / UNITS[format_spec]:.2f}"
         return format(value, format_spec)
+
+
+def shown_as(entry: Figures, form: str) -> str:
+    """Fills a format with an entry's figures."""
+    return Cells().vformat(form, (), defaultdict(lambda: None, entry)).replace("–––", "–")
+
+
+TEMPLATES.filters["shown_as"] = shown_as
 
 
 def shown(command: str, entries: Sequence[Figures]) -> list[Figures]:
@@ -78,8 +94,7 @@ def texts(command: str, entries: Sequence[Figures]) -> Words:
     columns = TABLES["columns"].get(command, {})
     rows: list[Sequence[object]] = [("", *columns, "")]
     for entry in shown(command, entries):
-        known = defaultdict(lambda: None, entry)
-        cells = [Cells().vformat(form, (), known).replace("–––", "–") for form in columns.values()]
+        cells = [shown_as(entry, form) for form in columns.values()]
         rows.append((entry["name"], *cells, entry["remark"]))
     return [table(rows), *(entry["text"] for entry in entries if "text" in entry)]
 
@@ -173,7 +188,8 @@ def tables(pages: Sequence[Page]) -> dict[str, str]:
     def of(name: str | None, cuda: bool) -> list[Page]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
-    facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "kinds": TECHNIQUES}
+    facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "guides": GUIDES}
+    facts["kinds"] = TECHNIQUES
     return {name: filled(name, no_difference=no_difference, **facts) for name in PLACES}
 
 
