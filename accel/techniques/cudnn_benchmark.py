@@ -13,6 +13,7 @@ import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence, observe_kernels
 from accel.ledger import UNSEEN, UNUSED
+from accel.machine import is_here
 from accel.technique import Observation, Technique
 
 CONVOLUTION = "aten::cudnn_convolution"
@@ -31,7 +32,8 @@ class CudnnBenchmark(Technique):
     """Names of kernels that a step runs with the autotuner only."""
 
     def unavailable(self) -> str | None:
-        if self.device.type != "cuda" or not torch.backends.cudnn.is_available():
+        found = torch.backends.cudnn.is_available()
+        if self.device.type != "cuda" or not is_here("cuDNN", found):
             return (
                 "The cuDNN autotuner needs cuDNN on an NVIDIA GPU; this run is on "
                 f"{self.device.type}."

@@ -23,14 +23,22 @@ from common.files import write_atomically, write_json
 from scripts.bench import TABLES, Figures, Words
 from scripts.bench.runner import code_hash
 from scripts.commands import put_between, table
+from scripts.doctor import matrix
 from scripts.timing import no_difference
 from training.environment import git_state
 
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
-PLACES = {"front": "README.md", "techniques": "README.md", "overview": "docs/benchmarks/README.md"}
+PLACES = {
+    "front": "README.md",
+    "techniques": "README.md",
+    "overview": "docs/benchmarks/README.md",
+    "hardware": "docs/techniques.md",
+}
 """Part of the template -> the page that has its table."""
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
+CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
+"""The GPUs of the table of hardware."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -174,6 +182,7 @@ def tables(pages: Sequence[Page]) -> dict[str, str]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
     facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "kinds": TECHNIQUES}
+    facts["hardware"] = matrix(CARDS)
     return {name: filled(name, no_difference=no_difference, **facts) for name in PLACES}
 
 
