@@ -2,12 +2,12 @@
 
 What GPUs can do is from the vendors' data sheets: dense 16-bit products (no sparsity), memory,
 links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40}, .../products/a10-gpu;
-for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and Ampere architectures, with
-fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus.
-GiB as drivers report them, rounded down. Links between GPUs as collectives reach them: for Hopper
-the table in torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's NVLink, 300
-GB/s a direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s; for B200 900
-GB/s at the same share; for cards without NVLink PCIe, by rule of thumb.
+for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and Ampere architectures,
+with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus. GiB as drivers report
+them, rounded down. Links between GPUs as collectives reach them: for Hopper the table in
+torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's NVLink, 300 GB/s a
+direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s; for B200 900 GB/s at
+the same share; for cards without NVLink PCIe, by rule of thumb.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """cuDNN autotuner: tries every convolution algorithm once per shape and keeps the fastest.
 
-What it costs: a slower first step for each new shape, and run-to-run determinism. It matters to
-models with dense convolutions and to the autoencoder of `precompute_latents.py`. Speed: not
-measured yet.
+What it costs: a slower first step for each new shape, and run-to-run determinism. It acts on dense
+convolutions: those of a denoiser that has some, and those of the autoencoder in
+`precompute_latents.py`, where it stays off unless `same_bytes=false` lets a job that goes on end with
+other bytes. Samples are drawn without it, for the same reason. Speed: not measured yet.
 """
 
 from __future__ import annotations
