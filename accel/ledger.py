@@ -60,7 +60,8 @@ class Ledger(list[LedgerRow]):
         told = {key: found.pop(key) for key in ("compile", "fused_adamw") if key in found}
         told["amp"] = str(dtype not in ("fp32", "false")).lower()
         told["amp_dtype"] = dtype
-        return "Acceleration: " + " ".join(f"{key}={value}" for key, value in (told | found).items())
+        words = [f"{key}={value}" for key, value in (told | found).items()]
+        return f"Acceleration: {' '.join(words)}"
 
     def table(self, width: int = 118) -> str:
         """A table for the terminal; a row that was asked for and is not on starts with an

@@ -79,10 +79,10 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. A technique that cannot be had is
     either switched off and named in the ledger (`on_unavailable="degrade"`) or, with all the others
-    that cannot be had, a ValueError (`"error"`). With `same_bytes`, the reason that the ledger gives,
-    what is not deterministic stays off, cuDNN's algorithms included: work that goes on after a stop
-    must end with the same bytes. `only` restricts the stack to some keys, for work that has no training step; `also` are rows of
-    the ledger that no runtime key switches.
+    that cannot be had, a ValueError (`"error"`). `same_bytes` is the reason, for the ledger, why
+    what is not deterministic stays off, cuDNN's algorithms included; empty: it does not. `only`
+    restricts the stack to some keys, for work that has no training step; `also` are rows of the
+    ledger that no runtime key switches.
     """
 
     def __init__(

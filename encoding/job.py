@@ -79,9 +79,10 @@ def job_description(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
     """The settings that determine the content of the shards; `precision` is from the ledger."""
-    keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit", "seed", "same_bytes")
+    of_images = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
+    of_job = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
     return {
-        **{key: getattr(cfg, key) for key in (*keys, "batch_size", "shard_size", "block_size")},
+        **{key: getattr(cfg, key) for key in of_images + of_job},
         "classes": cfg.classes,
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,

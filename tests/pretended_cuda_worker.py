@@ -169,9 +169,8 @@ def pretend_device() -> None:
     }
     names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     facts |= dict.fromkeys(names, 0)
-    facts |= dict.fromkeys(
-        ("reset_peak_memory_stats", "_lazy_init", "init", "synchronize", "empty_cache", "set_device", "set_rng_state")
-    )
+    names = ("_lazy_init", "init", "synchronize", "empty_cache", "reset_peak_memory_stats")
+    facts |= dict.fromkeys((*names, "set_device", "set_rng_state"))
     for name, value in facts.items():
         setattr(torch.cuda, name, always(value))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state

@@ -502,7 +502,9 @@ def test_a_logger_cannot_stop_a_run(capsys):
     logger.finish({})
 
 
-def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(run, monkeypatch, capsys):
+def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(
+    run, monkeypatch, capsys
+):
     told: dict = {}
     monkeypatch.setattr(NoLogger, "start", lambda self, folder, config: told.update(config))
     monkeypatch.setattr(NoLogger, "finish", lambda self, summary: told.update(summary))

@@ -45,15 +45,15 @@ class Meter:
 
     The loss is the mean over steps that were not skipped. Of several processes the loss is the
     mean, waiting for data and memory are the most of all; `batch_size` is global and `mfu` per
-    process. Memory is the peak of a window, `memory_reserved_peak` that of the run so far. `gpu_busy`
-    is an estimate: the time that the kernels of one step in warm-up took, by the profiler, as a
-    share of a step of the window. Time spent inside `paused()` (evaluation, sampling, saving) counts as maintenance, not
-    as training, and so do graphs that are compiled there. `waiting()` wraps the calls that wait for
-    data: `data_wait` is the share of the time in which the device had nothing else to do. A step
-    counts as `passes` forward passes: three, fewer where weights are frozen under an adapter;
-    recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but
-    where it takes the backward pass of a depthwise convolution for that of a dense one: then up to
-    9.8.
+    process. Memory is the peak of a window, `memory_reserved_peak` that of this process so far.
+    `gpu_busy` is an estimate: the milliseconds that the kernels of one step took in warm-up, by the
+    profiler, as a share of a step of the window. Time spent inside `paused()` (evaluation,
+    sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled
+    there. `waiting()` wraps the calls that wait for data: `data_wait` is the share of the time in
+    which the device had nothing else to do. A step counts as `passes` forward passes: three, fewer
+    where weights are frozen under an adapter; recomputation is left out. PyTorch's counter finds
+    2.99 to 3.00 for our families in size b, but where it takes the backward pass of a depthwise
+    convolution for that of a dense one: then up to 9.8.
     """
 
     batch_size: int

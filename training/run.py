@@ -174,7 +174,10 @@ class Run:
         config = self.composed.source
         write_atomically(self.folder / "config.yaml", as_yaml(config))
         hardware = self.environment["hardware"]
-        print(f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{ledger.line()}\n\n{where}", flush=True)
+        print(
+            f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{ledger.line()}\n\n{where}",
+            flush=True,
+        )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
         facts |= {"config": config, "choices": self.composed.choices}
         facts |= {name: self.environment[name] for name in ("versions", "hardware", "git")}

@@ -2,8 +2,8 @@
 
 What it costs: a slower first step for each new shape, and run-to-run determinism. It acts on dense
 convolutions: those of a denoiser that has some, and those of the autoencoder in
-`precompute_latents.py`, where it stays off unless `same_bytes=false` lets a job that goes on end with
-other bytes. Samples are drawn without it, for the same reason. Speed: not measured yet.
+`precompute_latents.py`, where it stays off unless `same_bytes=false` lets a job that goes on end
+with other bytes. Samples are drawn without it, for the same reason. Speed: not measured yet.
 """
 
 from __future__ import annotations
