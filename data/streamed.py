@@ -213,7 +213,7 @@ class StreamedLatents(BlockLoader):
         self.prefetch_factor = prefetch_factor
         self.persistent_workers = persistent_workers
         self.epoch = 0
-        """That of the latest batch."""
+        """The epoch of the latest batch."""
         self.pin_memory = pin_memory and self.device.type == "cuda"
         self.given = streams
         self.window = window

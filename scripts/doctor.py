@@ -67,6 +67,8 @@ def main(words: list[str] | None = None) -> int:
         "--as", nargs="+", metavar="CARD", dest="cards", help="pretend these GPUs; measures nothing"
     )
     options = parser.parse_args(words)
+
+    # GPUs that are not here, or this machine.
     if options.cards:
         if options.measure or options.kernels is not None:
             parser.error("--as measures nothing; leave out --measure and --kernels")
