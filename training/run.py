@@ -276,6 +276,7 @@ class Run:
             "samples": state.samples,
             "samples_per_s": rate,
             "mfu": latest.get("mfu"),
+            "gpu_busy": latest.get("gpu_busy"),
             "memory_reserved_peak": latest.get("memory_reserved_peak"),
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,
