@@ -110,6 +110,7 @@ VALUES = {
         "bf16": "*",
     },
     "runtime.checkpoint_policy": {"blocks": "full true", "every_2": "2", "selective": "*"},
+    "runtime.compile_mode": {"max-autotune-no-cudagraphs runtime.cuda_graph=true": "max-autotune"},
     "runtime.device": {"cuda": "cuda cuda:0 gpu", "cpu": "cpu", "auto": "*"},
     "logger": {"none": "none null false no", "tensorboard": "tensorboard", "wandb": "*"},
     "resume": {"auto": "latest true"},
