@@ -28,7 +28,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 def precompute(composed: Composed) -> Path:
     """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only
     prints an estimate."""
-    from accel.stack import TECHNIQUES, AccelerationStack
+    from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
     from encoding.encoder import (
         PSNR_IMAGES,
         EncodeStep,
@@ -61,7 +61,7 @@ def precompute(composed: Composed) -> Path:
         device,
         on_unavailable=on_unavailable,
         only=[kind.key for kind in TECHNIQUES if kind.in_precompute],
-        same_bytes=True,
+        same_bytes=f"{SAME_BYTES}; same_bytes=false gives that up" if cfg.same_bytes else "",
     )
     stack.on_process()
     autoencoder = stack.on_model(autoencoder)

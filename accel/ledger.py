@@ -53,6 +53,16 @@ class Ledger(list[LedgerRow]):
         """The dtype in which products really ran, by its short name."""
         return str(next(row.active for row in self if row.key == "precision"))
 
+    def line(self) -> str:
+        """What was seen to be on, as `key=value` in one line that a search finds in any log."""
+        found = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
+        dtype = found.pop("precision", "fp32")
+        told = {key: found.pop(key) for key in ("compile", "fused_adamw") if key in found}
+        told["amp"] = str(dtype not in ("fp32", "false")).lower()
+        told["amp_dtype"] = dtype
+        words = [f"{key}={value}" for key, value in (told | found).items()]
+        return f"Acceleration: {' '.join(words)}"
+
     def table(self, width: int = 118) -> str:
         """A table for the terminal; a row that was asked for and is not on starts with an
         exclamation mark."""

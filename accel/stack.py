@@ -79,10 +79,10 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. A technique that cannot be had is
     either switched off and named in the ledger (`on_unavailable="degrade"`) or, with all the others
-    that cannot be had, a ValueError (`"error"`). `same_bytes`: work that goes on after a stop must
-    end with the same bytes, so what is not deterministic stays off, cuDNN's algorithms included.
-    `only` restricts the stack to some keys, for work that has no training step; `also` are rows of
-    the ledger that no runtime key switches.
+    that cannot be had, a ValueError (`"error"`). `same_bytes` is the reason, for the ledger, why
+    what is not deterministic stays off, cuDNN's algorithms included; empty: it does not. `only`
+    restricts the stack to some keys, for work that has no training step; `also` are rows of the
+    ledger that no runtime key switches.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AccelerationStack:
         deterministic: bool = False,
         only: Collection[str] | None = None,
         also: Collection[Technique] = (),
-        same_bytes: bool = False,
+        same_bytes: str = "",
     ) -> None:
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
@@ -116,7 +116,7 @@ class AccelerationStack:
         for technique in (technique for technique in switched if technique.enabled):
             reason = self.unavailable(technique)
             if same_bytes and technique.nondeterministic:
-                reason = SAME_BYTES
+                reason = same_bytes
             elif reason and technique.value != AUTO:
                 refused.append(f"runtime.{technique.key}={technique.value} ({reason.rstrip('.')})")
             elif not reason and deterministic and technique.nondeterministic:

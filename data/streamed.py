@@ -172,9 +172,10 @@ class StreamedLatents(BlockLoader):
     samples. Null chooses as many as the set is large enough for (`fitting_streams`); a resumed run
     keeps the number that it began with. The windows take at most `host_memory_gib` of host memory,
     all streams together; the loader prints how much. `num_workers` processes read ahead,
-    `prefetch_factor` batches each; with 0 threads of this process read. `timeout`, `retries` and
-    `cache` are for URLs (data/source.py). `normalisation`, `encoder`, `latent_scale`: see
-    ResidentLatents.
+    `prefetch_factor` batches each; with 0 threads of this process read. `persistent_workers` is
+    PyTorch's: they live on from one epoch to the next, or new ones are started there. `timeout`,
+    `retries` and `cache` are for URLs (data/source.py). `normalisation`, `encoder`,
+    `latent_scale`: see ResidentLatents.
     """
 
     @classmethod
@@ -194,6 +195,7 @@ class StreamedLatents(BlockLoader):
         host_memory_gib: float = 8.0,
         num_workers: Count = 2,
         prefetch_factor: Size = 4,
+        persistent_workers: bool = True,
         pin_memory: bool = True,
         on_corrupt: OnCorrupt = "error",
         cache: str | None = None,
@@ -209,6 +211,9 @@ class StreamedLatents(BlockLoader):
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
+        self.persistent_workers = persistent_workers
+        self.epoch = 0
+        """The epoch of the latest batch."""
         self.pin_memory = pin_memory and self.device.type == "cuda"
         self.given = streams
         self.window = window
@@ -264,7 +269,17 @@ class StreamedLatents(BlockLoader):
         self.batches = Ahead(batches, feeder)
         return self.batches
 
+    def stop_reading(self) -> None:
+        """Ends the workers and the thread, if there are any."""
+        if self.batches is not None:
+            self.stop()
+            self.batches = None
+
     def batch_at(self, start: int) -> Batch:
+        epoch = self.samples_seen // self.spec.count
+        if epoch != self.epoch and not self.persistent_workers:
+            self.stop_reading()
+        self.epoch = epoch
         batches = self.batches or self.start_reading()
         try:
             rows, position, reports = batches.get(self.patience)
@@ -295,9 +310,7 @@ class StreamedLatents(BlockLoader):
             )
         if streams != self.order.streams:
             self.use_streams(streams)
-        if self.batches is not None:
-            self.stop()
-            self.batches = None
+        self.stop_reading()
 
 
 def memory_of_a_stream(blocks: BlockReader, window: int) -> int:

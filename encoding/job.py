@@ -79,9 +79,10 @@ def job_description(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
     """The settings that determine the content of the shards; `precision` is from the ledger."""
-    keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit", "seed")
+    of_images = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
+    of_job = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
     return {
-        **{key: getattr(cfg, key) for key in (*keys, "batch_size", "shard_size", "block_size")},
+        **{key: getattr(cfg, key) for key in of_images + of_job},
         "classes": cfg.classes,
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,
@@ -97,7 +98,7 @@ def claim(out: Path, job: dict[str, Any]) -> None:
     file = out / JOB
     if file.is_file():
         try:
-            earlier = read_object(file)
+            earlier = {"same_bytes": True} | read_object(file)  # jobs of earlier versions lack it
         except ValueError as error:
             raise UserError(
                 f"{file} is broken, so nothing says which job this folder belongs to; choose "

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
-from accel.stack import TECHNIQUES, AccelerationStack
+from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
 from common.errors import UserError
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
@@ -275,7 +275,7 @@ def load_run(
         chosen,
         on_unavailable=settings.on_unavailable.value,
         only=[kind.key for kind in TECHNIQUES if kind.in_sampling],
-        same_bytes=True,
+        same_bytes=SAME_BYTES,
     )
     stack.on_process()
     prove_kernels(stack, model, spec, 2 * batch_size, folder)

@@ -6,6 +6,8 @@
     python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256
                                          tries the fused kernels as that run of train.py would, and
                                          says what it would choose
+    python -m scripts.doctor --as a100 b200
+                                         what GPUs that are not here would have
 
 Everything is asked of the machine and of the techniques themselves; nothing is copied from a guide.
 """
@@ -17,15 +19,19 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from common.text import first_line
+from scripts.commands import table
 from training.config.compose import one_sentence
 
 if TYPE_CHECKING:
     import torch
+
+    from accel.technique import Technique, Value
 
 CLOCKS = {
     "sm_clock_mhz": "clocks.sm",
@@ -57,7 +63,19 @@ def main(words: list[str] | None = None) -> int:
         metavar="KEY=VALUE",
         help="try the kernels of this run; takes a minute",
     )
+    parser.add_argument(
+        "--as", nargs="+", metavar="CARD", dest="cards", help="pretend these GPUs; measures nothing"
+    )
     options = parser.parse_args(words)
+
+    # GPUs that are not here, or this machine.
+    if options.cards:
+        if options.measure or options.kernels is not None:
+            parser.error("--as measures nothing; leave out --measure and --kernels")
+        with one_sentence():
+            rows = matrix(options.cards)
+        print(json.dumps(rows, indent=1) if options.json else table(rows), flush=True)
+        return 0
     found = examine(options.measure)
     if options.kernels is not None:
         with one_sentence():
@@ -86,16 +104,46 @@ def examine(measure: bool = False) -> dict[str, Any]:
     return found
 
 
-def capabilities(device: torch.device) -> dict[str, str | None]:
-    """Returns the override that asks for a technique, such as runtime.tf32=true, for every one in
-    every way, and why it cannot be had here; None if it can."""
+def ways() -> dict[str, tuple[type[Technique], Value]]:
+    """Every technique in every way: the override that asks for it -> its class and its value."""
     from accel.stack import TECHNIQUES
 
     return {
-        kind.override(way[kind.key]): kind(way[kind.key], device).unavailable()
+        kind.override(way[kind.key]): (kind, way[kind.key])
         for kind in TECHNIQUES
         for way in kind.ways()
     }
+
+
+def capabilities(device: torch.device) -> dict[str, str | None]:
+    """Returns the override that asks for a technique, such as runtime.tf32=true, for every one in
+    every way, and why it cannot be had here; None if it can."""
+    return {word: kind(value, device).unavailable() for word, (kind, value) in ways().items()}
+
+
+def matrix(names: Sequence[str]) -> list[list[str]]:
+    """Rows of a table of techniques and GPUs that are not here, the first row being the heads: who
+    has what, and what it takes. ValueError for a GPU that is in no table of ours."""
+    import torch
+
+    from accel.machine import pretending
+    from training.environment import CARDS
+
+    for name in names:
+        if name not in CARDS:
+            raise UserError(f"--as {name} is not known; choose one of {', '.join(CARDS)}.")
+
+    rows = [["technique", *names, "needs"]]
+    for word, (kind, value) in ways().items():
+        row = [word]
+        notes: dict[str, None] = {}  # a set in order
+        for name in names:
+            with pretending(CARDS[name].capability) as needs:
+                reason = kind(value, torch.device("cuda")).unavailable()
+            row.append("no" if reason else "yes")
+            notes |= dict.fromkeys([reason.partition(";")[0].rstrip(".")] if reason else needs)
+        rows.append([*row, "; ".join(notes)])
+    return rows
 
 
 def rates(device: torch.device) -> dict[str, float]:

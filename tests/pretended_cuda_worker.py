@@ -167,10 +167,10 @@ def pretend_device() -> None:
         "get_rng_state": state,
         "current_stream": Nothing(),
     }
-    facts |= dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
-    facts |= dict.fromkeys(
-        ("_lazy_init", "init", "synchronize", "empty_cache", "set_device", "set_rng_state")
-    )
+    names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    facts |= dict.fromkeys(names, 0)
+    names = ("_lazy_init", "init", "synchronize", "empty_cache", "reset_peak_memory_stats")
+    facts |= dict.fromkeys((*names, "set_device", "set_rng_state"))
     for name, value in facts.items():
         setattr(torch.cuda, name, always(value))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from accel.stack import TECHNIQUES, AccelerationStack
+from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
 from accel.technique import Observation, Technique
 from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.compilation import Compile
@@ -166,7 +166,7 @@ def test_deterministic_switches_off_what_is_not(monkeypatch):
 def test_work_that_must_end_with_the_same_bytes_leaves_cudnn_no_choice(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     stack = AccelerationStack(
-        EAGER | {"cudnn_benchmark": True}, CPU, on_unavailable="error", same_bytes=True
+        EAGER | {"cudnn_benchmark": True}, CPU, on_unavailable="error", same_bytes=SAME_BYTES
     )
     stack.on_process()
     assert "must end with the same bytes" in stack.reasons["cudnn_benchmark"]

@@ -255,8 +255,9 @@ def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monk
 
 @pytest.mark.parametrize("key", FOREIGN)
 def test_foreign_spellings_get_ours(key):
-    with pytest.raises(ValueError, match=f"{key}=1 is not spelled so here; use"):
-        compose([f"{key}=1"])
+    word = key if "=" in key else f"{key}=1"
+    with pytest.raises(ValueError, match=f"{word} is not spelled so here; use"):
+        compose([word])
 
 
 def test_our_spellings_in_that_table_are_real():
@@ -265,7 +266,12 @@ def test_our_spellings_in_that_table_are_real():
         "runtime.precision": "bf16",
         "runtime.device": "cpu",
         "runtime.parallel.mode": "ddp",
-        "data": "resident",
+        "runtime.checkpoint_policy": "selective",
+        "runtime.compile_mode": "default",
+        "data": "webdataset",
+        "data.pin_memory": "true",
+        "data.persistent_workers": "true",
+        "schedule.kind": "cosine",
         "logger": "wandb",
         "adapter": "lora",
     }

@@ -11,10 +11,12 @@ import torch
 from triton.runtime import driver
 
 from accel.stack import TECHNIQUES
+from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.precision import Precision
 from scripts import doctor
 from scripts.doctor import capabilities, rates
 from training.config.schema import RuntimeConfig
+from training.environment import CARDS
 
 CPU = torch.device("cpu")
 
@@ -159,3 +161,29 @@ def test_rates_are_measured():
     fast = [name for name in ("bf16", "fp16") if Precision(name, CPU).unavailable() is None]
     assert list(found) == [*(f"{name}_product_tflops" for name in ("fp32", *fast)), "copy_gb_s"]
     assert all(rate > 0 for rate in found.values())
+
+
+def test_pretended_cards_have_what_their_capability_allows(monkeypatch, capsys):
+    """Whatever is installed here, and with no trace of the pretence afterwards."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert doctor.main(["--as", "a100", "h100", "b200", "rtx5090", "--json"]) == 0
+    found = {word: told for word, *told in json.loads(capsys.readouterr().out)}
+    flash3 = "FlashAttention-3 needs compute capability 9.x; flash_attn_interface"
+    assert found["runtime.attention=flash3"] == ["no", "yes", "no", "no", flash3]
+    assert found["runtime.attention=flash4"][:4] == ["no", "yes", "yes", "no"]
+    assert found["runtime.precision=fp8"][:4] == ["no", "yes", "yes", "yes"]
+    assert found["runtime.precision=fp8"][4].endswith("; torchao")
+    assert found["runtime.fused_scan=true"] == ["yes"] * 4 + ["triton"]
+    assert found["runtime.parallel.mode=fsdp"] == ["yes"] * 4 + ["several processes"]
+    assert "NVIDIA GPU" in (capabilities(CPU)["runtime.tf32=true"] or "")
+    assert AttentionBackend("flash3", CPU).unavailable() is not None
+
+
+def test_every_card_of_the_table_has_a_capability():
+    assert all(card.capability >= (8, 0) for card in CARDS.values())
+
+
+def test_an_unknown_card_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--as", "abacus"])
+    assert "--as abacus is not known; choose one of h200" in capsys.readouterr().err

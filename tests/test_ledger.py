@@ -45,6 +45,7 @@ from tests.harness import (
 )
 from training.goodput import CLOCK
 from training.metrics import Meter
+from training.step import StepOutput
 
 
 @pytest.fixture(autouse=True)
@@ -430,6 +431,27 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
     assert (CLOCK.seconds["steps"], CLOCK.seconds["data_wait"]) == (0.75, 0.25)
 
 
+def test_a_window_has_its_own_peak_of_memory_and_the_share_of_its_kernels(monkeypatch):
+    peaks = [300, 500, 200]  # bytes in use at most; as many again are held without use
+    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * peaks[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.pop(0))
+    monkeypatch.setattr(CLOCK, "kind", "start")
+    monkeypatch.setattr(CLOCK, "seconds", defaultdict(float))
+    meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    meter.busy_ms = 150.0
+    found = []
+    for seconds in (0.2, 0.4, 0.1):
+        CLOCK.seconds["steps"] += seconds
+        meter.update(StepOutput(*torch.zeros(4)))
+        found.append(meter.report(0.0))
+    assert [line["memory_allocated"] for line in found] == [300, 500, 200]
+    assert [line["memory_reserved"] for line in found] == [600, 1000, 400]
+    assert [line["memory_reserved_peak"] for line in found] == [600, 1000, 1000]
+    assert [round(line["gpu_busy"], 3) for line in found] == [0.75, 0.375, 1.0]
+
+
 def test_flex_stays_compiled_in_evaluation():
     q, k, v = torch.randn(3, 1, 2, 256, 16)
     windows = torch.randint(0, 5, (256,), dtype=torch.int32)
@@ -575,6 +597,15 @@ def test_the_ledgers_table_marks_what_is_missing():
     assert lines[1].startswith("! tf32")
     assert lines[2].startswith("  precision")
     assert ledger.as_dict()["tf32"] == {"requested": True, "active": False, "evidence": "no GPU"}
+
+
+def test_one_line_says_what_is_on_and_not_what_was_asked_for():
+    rows = [("tf32", True, "unused"), ("compile", True, False), ("fused_adamw", False, True)]
+    rows += [("precision", "fp16", "bf16"), ("tune", "auto", "a=1 b=2")]
+    told = Ledger([LedgerRow(*row, "seen") for row in rows]).line()
+    expected = "compile=false fused_adamw=true amp=true amp_dtype=bf16 tf32=unused tune=a=1,b=2"
+    assert told == f"Acceleration: {expected}"
+    assert "amp=false amp_dtype=fp32" in Ledger([LedgerRow("precision", "bf16", "fp32", "")]).line()
 
 
 def test_evidence_of_nothing_is_no_evidence():

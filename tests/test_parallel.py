@@ -427,6 +427,25 @@ def contradiction(monkeypatch: pytest.MonkeyPatch, *words: str, **environment: s
     return str(caught.value)
 
 
+def test_accelerate_starts_the_processes_that_torchrun_starts(finished: Finished, tmp_path: Path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    launcher = "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1"
+    launcher += " --main_process_port=0 --mixed_precision=no --dynamo_backend=no"
+    words = [*WORDS, "runtime.device=cpu", f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher.split(), "-m", "tests.parallel_worker", *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all-reduce in one step of 2 processes" in done.stdout
+    finished(tmp_path / "other")
+    assert logged(tmp_path / "run", "loss") == logged(tmp_path / "other", "loss")
+
+
 def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch):
     said = contradiction(monkeypatch, "runtime.precision=fp32", ACCELERATE_MIXED_PRECISION="bf16")
     assert "ACCELERATE_MIXED_PRECISION=bf16, but runtime.precision=fp32" in said

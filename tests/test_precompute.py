@@ -21,6 +21,9 @@ from PIL import Image
 from torch import Tensor
 
 from accel.techniques.compilation import Compile
+from accel.techniques.cudnn_benchmark import CudnnBenchmark
+from common.errors import UserError
+from common.files import write_json
 from data.manifest import read_manifest
 from data.resident import InMemoryLatents, ResidentLatents
 from encoding.images import DecodedImages, collate, decode_image
@@ -593,6 +596,7 @@ def test_a_poor_reconstruction_is_refused_before_anything_is_written(job: Job, t
         ("flips=true", "flips was False, is True"),
         ("seed=1", "seed was 0, is 1"),
         ("limit=19", "limit was None, is 19"),
+        ("same_bytes=false", "same_bytes was True, is False"),
     ],
 )
 def test_the_folder_of_another_job_is_refused(job: Job, change: str, sentence: str):
@@ -724,6 +728,26 @@ def test_the_ledger_sees_a_compiled_encoder(job: Job, capsys, monkeypatch):
     monkeypatch.setattr(Compile, "backend", "aot_eager")
     job("runtime.compile=true", "runtime.on_unavailable=error")
     assert re.search(r"compile +on +on ", capsys.readouterr().out)
+
+
+def test_the_autotuner_is_told_what_lets_it_on(job: Job, capsys, monkeypatch):
+    """Off with the key that gives equal bytes up, or on; never dropped without a word."""
+    monkeypatch.setattr(CudnnBenchmark, "unavailable", lambda self: None)
+    job("runtime.cudnn_benchmark=true")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "! cudnn_benchmark on off off here: it chooses algorithms by their time" in told
+    assert "same_bytes=false gives that up" in told
+    set_to = []
+    monkeypatch.setattr(CudnnBenchmark, "on_process", lambda self: set_to.append(self.value))
+    job("runtime.cudnn_benchmark=true", "same_bytes=false", out="new")
+    assert set_to == [True]
+
+
+def test_a_job_of_an_earlier_version_goes_on_with_the_same_bytes(tmp_path: Path):
+    write_json(tmp_path / "job.json", {"seed": 0})
+    claim(tmp_path, {"seed": 0, "same_bytes": True})
+    with pytest.raises(UserError, match="same_bytes was True, is False"):
+        claim(tmp_path, {"seed": 0, "same_bytes": False})
 
 
 def test_a_resolution_that_the_encoder_does_not_divide_is_refused(job: Job):

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,26 @@ def test_order_does_not_depend_on_reading_ahead(folder: Path):
     ahead = streamed(folder, num_workers=2, prefetch_factor=7)
     for _ in range(12):
         assert_same(next(plain), next(ahead))
+
+
+@pytest.mark.parametrize(("persistent", "starts"), [(True, [0]), (False, [0, 108, 204])])
+def test_workers_live_for_the_run_or_for_an_epoch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool, starts: list[int]
+):
+    """PyTorch's `persistent_workers`; the samples are the same."""
+    began: list[int] = []
+    start = StreamedLatents.start_reading
+
+    def noted(self: StreamedLatents) -> Any:
+        began.append(self.samples_seen)
+        return start(self)
+
+    monkeypatch.setattr(StreamedLatents, "start_reading", noted)
+    loader = streamed(folder, persistent_workers=persistent)
+    found = [next(loader) for _ in range(25)]  # 300 samples: three epochs of 101 have begun
+    assert began == starts
+    for batch, expected in zip(found, streamed(folder), strict=False):
+        assert_same(batch, expected)
 
 
 def test_streams_and_windows_are_part_of_the_order(folder: Path):

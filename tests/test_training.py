@@ -502,6 +502,21 @@ def test_a_logger_cannot_stop_a_run(capsys):
     logger.finish({})
 
 
+def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(
+    run, monkeypatch, capsys
+):
+    told: dict = {}
+    monkeypatch.setattr(NoLogger, "start", lambda self, folder, config: told.update(config))
+    monkeypatch.setattr(NoLogger, "finish", lambda self, summary: told.update(summary))
+    monkeypatch.setattr(TrainState, "advance", lambda self, samples: sys.exit(75))
+    with pytest.raises(SystemExit):
+        run()
+    assert told["hardware"]
+    assert {"versions", "git"} <= told.keys()
+    assert told["ledger"]["fused_adamw"]["evidence"]
+    assert capsys.readouterr().out.count("\nAcceleration: compile=false fused_adamw=") == 1
+
+
 def test_wandb_offline_and_unreachable(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     run("logger=wandb", "logger.mode=offline")

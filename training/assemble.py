@@ -154,7 +154,9 @@ class Training:
         state."""
         with self.state.preserved():
             self.step.schedule(0)
-            return self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
+            ledger = self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
+        self.state.meter.busy_ms = self.stack.busy_ms
+        return ledger
 
 
 class Parts(NamedTuple):

@@ -1,12 +1,13 @@
 """The machine of a run: its device, what its GPU can do, its versions, and the state of the code.
 
 What GPUs can do is from the vendors' data sheets: dense 16-bit products (no sparsity), memory,
-links. Sources: nvidia.com/en-us/data-center/{h200,h100,a100,l40s,a40}, .../products/a10-gpu; for
-the RTX 4090 and 3090 the white papers of the Ada and Ampere architectures, with fp32 accumulation.
-GiB as drivers report them, rounded down. Links between GPUs as collectives reach them: for Hopper
-the table in torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's NVLink, 300
-GB/s a direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s; for cards
-without NVLink PCIe, by rule of thumb.
+links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40}, .../products/a10-gpu;
+for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and Ampere architectures,
+with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus. GiB as drivers report
+them, rounded down. Links between GPUs as collectives reach them: for Hopper the table in
+torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's NVLink, 300 GB/s a
+direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s; for B200 900 GB/s at
+the same share; for cards without NVLink PCIe, by rule of thumb.
 """
 
 from __future__ import annotations
@@ -56,21 +57,25 @@ class Card(NamedTuple):
     """Bytes a second to a GPU of the same machine, one direction."""
     inter: float
     """Bytes a second to another machine."""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability; 0.0 for a card that the table does not know."""
 
 
 CARDS = {
-    "h200": Card("H200", 989e12, 139 * GIB, 370e9, 50e9),
-    "h100": Card("H100", 989e12, 79 * GIB, 370e9, 50e9),
-    "h100_pcie": Card("H100 PCIe", 756e12, 79 * GIB, 50e9, 25e9),
-    "a100": Card("A100", 312e12, 79 * GIB, 247e9, 25e9),
-    "a100_40": Card("A100-SXM4-40GB", 312e12, 39 * GIB, 247e9, 25e9),
-    "a100_pcie": Card("A100 80GB PCIe", 312e12, 79 * GIB, 25e9, 12e9),
-    "a100_pcie_40": Card("A100-PCIE-40GB", 312e12, 39 * GIB, 25e9, 12e9),
-    "l40s": Card("L40S", 362e12, 44 * GIB, 25e9, 12e9),
-    "a40": Card("A40", 149.7e12, 44 * GIB, 25e9, 12e9),
-    "a10": Card("A10", 125e12, 22 * GIB, 25e9, 12e9),
-    "rtx4090": Card("RTX 4090", 165.2e12, 23 * GIB, 25e9, 12e9),
-    "rtx3090": Card("RTX 3090", 71e12, 23 * GIB, 12e9, 12e9),
+    "h200": Card("H200", 989e12, 139 * GIB, 370e9, 50e9, (9, 0)),
+    "h100": Card("H100", 989e12, 79 * GIB, 370e9, 50e9, (9, 0)),
+    "h100_pcie": Card("H100 PCIe", 756e12, 79 * GIB, 50e9, 25e9, (9, 0)),
+    "a100": Card("A100", 312e12, 79 * GIB, 247e9, 25e9, (8, 0)),
+    "a100_40": Card("A100-SXM4-40GB", 312e12, 39 * GIB, 247e9, 25e9, (8, 0)),
+    "a100_pcie": Card("A100 80GB PCIe", 312e12, 79 * GIB, 25e9, 12e9, (8, 0)),
+    "a100_pcie_40": Card("A100-PCIE-40GB", 312e12, 39 * GIB, 25e9, 12e9, (8, 0)),
+    "l40s": Card("L40S", 362e12, 44 * GIB, 25e9, 12e9, (8, 9)),
+    "a40": Card("A40", 149.7e12, 44 * GIB, 25e9, 12e9, (8, 6)),
+    "a10": Card("A10", 125e12, 22 * GIB, 25e9, 12e9, (8, 6)),
+    "b200": Card("B200", 2250e12, 178 * GIB, 740e9, 50e9, (10, 0)),
+    "rtx5090": Card("RTX 5090", 209.5e12, 31 * GIB, 50e9, 12e9, (12, 0)),
+    "rtx4090": Card("RTX 4090", 165.2e12, 23 * GIB, 25e9, 12e9, (8, 9)),
+    "rtx3090": Card("RTX 3090", 71e12, 23 * GIB, 12e9, 12e9, (8, 6)),
 }
 
 

@@ -30,7 +30,7 @@ class NoLogger:
         """Logs an image file after `samples` samples."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Called at the end of a run, with an empty summary if it was stopped or failed."""
+        """Called at the end of a run, with nothing but the ledger if it was stopped or failed."""
 
 
 class WandbLogger(NoLogger):

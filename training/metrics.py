@@ -45,13 +45,15 @@ class Meter:
 
     The loss is the mean over steps that were not skipped. Of several processes the loss is the
     mean, waiting for data and memory are the most of all; `batch_size` is global and `mfu` per
-    process. Time spent inside `paused()` (evaluation, sampling, saving) counts as maintenance, not
-    as training, and so do graphs that are compiled there. `waiting()` wraps the calls that wait for
-    data: `data_wait` is the share of the time in which the device had nothing else to do. A step
-    counts as `passes` forward passes: three, fewer where weights are frozen under an adapter;
-    recomputation is left out. PyTorch's counter finds 2.99 to 3.00 for our families in size b, but
-    where it takes the backward pass of a depthwise convolution for that of a dense one: then up to
-    9.8.
+    process. Memory is the peak of a window, `memory_reserved_peak` that of this process so far.
+    `gpu_busy` is an estimate: the milliseconds that the kernels of one step took in warm-up, by the
+    profiler, as a share of a step of the window. Time spent inside `paused()` (evaluation,
+    sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled
+    there. `waiting()` wraps the calls that wait for data: `data_wait` is the share of the time in
+    which the device had nothing else to do. A step counts as `passes` forward passes: three, fewer
+    where weights are frozen under an adapter; recomputation is left out. PyTorch's counter finds
+    2.99 to 3.00 for our families in size b, but where it takes the backward pass of a depthwise
+    convolution for that of a dense one: then up to 9.8.
     """
 
     batch_size: int
@@ -78,6 +80,9 @@ class Meter:
         self.recompiles = 0
         """Graphs that training steps compiled since `start`."""
         self.first_graph = graphs()
+        self.busy_ms: float | None = None
+        """Milliseconds of a step in which the GPU worked, in warm-up."""
+        self.reserved_peak = 0
         self.expected_graphs = self.first_graph
         self.restart()
 
@@ -182,9 +187,10 @@ class Meter:
         self.trained_samples += samples
 
         wait = CLOCK.spent("data_wait") - self.wait_before
-        memory = torch.cuda.max_memory_reserved() if on_gpu() else None
-        most = torch.tensor([wait, memory or 0.0], dtype=torch.float64)
-        most_wait, most_memory = ranks.reduced(most, "max").tolist()
+        most = torch.tensor([wait, *peak_memory()], dtype=torch.float64)
+        most_wait, allocated, reserved = ranks.reduced(most, "max").tolist()
+        self.reserved_peak = max(self.reserved_peak, int(reserved))
+        busy = (self.busy_ms or 0.0) / 1e3 * (self.steps - self.carried) / seconds
 
         new = graphs() - self.expected_graphs
         if new > 0:
@@ -210,12 +216,25 @@ class Meter:
             "model_tflops": flops / 1e12,
             "mfu": flops / self.peak_flops / ranks.world_size if self.peak_flops else None,
             "data_wait": most_wait / seconds,
-            "memory_reserved_peak": None if memory is None else int(most_memory),
+            "gpu_busy": min(1.0, busy) or None,
+            "memory_allocated": int(allocated) or None,
+            "memory_reserved": int(reserved) or None,
+            "memory_reserved_peak": self.reserved_peak or None,
             "graphs": graphs() - self.first_graph,
             "recompiles": self.recompiles,
         }
         self.restart()
         return report
+
+
+def peak_memory() -> tuple[int, int]:
+    """Bytes that the GPU's allocator gave out and held at most since it was asked last, or since
+    `Meter.start`; 0 without a GPU."""
+    if not on_gpu():
+        return 0, 0
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
 
 
 def on_gpu() -> bool:
@@ -305,6 +324,8 @@ class SafeLogger:
     def __init__(self, logger: NoLogger, silent: bool = False) -> None:
         self.name = type(logger).__name__
         self.off = silent
+        self.known: dict[str, Any] = {}
+        """What a run that does not end by itself hands to `finish`."""
         self.start = self.guarded(logger.start)
         self.log = self.guarded(logger.log)
         self.image = self.guarded(logger.image)
@@ -335,7 +356,7 @@ class SafeLogger:
         """A run that is stopped or fails ends here; one that is complete calls `finish` with its
         summary."""
         if kind is not None:
-            self.finish({})
+            self.finish(self.known)
 
 
 def log_line(metrics: Mapping[str, Any], left: str) -> str:
@@ -349,8 +370,9 @@ def log_line(metrics: Mapping[str, Any], left: str) -> str:
         if distances:
             break
     parts += [f"lr {metrics['lr']:.2e}", f"{metrics['samples_per_s']:.1f} samples/s"]
-    if metrics.get("mfu") is not None:
-        parts.append(f"mfu {metrics['mfu']:.1%}")
+    for name in ("mfu", "gpu_busy"):
+        if metrics.get(name) is not None:
+            parts.append(f"{name} {metrics[name]:.1%}")
     parts.append(f"data wait {metrics['data_wait']:.1%}")
     notes = {
         "skipped": "{} steps skipped: their gradients were not finite or spikes",

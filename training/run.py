@@ -174,11 +174,15 @@ class Run:
         config = self.composed.source
         write_atomically(self.folder / "config.yaml", as_yaml(config))
         hardware = self.environment["hardware"]
-        print(f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{where}", flush=True)
+        print(
+            f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{ledger.line()}\n\n{where}",
+            flush=True,
+        )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
         facts |= {"config": config, "choices": self.composed.choices}
-        facts["versions"] = self.environment["versions"]
+        facts |= {name: self.environment[name] for name in ("versions", "hardware", "git")}
         logger.start(self.folder, facts)
+        logger.known = {"ledger": rows}
 
     def go_on_from(self, state: TrainState) -> None:
         """Continues the records of the run at the step of `state`: what was logged after it is
@@ -272,6 +276,7 @@ class Run:
             "samples": state.samples,
             "samples_per_s": rate,
             "mfu": latest.get("mfu"),
+            "gpu_busy": latest.get("gpu_busy"),
             "memory_reserved_peak": latest.get("memory_reserved_peak"),
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,

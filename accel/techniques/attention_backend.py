@@ -33,6 +33,7 @@ from torch.nn.attention import (
 
 from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, REGION, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
+from accel.machine import capability_of, is_here
 from accel.technique import Model, Observation, Technique, blocks_of, switches
 from common.errors import UserError
 from common.text import first_line
@@ -108,7 +109,7 @@ class AttentionBackend(Technique):
                 f"PyTorch has no {self.value} attention with a backward pass for "
                 f"{self.device.type}."
             )
-        if on_gpu and self.value == "flash" and torch.cuda.get_device_capability() < (8, 0):
+        if on_gpu and self.value == "flash" and capability_of(self.device) < (8, 0):
             return (
                 "Flash attention needs compute capability 8.0 or newer; use runtime.attention=auto."
             )
@@ -223,12 +224,12 @@ def without(wanted: Implementation, device: torch.device) -> str | None:
     instead = "use runtime.attention=flash"
     if device.type != "cuda":
         return f"{name} needs an NVIDIA GPU; this run is on {device.type}; {instead}."
-    if torch.cuda.get_device_capability(device)[0] not in wanted.majors:
+    if capability_of(device)[0] not in wanted.majors:
         needed = " or ".join(f"{major}.x" for major in wanted.majors)
         return f"{name} needs compute capability {needed}; {instead} on this GPU."
     if wanted.name not in list_flash_attention_impls():
         return f"PyTorch {torch.__version__} does not list {wanted.name}; {instead}."
-    if not is_installed(wanted.module):
+    if not is_here(wanted.module, is_installed(wanted.module)):
         return (
             f"{name} needs {wanted.module}, which is not installed: {wanted.install}, or {instead}."
         )

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from accel.evidence import REGION, Evidence
+from accel.machine import capability_of, is_here
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 from common.text import first_line
 
@@ -61,9 +62,9 @@ class Compile(Technique):
         if not self.by_inductor:
             return None
         if self.device.type == "cuda":
-            if importlib.util.find_spec("triton") is None:
+            if not is_here("triton", importlib.util.find_spec("triton") is not None):
                 return "Compiling for a GPU needs triton; install it with pip."
-            if torch.cuda.get_device_capability(self.device) < (7, 0):
+            if capability_of(self.device) < (7, 0):
                 return "Compiling for a GPU needs compute capability 7.0 or newer."
         elif cxx_compiler() is None:
             return (

@@ -1,8 +1,9 @@
 """cuDNN autotuner: tries every convolution algorithm once per shape and keeps the fastest.
 
-What it costs: a slower first step for each new shape, and run-to-run determinism. It matters to
-models with dense convolutions and to the autoencoder of `precompute_latents.py`. Speed: not
-measured yet.
+What it costs: a slower first step for each new shape, and run-to-run determinism. It acts on dense
+convolutions: those of a denoiser that has some, and those of the autoencoder in
+`precompute_latents.py`, where it stays off unless `same_bytes=false` lets a job that goes on end
+with other bytes. Samples are drawn without it, for the same reason. Speed: not measured yet.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence, observe_kernels
 from accel.ledger import UNSEEN, UNUSED
+from accel.machine import is_here
 from accel.technique import Observation, Technique
 
 CONVOLUTION = "aten::cudnn_convolution"
@@ -31,7 +33,8 @@ class CudnnBenchmark(Technique):
     """Names of kernels that a step runs with the autotuner only."""
 
     def unavailable(self) -> str | None:
-        if self.device.type != "cuda" or not torch.backends.cudnn.is_available():
+        found = torch.backends.cudnn.is_available()
+        if self.device.type != "cuda" or not is_here("cuDNN", found):
             return (
                 "The cuDNN autotuner needs cuDNN on an NVIDIA GPU; this run is on "
                 f"{self.device.type}."

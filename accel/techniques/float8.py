@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.evidence import EIGHT_BIT, REGION, BlockEvidence, Evidence
+from accel.machine import capability_of, is_here
 from accel.technique import blocks_of
 from common.libraries import quiet
 
@@ -45,9 +46,9 @@ def unavailable(device: torch.device) -> str | None:
             f"fp8 needs the 8-bit tensor cores of an NVIDIA GPU; this run is on {device.type}; "
             f"{instead}."
         )
-    if torch.cuda.get_device_capability(device) < (8, 9):
+    if capability_of(device) < (8, 9):
         return f"fp8 needs compute capability 8.9 or newer; {instead} on this GPU."
-    if importlib.util.find_spec("torchao") is None:
+    if not is_here("torchao", importlib.util.find_spec("torchao") is not None):
         return f"fp8 needs torchao; pip install torchao, or {instead}."
     return None
 

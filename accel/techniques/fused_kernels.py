@@ -19,6 +19,7 @@ import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
+from accel.machine import capability_of, is_here
 from accel.proof import Proof
 from accel.technique import Model, Observation, Saving, Technique, blocks_of, switches
 
@@ -48,9 +49,9 @@ class FusedKernel(Technique):
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
             return f"The Triton kernels need an NVIDIA GPU; this run is on {self.device.type}."
-        if importlib.util.find_spec("triton") is None:
+        if not is_here("triton", importlib.util.find_spec("triton") is not None):
             return "The Triton kernels need triton; install it with pip."
-        if torch.cuda.get_device_capability(self.device) < (8, 0):
+        if capability_of(self.device) < (8, 0):
             return "The Triton kernels need compute capability 8.0 or newer."
         return None
 

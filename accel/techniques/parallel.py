@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel.evidence import Evidence
+from accel.machine import is_here
 from accel.sharding import world_size
 from accel.technique import AnyStep, Model, Observation, Technique, blocks_of
 
@@ -66,7 +67,8 @@ class DataParallel(Technique):
         super().__init__(value, device, **options)
 
     def unavailable(self) -> str | None:
-        if not dist.is_available() or not dist.is_initialized():
+        started = dist.is_available() and dist.is_initialized()
+        if not is_here("several processes", started):
             return "There is one process only; start several with torchrun."
         degree = self.option["shard_degree"]
         if self.value == "hsdp" and world_size() % (degree or 1):

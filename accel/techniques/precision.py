@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.evidence import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS, Evidence
+from accel.machine import capability_of
 from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR
@@ -79,7 +80,7 @@ class Precision(Technique):
             return float8.unavailable(self.device)
         if self.device.type == "cuda":
             major = 8 if self.value == "bf16" else 7
-            if torch.cuda.get_device_capability(self.device)[0] >= major:
+            if capability_of(self.device)[0] >= major:
                 return None
             return (
                 f"{self.value} needs compute capability {major}.0 or newer; use "

@@ -12,6 +12,7 @@ from torch import nn
 
 from accel.evidence import Evidence
 from accel.ledger import UNUSED
+from accel.machine import capability_of
 from accel.technique import Observation, Technique
 
 
@@ -29,7 +30,7 @@ class Tf32(Technique):
                 "TF32 needs an NVIDIA GPU of compute capability 8.0 or newer; this run is on "
                 f"{self.device.type}."
             )
-        major, minor = torch.cuda.get_device_capability(self.device)
+        major, minor = capability_of(self.device)
         if major < 8:
             return f"TF32 needs compute capability 8.0 or newer; this GPU has {major}.{minor}."
         return None

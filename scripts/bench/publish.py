@@ -23,6 +23,7 @@ from common.files import write_atomically, write_json
 from scripts.bench import TABLES, Figures, Words
 from scripts.bench.runner import code_hash
 from scripts.commands import put_between, table
+from scripts.doctor import matrix
 from scripts.timing import no_difference
 from training.config.compose import read_config
 from training.environment import git_state
@@ -32,6 +33,7 @@ PLACES = {
     "front": "README.md",
     "techniques": "README.md",
     "guides": "docs/techniques.md",
+    "hardware": "docs/techniques.md",
     "overview": "docs/benchmarks/README.md",
 }
 """Part of the template -> the page that has its table."""
@@ -39,6 +41,8 @@ FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
 GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
 """Group -> what guides promise, in rows, and how a GPU settles them."""
+CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
+"""The GPUs of the table of hardware."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -189,7 +193,7 @@ def tables(pages: Sequence[Page]) -> dict[str, str]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
     facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "guides": GUIDES}
-    facts["kinds"] = TECHNIQUES
+    facts |= {"kinds": TECHNIQUES, "hardware": matrix(CARDS)}
     return {name: filled(name, no_difference=no_difference, **facts) for name in PLACES}
 
 

@@ -414,6 +414,8 @@ class PrecomputeConfig:
     shard_size: Positive = 2048  # images a shard
     block_size: Positive = 256  # samples a tar member
     min_psnr: float = 20.0  # dB; a worse reconstruction of the first images is refused
+    # a job that goes on ends with the bytes of one that never stopped; false: cuDNN may autotune
+    same_bytes: bool = True
     # say what is used, what not, how many images, bytes and minutes it is, and write nothing
     dry_run: bool = False
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -22,11 +22,27 @@ SPELLINGS = {
     ),
     "data=resident data.path={}": "data_path data_dir train_data_dir feature_path",
     "accumulation_steps={}": (
-        "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps"
+        "gradient_accumulation_steps grad_accum_steps training.gradient_accumulation_steps "
+        "accumulate_grad_batches"
     ),
     "runtime.precision={}": "use_amp amp mixed_precision precision training.mixed_precision",
     "runtime.compile={}": "compile use_compile torch_compile",
-    "runtime.gradient_checkpointing={}": "gradient_checkpointing use_checkpoint",
+    "runtime.compile_mode={}": "torch_compile_mode compile_mode",
+    "runtime.compile_mode=max-autotune-no-cudagraphs runtime.cuda_graph=true, which replays the "
+    "whole step: Inductor's own graphs give wrong gradients with blocks and accumulation": (
+        "runtime.compile_mode=max-autotune"
+    ),
+    "runtime.gradient_checkpointing={}": (
+        "gradient_checkpointing use_checkpoint recompute activation_checkpointing"
+    ),
+    "runtime.checkpoint_policy={} runtime.gradient_checkpointing=true (off: false)": (
+        "ac_option selective_ac_option activation_checkpoint.selective_ac_option "
+        "activation_checkpoint.mode"
+    ),
+    "runtime.empty_cache_at_eval=true (before evaluations only, for it costs time)": (
+        "torch_empty_cache_steps"
+    ),
+    "runtime.cudnn_benchmark={}": "cudnn_benchmark benchmark",
     "runtime.tf32={}": "allow_tf32 tf32",
     "runtime.device={}": "device",
     "total_samples=<epochs times samples in the set>": "epochs num_epochs num_train_epochs",
@@ -34,6 +50,19 @@ SPELLINGS = {
     "optim.lr={}": "lr learning_rate",
     "optim.weight_decay={}": "weight_decay adam_weight_decay",
     "batch_size={} (it is the global one)": "global_batch_size train_batch_size",
+    "batch_size=<theirs times GPUs> (it is the global one)": (
+        "per_device_train_batch_size local_batch_size"
+    ),
+    "max_grad_norm={}": "gradient_clip_val gradient_clipping grad_clip",
+    "schedule.kind={}": "lr_scheduler lr_scheduler_type",
+    "schedule.warmup_samples=<steps times batch_size>": "warmup_steps lr_warmup_steps",
+    "log_every={}": "logging_steps log_every_n_steps",
+    "eval_every={}": "eval_steps",
+    "keep_checkpoints={}": "save_total_limit checkpoints_total_limit",
+    "data.num_workers={}": "dataloader_num_workers",
+    "data.prefetch_factor={}": "dataloader_prefetch_factor prefetch_factor",
+    "data.pin_memory={}": "dataloader_pin_memory pin_memory",
+    "data.persistent_workers={}": "dataloader_persistent_workers persistent_workers",
     "runtime.parallel.mode=ddp (off: none)": "ddp use_ddp runtime.ddp runtime.parallel.ddp",
     "runtime.parallel.mode=fsdp (off: none)": (
         "fsdp fsdp2 use_fsdp runtime.fsdp runtime.parallel.fsdp"
@@ -43,7 +72,7 @@ SPELLINGS = {
     "runtime.precision=fp8 (off: fp32)": "fp8 float8 use_fp8 runtime.fp8",
     "seed={}": "global_seed",
     "ema.half_life_samples=<n>": "ema_decay ema.decay",
-    "save_every={}": "ckpt_every checkpointing_steps",
+    "save_every={}": "ckpt_every checkpointing_steps save_steps",
     "adapter=lora adapter.rank={} model=pretrained init_from=<weights>": "lora_rank lora_r",
     "adapter.alpha={}": "lora_alpha",
     "resume={}": "resume_from_checkpoint",
@@ -51,8 +80,8 @@ SPELLINGS = {
     "sampling.guidance={}": "cfg_scale guidance_scale",
     "logger={}": "use_wandb report_to",
 }
-"""Our spelling, with {} where the value goes -> keys that people know for it from guides and other
-trainers."""
+"""Our spelling, with {} where the value goes -> keys, or a key with its value, that people know for
+it from guides and other trainers."""
 DRAWING = {
     "guidance={}": "cfg_scale guidance_scale",
     "steps={}": "num_sampling_steps num_inference_steps",
@@ -80,10 +109,22 @@ VALUES = {
         "fp32": "fp32 float32 full 32 no none false",
         "bf16": "*",
     },
+    "runtime.checkpoint_policy": {"blocks": "full true", "every_2": "2", "selective": "*"},
+    "runtime.compile_mode": {"max-autotune-no-cudagraphs runtime.cuda_graph=true": "max-autotune"},
     "runtime.device": {"cuda": "cuda cuda:0 gpu", "cpu": "cpu", "auto": "*"},
     "logger": {"none": "none null false no", "tensorboard": "tensorboard", "wandb": "*"},
     "resume": {"auto": "latest true"},
-    **dict.fromkeys(("runtime.compile", "runtime.gradient_checkpointing", "runtime.tf32"), FLAG),
+    **dict.fromkeys(
+        (
+            "runtime.compile",
+            "runtime.cudnn_benchmark",
+            "runtime.gradient_checkpointing",
+            "runtime.tf32",
+            "data.pin_memory",
+            "data.persistent_workers",
+        ),
+        FLAG,
+    ),
 }
 """Of our keys with few values: each -> others' words for it; * is all the rest."""
 FOREIGN = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
@@ -161,9 +202,9 @@ def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
     """ValueError for a key of other trainers, with ours."""
     for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
-        if equals and key in foreign:
-            ours = spelled(foreign[key], value)
-            raise UserError(f"{key}={value} is not spelled so here; use {ours}.")
+        ours = foreign.get(f"{key}={value}") or foreign.get(key)
+        if equals and ours:
+            raise UserError(f"{key}={value} is not spelled so here; use {spelled(ours, value)}.")
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
