@@ -33,7 +33,7 @@ PLACES = {
     "front": "README.md",
     "techniques": "README.md",
     "guides": "docs/techniques.md",
-    "hardware": "docs/techniques.md",
+    "hardware": "docs/kernels.md",
     "overview": "docs/benchmarks/README.md",
 }
 """Part of the template -> the page that has its table."""
