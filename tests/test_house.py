@@ -123,7 +123,7 @@ def test_the_house_stays_as_small_as_it_is():
 
 
 FED_FROM_YAML = {"Denoiser", "ResidentLatents", "StreamedLatents", "SyntheticLatents"}
-FED_FROM_YAML |= {"FastlatentTransformer", "FastlatentPipeline"}
+FED_FROM_YAML |= {"Attention", "FastlatentTransformer", "FastlatentPipeline"}
 """Classes with a parameter for each key of their yaml, or each setting of diffusers."""
 
 
