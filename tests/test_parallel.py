@@ -452,6 +452,10 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
             "runtime.parallel.bucket_cap_mb=0 must be at least 1",
         ),
         (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
+        *(
+            ([f"runtime.checkpoint_policy={policy}"], "or every_<n> with n from 2 on")
+            for policy in ("every_1", "every_0", "every_x", "every_02", "4")
+        ),
         (["+runtime.parallel.nccl.DEBUG=INFO"], "set it in the environment of the command"),
         (
             ["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"],

@@ -141,6 +141,16 @@ def test_every_key_moves_the_forecast_the_right_way():
     )
 
 
+@pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
+def test_recomputing_one_block_in_n_saves_its_share(n: int, recomputed: int):
+    """Of six blocks the first and each n-th after it; neighbours share a tensor or two."""
+    none, every, some = (
+        forecast(*words).kept
+        for words in ([], CHECKPOINTS, [*CHECKPOINTS, f"runtime.checkpoint_policy=every_{n}"])
+    )
+    assert some == pytest.approx(none - (none - every) * recomputed / 6, rel=0.03)
+
+
 def test_what_is_counted_alike_is_counted_once():
     """Another optimizer, and more processes with as many samples each, change no pass; a key of the
     blocks does."""
