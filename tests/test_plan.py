@@ -17,10 +17,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
+from accel.techniques.offload_activations import OffloadActivations
+from accel.techniques.parallel import DataParallel
 from scripts.plan import memory
 from scripts.plan.__main__ import main
-from scripts.plan.memory import Forecast, Question, savings
+from scripts.plan.memory import Forecast, Question
 from scripts.plan.report import PlanConfig, chosen_card, forecast_of, largest_micro_batch, planned
+from scripts.plan.savings import saved_bytes, savings
 from scripts.plan.scale import Step, all_reduce, exposed, gather, on_many
 from tests.helpers import kept_at
 from training.assemble import assemble
@@ -226,7 +230,7 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     words = [*BASE, "batch_size=256", "hardware=a10"]
     every = savings(forecast("batch_size=256").question)
     few = [saving for saving in every if "accumulation_steps" in saving.values]
-    monkeypatch.setattr(memory, "savings", lambda *_: few)
+    monkeypatch.setattr("scripts.plan.savings.savings", lambda *_: few)
     monkeypatch.setitem(CARDS, "a10", CARDS["a10"]._replace(memory=0.7 * GIB))
     main(words)
     said = capsys.readouterr().out
@@ -255,6 +259,32 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
     exact = [saving.values for saving in savings(question, exact=True)]
     assert {"optim": "adamw_8bit"} in found
     assert not any("optim" in changes or "weights" in changes for changes in exact)
+
+
+def test_what_each_change_saves_is_counted_and_the_most_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """For this very run: another one has another order. A key that cannot be had is not told."""
+    kinds = (CheckpointBlocks, DataParallel, OffloadActivations)
+    monkeypatch.setattr("scripts.plan.savings.TECHNIQUES", kinds)
+    now = forecast("batch_size=256")
+    rows = saved_bytes(now)
+    sizes = [row["bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    told = [row["words"][-1].removeprefix("runtime.") for row in rows]
+    blocks, selective = (f"checkpoint_policy={policy}" for policy in ("blocks", "selective"))
+    assert told == [blocks, "offload_activations=true", "accumulation_steps=2", selective]
+    other = forecast("batch_size=256", *rows[0]["words"])
+    assert sizes[0] == pytest.approx(now.needs.total - other.needs.total)
+
+    wide = saved_bytes(forecast("batch_size=2", "model.dim=256", gpus=2))
+    assert [row["words"][-1] for row in wide[:2]] == [
+        "runtime.parallel.cpu_offload=true",
+        "runtime.parallel.mode=fsdp",
+    ]
+    rest = saved_bytes(now, barred=["gradient_checkpointing"])
+    assert [row["words"] for row in rest] == [rows[i]["words"] for i in (1, 2)]
+    assert saved_bytes(now, until=0.0) == []
 
 
 def test_hours_and_cost_follow_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

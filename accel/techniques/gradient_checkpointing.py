@@ -48,7 +48,6 @@ class CheckpointBlocks(Technique):
         for policy in (*DOES, f"{EVERY}2")
     )
     loss_rtol = 0.0
-    saves_memory = "runtime.gradient_checkpointing=true"
     changes_kernels = "time"
     savings = (
         Saving(examples[1], "recomputes what is cheap", 30),

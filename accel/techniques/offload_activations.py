@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from accel import saved_tensors
 from accel.evidence import Evidence
 from accel.sharding import gathered_storages, storages_of
-from accel.technique import AnyStep, Model, Observation, Technique
+from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 
 class OffloadActivations(Technique):
@@ -34,6 +34,13 @@ class OffloadActivations(Technique):
     loss_rtol = 0.0
 
     without_gpu = "This run is on {device}, whose memory is the host's."
+    savings = (
+        Saving(
+            {"offload_activations": True},
+            "what is kept crosses to the host and back in each step",
+            90,
+        ),
+    )
     model: nn.Module | None = None
     gathered: Set[int] | None = None
     """Addresses of storages in which a sharded model gathers its parameters."""
