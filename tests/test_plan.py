@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.parallel import DataParallel
-from scripts.plan import memory
+from scripts.plan import largest, memory
 from scripts.plan.__main__ import main
 from scripts.plan.memory import Forecast, Question
 from scripts.plan.report import PlanConfig, chosen_card, forecast_of, largest_micro_batch, planned
@@ -287,6 +289,53 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(
     assert saved_bytes(now, until=0.0) == []
 
 
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("answer", [0, 1, 7, 56, 4096])
+def test_the_largest_size_is_found_in_few_forecasts(power: int, answer: int):
+    """Of sizes that rise faster once another phase has the peak."""
+    counted: list[int] = []
+
+    def at(n: int) -> Any:
+        counted.append(n)
+        x = n**power
+        return SimpleNamespace(needs=SimpleNamespace(total=max(5.0 + 2 * x, 3.0 * x - 40)))
+
+    most = at(answer).needs.total + 0.5
+    counted.clear()
+    assert largest.largest(at, most, 12, power) == answer
+    assert len(counted) <= 7
+
+
+def test_the_largest_model_fits_and_one_step_more_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """By each way, of which one that cannot be had costs itself alone."""
+    card = CARDS["a10"]._replace(memory=0.9 * GIB)
+    monkeypatch.setitem(CARDS, "a10", card)
+    words = [word for word in BASE if word != "runtime=eager"]
+    fsdp = "runtime=eager runtime.parallel.mode=fsdp"
+    ways = f"ways=[runtime=eager,{fsdp},runtime=eager optim=nothing]"
+    main(["largest", *words, "hardware=a10", "gpus=2", ways])
+    lines = capsys.readouterr().out.splitlines()
+    sizes = [int(line.partition(" ")[0].removeprefix("depth=")) for line in lines[1:3]]
+    for size, more, gpus in zip(sizes, ([], [fsdp]), (1, 2), strict=True):
+        grown = [
+            *words,
+            *" ".join(["runtime=eager", *more]).split()[-2:],
+            f"batch_size={32 * gpus}",
+        ]
+        inside, beyond = (
+            forecast_of([*grown, f"model.depth={size + i}"], PlanConfig(gpus=gpus), card)
+            for i in (0, 1)
+        )
+        assert inside.needs.total <= card.memory < beyond.needs.total
+    assert sizes[0] < sizes[1]
+    assert "1.0  " in lines[1]
+    assert "optim=nothing: there is no such file in conf/optim" in lines[3]
+    main(["largest", *words, "hardware=a10", "of=dim", "ways=[runtime=eager]"])
+    assert "dim=" in capsys.readouterr().out
+
+
 def test_hours_and_cost_follow_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """That of a run, one that is given, or a share of the peak; without one nothing is said."""
     (tmp_path / "summary.json").write_text('{"samples_per_s": 1024.0}')
@@ -359,8 +408,8 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
     [
         (
             ["cost"],
-            "plan cost: there is no such command; give overrides to plan a run, or choose scale "
-            "or tune",
+            "plan cost: there is no such command; give overrides to plan a run, or choose scale, "
+            "largest or tune",
         ),
         ([*SMALL, "gpus=0"], "gpus=0 must be at least 1"),
         ([*SMALL, "gpus=3"], "batch_size=64 is not a multiple of accumulation_steps=1 × gpus=3"),
@@ -371,6 +420,16 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
         (
             ["scale", *SMALL, "mfu=0.4", "hardware=abacus"],
             "hardware=abacus is not known; choose one of h200, h100",
+        ),
+        (["largest", *BASE], r"runtime=eager: each way has one of its own; name yours as ways=\["),
+        (["largest", *SMALL, "of=mlp"], r"of=mlp .*depth.*dim"),
+        (
+            ["largest", *SMALL, "hardware=abacus"],
+            "hardware=abacus is not known; choose one of h200",
+        ),
+        (
+            ["largest", *SMALL, "~model.depth=2"],
+            "of=depth: the model of this run has no keys depth",
         ),
         (["scale", *SMALL, "gpus=[0]"], r"gpus=\[0\] .* must be at least 1"),
         (["scale", *SMALL, "mfu=2"], r"mfu=2.0 must be at most 1"),

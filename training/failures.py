@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -183,18 +183,16 @@ def what_helps(training: Training) -> str:
             "What helps most was not counted, for the process that counts it gave no answer; "
             "`python -m scripts.plan` with the words of this run does"
         )
-    told = ", ".join(map(saving_told, found["savings"][:MOST_TOLD]))
+    told = [
+        f"{' '.join(row['words'])} (saves {row['bytes'] / GIB:.3g} GiB)"
+        for row in found["savings"][:MOST_TOLD]
+    ]
     if not told:
         return (
             "No change of a key was counted to help; use a smaller model, or more GPUs with "
             "runtime.parallel.mode=fsdp"
         )
-    return f"What helps most, as counted: {told}"
-
-
-def saving_told(row: Mapping[str, Any]) -> str:
-    """The words of a change, and the bytes that it saves by itself."""
-    return f"{' '.join(row['words'])} (saves {row['bytes'] / GIB:.3g} GiB)"
+    return f"What helps most, as counted: {', '.join(told)}"
 
 
 class Bytes(NamedTuple):

@@ -33,7 +33,6 @@ from training.environment import (
     memory_of,
     pick_device,
 )
-from training.failures import saving_told
 from training.tune import STEPS, tuned
 from training.weights.adapter_base import settled
 
@@ -218,10 +217,12 @@ def texts(found: dict[str, Any]) -> str:
             "no change that this plan knows makes it fit; use a smaller model, or several GPUs "
             "with fsdp."
         )
-    lines += [
-        f"by itself {saving_told(saving)}, at the cost of {saving['costs']}"
-        for saving in found["savings"]
-    ]
+    if found["savings"]:
+        rows = [
+            (" ".join(row["words"]), f"{row['bytes'] / GIB:.2f}", row["costs"])
+            for row in found["savings"]
+        ]
+        lines += ["", table([("each by itself", "saves GiB", "at the cost of"), *rows])]
     lines.append("")
     for why, keys in found["not_counted"].items():
         lines.append(f"not told apart: {', '.join(keys)}: {why}")
