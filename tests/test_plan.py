@@ -177,6 +177,8 @@ def test_sharding_cuts_the_state():
     }
     totals = {way: found.needs.total for way, found in on_64.items()}
     assert totals["fsdp"] < totals["hsdp"] < totals["ddp"] == one.needs.total
+    start = on_64["fsdp"].phases["start"]
+    assert start.weights == one.needs.weights  # it is built whole
     assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(one.lasting["optimizer"] / 64)
     mode = "runtime.parallel.mode="
     copied = forecast(f"{mode}ddp", "runtime.parallel.gradient_as_bucket_view=false", gpus=2)

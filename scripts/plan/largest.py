@@ -36,6 +36,7 @@ WAYS = (
     "runtime=lowmem optim=adamw_8bit runtime.weights=bf16",
     "runtime=lowmem runtime.offload_optimizer=true",
     "runtime=lowmem runtime.offload_optimizer=true runtime.offload_activations=true",
+    "runtime=fast runtime.parallel.mode=fsdp",
     SHARDED,
     f"{SHARDED} runtime.offload_activations=true",
     f"{SHARDED} runtime.offload_activations=true runtime.parallel.cpu_offload=true",
@@ -90,8 +91,8 @@ def crossing(points: list[tuple[int, float]], memory: float, power: int) -> int:
     return int(max(0.0, latest**power + (memory - size) / rise) ** (1 / power))
 
 
-def row_of(cfg: LargestConfig, words: list[str], way: str, card: Card) -> tuple[int, Forecast, int]:
-    """The largest value of the key that grows, its forecast, and how many forecasts it took."""
+def row_of(cfg: LargestConfig, words: list[str], way: str, card: Card) -> tuple[int, Forecast]:
+    """The largest value of the key that grows, and its forecast."""
     train = settled([*words, *way.split()]).cfg
     sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1
@@ -112,7 +113,7 @@ def row_of(cfg: LargestConfig, words: list[str], way: str, card: Card) -> tuple[
     n = largest(at, card.memory, train.model[cfg.of.value] // step, power)
     if n == 0:
         raise UserError(f"{cfg.of.value}={step} does not fit.")
-    return n * step, found[n], len(found)
+    return n * step, found[n]
 
 
 def compare(cfg: LargestConfig, words: list[str]) -> str:
@@ -132,16 +133,14 @@ def compare(cfg: LargestConfig, words: list[str]) -> str:
 
     # A way that cannot be had costs its own row alone.
     began = time.monotonic()
-    forecasts = 0
     first = None
     rows: list[tuple[object, ...]] = [HEADS]
     for way in cfg.ways:
         try:
-            size, found, count = row_of(cfg, words, way, card)
+            size, found = row_of(cfg, words, way, card)
         except (ValueError, ImportError) as error:
             rows.append((*[None] * 6, f"{way}: {first_line(error)}"))
             continue
-        forecasts += count
         parameters = sum(p.numel() for p in found.model.parameters())
         first = first or parameters
         figures = (f"{parameters / 1e6:.0f} M", f"{parameters / first:.1f}", found.question.gpus)
@@ -150,7 +149,7 @@ def compare(cfg: LargestConfig, words: list[str]) -> str:
 
     seconds = time.monotonic() - began
     return (
-        f"{table(rows)}\n\n{cfg.hardware}, {card.memory / GIB:.0f} GiB; {forecasts} forecasts in "
+        f"{table(rows)}\n\n{cfg.hardware}, {card.memory / GIB:.0f} GiB; counted in "
         f"{seconds:.0f} s. Activations that lie on the host are not counted. On a GPU: not "
         "measured yet."
     )

@@ -195,6 +195,10 @@ class Forecast:
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
         found["optimizer"] = held._replace(workspace=self.update_bytes())
         found["ema"] = held._replace(workspace=4.0 * max(parts) / question.shards)
+
+        # A model that is sharded is built whole on each GPU first.
+        if question.shards > 1:
+            found["start"] = Needs(self.whole("weights"), 0.0, 0.0, 0.0, latents=question.resident)
         if not question.gpu:
             return found
         return {
