@@ -191,8 +191,8 @@ def test_before_its_window_is_full_nothing_is_a_spike():
 
 @pytest.mark.fault(
     "out of memory in the forward pass, the backward pass, the optimizer",
-    "one sentence: where, the measured peak, the keys that would help most, with the bytes that were "
-    "counted for this run; what is saved loads",
+    "one sentence: where, the measured peak, the keys that would help most, with the bytes that "
+    "were counted for this run; what is saved loads",
 )
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
 def test_out_of_memory(
