@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 NORM_PART = 2**18
@@ -39,6 +39,29 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered, on every process; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def storages_of(module: nn.Module) -> set[int]:
+    """The addresses of the storages of its parameters, as they are now, and of its buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return {local(tensor.detach()).untyped_storage()._cdata for tensor in tensors}
+
+
+def gathered_storages(model: nn.Module) -> set[int]:
+    """The addresses of the storages in which FSDP2 gathers parameters, for it takes the same ones
+    each time; none without it. Gathers one part of the model after the other, so all processes call
+    this."""
+    found: set[int] = set()
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return found
+    from torch.distributed import fsdp
+
+    for part in model.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            part.unshard()
+            found |= storages_of(part)
+            part.reshard()
+    return found
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

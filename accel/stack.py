@@ -160,9 +160,16 @@ class AccelerationStack:
         told = [item for t in self.techniques for item in t.arithmetic().items()]
         return dict(sorted(told))
 
-    def not_asked_for(self) -> list[Technique]:
-        """The techniques that the configuration leaves off."""
-        return [t for t in self.techniques if self.requested[t.key] == t.off]
+    def barred(self) -> list[str]:
+        """The runtime keys by which this device cannot save memory."""
+        return [
+            key
+            for technique in self.techniques
+            for saving in technique.savings
+            for key, value in saving.values.items()
+            if key == (technique.path or technique.key)
+            and (technique.key in self.reasons or type(technique)(value, self.device).unavailable())
+        ]
 
     def why_apart(self) -> str | None:
         """Why several processes would train apart from each other, as a sentence; None if they

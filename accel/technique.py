@@ -101,10 +101,6 @@ class Technique(ABC):
     without it."""
     saves_launches: ClassVar[bool] = False
     """True if it is worth a try where the GPU waits for the host."""
-    saves_memory: ClassVar[str | None] = None
-    """The change that is offered where memory ran out in a pass and nobody asked for it."""
-    slows: ClassVar[bool] = True
-    """False if the memory that it saves costs no time."""
     changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
     """What a trial of fused kernels finds otherwise with it: parity and time, or time alone."""
     without_gpu: ClassVar[str | None] = None
@@ -113,7 +109,7 @@ class Technique(ABC):
     """True where `deterministic=true` has to switch it off."""
 
     savings: ClassVar[tuple[Saving, ...]] = ()
-    """What a plan proposes where memory is short."""
+    """What is counted, and proposed, where memory is short."""
     plan_note: ClassVar[str] = ""
     """What a plan that counts bytes does not tell of it."""
     tried_with: ClassVar[str] = ""
@@ -168,10 +164,6 @@ class Technique(ABC):
     def on_model(self, model: Model) -> Model:
         """Changes the model through its `.blocks`; state-dict keys stay as they are."""
         return model
-
-    def saves_state(self) -> list[str]:
-        """The changes that are offered where weights and the optimizer's state take too much."""
-        return []
 
     def optimizer_kwargs(self) -> dict[str, Any]:
         """Arguments for the optimizer's constructor."""

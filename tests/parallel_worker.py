@@ -2,7 +2,8 @@
 fault.
 
 FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
-With ANY_PRECISION a CPU may have any. With KERNELS_ON_RANK fused kernels may be asked for, and can
+With ANY_PRECISION a CPU may have any; with OFFLOADS it copies what is kept for the backward pass.
+With KERNELS_ON_RANK fused kernels may be asked for, and can
 run in that process alone, in Triton's interpreter.
 """
 
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import torch
 
+from accel import saved_tensors
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_kernels import FusedKernel
+from accel.techniques.offload_activations import OffloadActivations
 from tests.conftest import TINY_RUN
 from train import train
 from training.config.compose import compose, one_sentence
@@ -55,6 +58,9 @@ def main(words: list[str]) -> None:
         from tests.harness import allow_any_precision
 
         allow_any_precision(pytest.MonkeyPatch())
+    if os.environ.get("OFFLOADS"):
+        OffloadActivations.unavailable = lambda self: None
+        saved_tensors.LEAST_MOVED = 1024
     if rank := os.environ.get("KERNELS_ON_RANK"):
         FusedKernel.unavailable = lambda self: None
         if os.environ["RANK"] == rank:

@@ -99,6 +99,25 @@ def test_checkpointing_is_seen_in_what_the_blocks_keep(family, scope, policy):
         assert ledger_of(family, **compiled)["gradient_checkpointing"].active is False
 
 
+def test_of_n_blocks_one_is_recomputed_and_anything_else_is_told(monkeypatch):
+    values = {"gradient_checkpointing": True, "checkpoint_policy": "every_3", "depth": 5}
+    row = ledger_of("dit", **values)["gradient_checkpointing"]
+    assert row.active is True
+    assert "5 of 5 blocks do as asked (one in 3 recomputes)" in row.evidence
+    on_model = CheckpointBlocks.on_model
+
+    def every_other_block(self, model):
+        self.checkpoint_policy = "every_2"
+        model = on_model(self, model)
+        self.checkpoint_policy = "every_3"
+        return model
+
+    monkeypatch.setattr(CheckpointBlocks, "on_model", every_other_block)
+    row = ledger_of("dit", **values)["gradient_checkpointing"]
+    assert row.missing
+    assert "2 of 5 blocks do as asked" in row.evidence
+
+
 RECOMPUTED = {"gradient_checkpointing": True}
 SABOTAGE = {
     "gradient_checkpointing": (CheckpointBlocks, "on_model", lambda self, model: model),

@@ -472,7 +472,6 @@ def test_all_of_it_together(precision, monkeypatch):
             ["runtime.offload_optimizer=true", "runtime.parallel.mode=hsdp"],
             r"parallel.cpu_offload=true",
         ),
-        (["runtime.offload_activations=true", "runtime.parallel.mode=fsdp"], "mode=ddp"),
         (
             [f"runtime.{word}" for word in ("offload_activations=true", *SELECTIVE)],
             "cannot move the results that runtime.checkpoint_policy=selective keeps; use .*=blocks",

@@ -243,6 +243,40 @@ def test_every_option_trains(words: list[str], finished: Finished, single: Path,
     torch.testing.assert_close(found, wanted, rtol=1e-2 if "bf16" in str(words) else 2e-5, atol=0.0)
 
 
+def copied(folder: Path) -> str:
+    """How many MiB of activations a forward pass copied to the host, as the ledger says."""
+    row = json.loads((folder / "ledger.json").read_text())["offload_activations"]
+    assert row["active"] is True, row
+    return row["evidence"].rpartition("; ")[2]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["runtime.gradient_checkpointing=true"],
+        pytest.param(["runtime.compile=true"], marks=pytest.mark.slow),
+        pytest.param(["runtime.parallel.reshard_after_forward=false"], marks=pytest.mark.slow),
+        pytest.param(["runtime.parallel.cpu_offload=true"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_fsdp_offloads_activations_and_no_gathered_weights(
+    more: list[str], finished: Finished, tmp_path: Path
+):
+    """The losses are those of fsdp without it, and what is copied is what ddp copies."""
+    fsdp = ["runtime.parallel.mode=fsdp", *more]
+    offload = "runtime.offload_activations=true"
+    finished(tmp_path / "plain", *fsdp)
+    finished(tmp_path / "away", *fsdp, offload, OFFLOADS="1")
+    assert logged(tmp_path / "away", "loss", "grad_norm") == logged(
+        tmp_path / "plain", "loss", "grad_norm"
+    )
+    words = [word for word in more if "parallel" not in word]
+    finished(tmp_path / "ddp", *words, offload, "runtime.parallel.mode=ddp", OFFLOADS="1")
+    assert copied(tmp_path / "away") == copied(tmp_path / "ddp")
+
+
 @pytest.mark.slow
 def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(
     finished: Finished, tmp_path: Path
@@ -471,6 +505,10 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
             "runtime.parallel.bucket_cap_mb=0 must be at least 1",
         ),
         (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
+        *(
+            ([f"runtime.checkpoint_policy={policy}"], "or every_<n> with n from 2 on")
+            for policy in ("every_1", "every_0", "every_x", "every_02", "4")
+        ),
         (["+runtime.parallel.nccl.DEBUG=INFO"], "set it in the environment of the command"),
         (
             ["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"],

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,10 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scripts.plan import memory
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
+from accel.techniques.offload_activations import OffloadActivations
+from accel.techniques.parallel import DataParallel
+from scripts.plan import largest, memory
 from scripts.plan.__main__ import main
-from scripts.plan.memory import Forecast, Question, savings
+from scripts.plan.memory import Forecast, Question
 from scripts.plan.report import PlanConfig, chosen_card, forecast_of, largest_micro_batch, planned
+from scripts.plan.savings import saved_bytes, savings
 from scripts.plan.scale import Step, all_reduce, exposed, gather, on_many
 from tests.helpers import kept_at
 from training.assemble import assemble
@@ -141,6 +147,16 @@ def test_every_key_moves_the_forecast_the_right_way():
     )
 
 
+@pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
+def test_recomputing_one_block_in_n_saves_its_share(n: int, recomputed: int):
+    """Of six blocks the first and each n-th after it; neighbours share a tensor or two."""
+    none, every, some = (
+        forecast(*words).kept
+        for words in ([], CHECKPOINTS, [*CHECKPOINTS, f"runtime.checkpoint_policy=every_{n}"])
+    )
+    assert some == pytest.approx(none - (none - every) * recomputed / 6, rel=0.03)
+
+
 def test_what_is_counted_alike_is_counted_once():
     """Another optimizer, and more processes with as many samples each, change no pass; a key of the
     blocks does."""
@@ -161,6 +177,8 @@ def test_sharding_cuts_the_state():
     }
     totals = {way: found.needs.total for way, found in on_64.items()}
     assert totals["fsdp"] < totals["hsdp"] < totals["ddp"] == one.needs.total
+    start = on_64["fsdp"].phases["start"]
+    assert start.weights == one.needs.weights  # it is built whole
     assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(one.lasting["optimizer"] / 64)
     mode = "runtime.parallel.mode="
     copied = forecast(f"{mode}ddp", "runtime.parallel.gradient_as_bucket_view=false", gpus=2)
@@ -216,7 +234,7 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     words = [*BASE, "batch_size=256", "hardware=a10"]
     every = savings(forecast("batch_size=256").question)
     few = [saving for saving in every if "accumulation_steps" in saving.values]
-    monkeypatch.setattr(memory, "savings", lambda *_: few)
+    monkeypatch.setattr("scripts.plan.savings.savings", lambda *_: few)
     monkeypatch.setitem(CARDS, "a10", CARDS["a10"]._replace(memory=0.7 * GIB))
     main(words)
     said = capsys.readouterr().out
@@ -245,6 +263,79 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
     exact = [saving.values for saving in savings(question, exact=True)]
     assert {"optim": "adamw_8bit"} in found
     assert not any("optim" in changes or "weights" in changes for changes in exact)
+
+
+def test_what_each_change_saves_is_counted_and_the_most_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """For this very run: another one has another order. A key that cannot be had is not told."""
+    kinds = (CheckpointBlocks, DataParallel, OffloadActivations)
+    monkeypatch.setattr("scripts.plan.savings.TECHNIQUES", kinds)
+    now = forecast("batch_size=256")
+    rows = saved_bytes(now)
+    sizes = [row["bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    told = [row["words"][-1].removeprefix("runtime.") for row in rows]
+    blocks, selective = (f"checkpoint_policy={policy}" for policy in ("blocks", "selective"))
+    assert told == [blocks, "offload_activations=true", "accumulation_steps=2", selective]
+    other = forecast("batch_size=256", *rows[0]["words"])
+    assert sizes[0] == pytest.approx(now.needs.total - other.needs.total)
+
+    wide = saved_bytes(forecast("batch_size=2", "model.dim=256", gpus=2))
+    assert [row["words"][-1] for row in wide[:2]] == [
+        "runtime.parallel.cpu_offload=true",
+        "runtime.parallel.mode=fsdp",
+    ]
+    rest = saved_bytes(now, barred=["gradient_checkpointing"])
+    assert [row["words"] for row in rest] == [rows[i]["words"] for i in (1, 2)]
+    assert saved_bytes(now, until=0.0) == []
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("answer", [0, 1, 7, 56, 4096])
+def test_the_largest_size_is_found_in_few_forecasts(power: int, answer: int):
+    """Of sizes that rise faster once another phase has the peak."""
+    counted: list[int] = []
+
+    def at(n: int) -> Any:
+        counted.append(n)
+        x = n**power
+        return SimpleNamespace(needs=SimpleNamespace(total=max(5.0 + 2 * x, 3.0 * x - 40)))
+
+    most = at(answer).needs.total + 0.5
+    counted.clear()
+    assert largest.largest(at, most, 12, power) == answer
+    assert len(counted) <= 7
+
+
+def test_the_largest_model_fits_and_one_step_more_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """By each way, of which one that cannot be had costs itself alone."""
+    card = CARDS["a10"]._replace(memory=0.9 * GIB)
+    monkeypatch.setitem(CARDS, "a10", card)
+    words = [word for word in BASE if word != "runtime=eager"]
+    fsdp = "runtime=eager runtime.parallel.mode=fsdp"
+    ways = f"ways=[runtime=eager,{fsdp},runtime=eager optim=nothing]"
+    main(["largest", *words, "hardware=a10", "gpus=2", ways])
+    lines = capsys.readouterr().out.splitlines()
+    sizes = [int(line.partition(" ")[0].removeprefix("depth=")) for line in lines[1:3]]
+    for size, more, gpus in zip(sizes, ([], [fsdp]), (1, 2), strict=True):
+        grown = [
+            *words,
+            *" ".join(["runtime=eager", *more]).split()[-2:],
+            f"batch_size={32 * gpus}",
+        ]
+        inside, beyond = (
+            forecast_of([*grown, f"model.depth={size + i}"], PlanConfig(gpus=gpus), card)
+            for i in (0, 1)
+        )
+        assert inside.needs.total <= card.memory < beyond.needs.total
+    assert sizes[0] < sizes[1]
+    assert "1.0  " in lines[1]
+    assert "optim=nothing: there is no such file in conf/optim" in lines[3]
+    main(["largest", *words, "hardware=a10", "of=dim", "ways=[runtime=eager]"])
+    assert "dim=" in capsys.readouterr().out
 
 
 def test_hours_and_cost_follow_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -319,8 +410,8 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
     [
         (
             ["cost"],
-            "plan cost: there is no such command; give overrides to plan a run, or choose scale "
-            "or tune",
+            "plan cost: there is no such command; give overrides to plan a run, or choose scale, "
+            "largest or tune",
         ),
         ([*SMALL, "gpus=0"], "gpus=0 must be at least 1"),
         ([*SMALL, "gpus=3"], "batch_size=64 is not a multiple of accumulation_steps=1 × gpus=3"),
@@ -331,6 +422,16 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
         (
             ["scale", *SMALL, "mfu=0.4", "hardware=abacus"],
             "hardware=abacus is not known; choose one of h200, h100",
+        ),
+        (["largest", *BASE], r"runtime=eager: each way has one of its own; name yours as ways=\["),
+        (["largest", *SMALL, "of=mlp"], r"of=mlp .*depth.*dim"),
+        (
+            ["largest", *SMALL, "hardware=abacus"],
+            "hardware=abacus is not known; choose one of h200",
+        ),
+        (
+            ["largest", *SMALL, "~model.depth=2"],
+            "of=depth: the model of this run has no keys depth",
         ),
         (["scale", *SMALL, "gpus=[0]"], r"gpus=\[0\] .* must be at least 1"),
         (["scale", *SMALL, "mfu=2"], r"mfu=2.0 must be at most 1"),

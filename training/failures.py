@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import math
 import resource
+import sys
+import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +23,18 @@ from accel.sharding import local, total_norm
 from common.errors import DISK, UserError, is_out_of_memory
 from common.files import make_folder, write_json
 from data.loader import Batch
-from training.assemble import Training
+from training.assemble import Training, plain
 from training.checkpoint.load import goes_on
 from training.checkpoint.save import Checkpoints
 from training.distributed.exit import Asked
 from training.environment import GIB, memory_of
+from training.tune import done_apart
+
+COUNTER = ["-m", "scripts.plan.savings"]
+"""The program that counts what would save memory; it is told the run in a file."""
+COUNTING = 60.0
+"""Seconds in which it begins to count a change."""
+MOST_TOLD = 4
 
 
 def end_if_bad(
@@ -147,27 +158,41 @@ def out_of_memory(training: Training) -> str:
     return (
         f"out of memory in {step.phase} at step {training.state.step}: {peak / GIB:.3g} of "
         f"{memory_of(device) / GIB:.3g} GiB were taken at the peak, {lasting / GIB:.3g} of them by "
-        "weights, averages and the optimizer's state. What helps most: "
-        f"{', '.join(savings(training))}"
+        f"weights, averages and the optimizer's state. {what_helps(training)}"
     )
 
 
-def savings(training: Training) -> list[str]:
-    """The two or three changes that save most where memory ran out, the cheapest first."""
-    cfg = training.cfg
-    stack = training.stack
-    phase = training.step.phase
-    smaller = f"accumulation_steps={2 * cfg.accumulation_steps} (the same batch in smaller parts)"
-
-    off = [(t.saves_memory, t.slows) for t in stack.not_asked_for() if t.saves_memory]
-    activations = [change for change, slows in off if not slows]
-    activations += [smaller] if training.micro_batch % 2 == 0 else []
-    activations += [change for change, slows in off if slows]
-    lasting = [change for t in stack.techniques for change in t.saves_state()]
-    lasting.append("a smaller model")
-    if phase in ("the optimizer", "the averages"):
-        return [*lasting[:2], *activations[:1]]
-    return [*activations[:3], *lasting][: max(2, len(activations[:3]))]
+def what_helps(training: Training) -> str:
+    """Says which changes save most of this run's memory, as a process of its own counts them
+    without the device; where that does not answer, says so."""
+    job = {
+        "cfg": plain(asdict(training.cfg)),
+        "spec": training.loader.spec.as_dict(),
+        "processes": training.ranks.world_size,
+        "gpu": training.device.type == "cuda",
+        "barred": training.stack.barred(),
+        "until": time.monotonic() + COUNTING,
+    }
+    limit = 1.5 * COUNTING  # the last change that is begun may end
+    print(f"Counting for at most {limit:.0f} s what would help …", file=sys.stderr, flush=True)
+    found = None
+    with suppress(OSError), tempfile.TemporaryFile() as log:
+        _, found = done_apart(job, limit, log, COUNTER)
+    if found is None:
+        return (
+            "What helps most was not counted, for the process that counts it gave no answer; "
+            "`python -m scripts.plan` with the words of this run does"
+        )
+    told = [
+        f"{' '.join(row['words'])} (saves {row['bytes'] / GIB:.3g} GiB)"
+        for row in found["savings"][:MOST_TOLD]
+    ]
+    if not told:
+        return (
+            "No change of a key was counted to help; use a smaller model, or more GPUs with "
+            "runtime.parallel.mode=fsdp"
+        )
+    return f"What helps most, as counted: {', '.join(told)}"
 
 
 class Bytes(NamedTuple):

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -113,14 +113,17 @@ def measured(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def done_apart(
-    job: Mapping[str, Any], seconds: float | None = None, log: IO[bytes] | None = None
+    job: Mapping[str, Any],
+    seconds: float | None = None,
+    log: IO[bytes] | None = None,
+    program: Sequence[str] | None = None,
 ) -> tuple[int | None, dict[str, Any] | None]:
     """The exit code of a process of its own that does a job, None if it took longer than `seconds`;
-    and what it found, None if nothing."""
-    with tempfile.TemporaryDirectory(prefix="fastlatent-tuning-") as folder:
+    and what it found, None if nothing. `program` follows `python`; None: the tuner."""
+    with tempfile.TemporaryDirectory(prefix="fastlatent-plan-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({**job, "parent": os.getpid()}))
-        command = [sys.executable, *TUNER, str(file)]
+        command = [sys.executable, *(program or TUNER), str(file)]
         code = workers.attended(command, seconds, log, without=OF_MANY)
         found = file.with_suffix(".found")
         return code, read_object(found) if found.exists() else None

@@ -1,8 +1,8 @@
 """Gradient checkpointing per block: keep a block's inputs, recompute the rest in the backward pass.
 
-`checkpoint_policy`: "blocks" recomputes every block; "every_2" every second one, for half the
-saving at half the cost; "selective" recomputes every block but its matrix products, its attention
-and its scan, whose results are kept.
+`checkpoint_policy`: "blocks" recomputes every block; "every_<n>" the first one and each n-th after
+it, for an n-th of the saving at an n-th of the cost; "selective" recomputes every block but its
+matrix products, its attention and its scan, whose results are kept.
 
 What it costs: "blocks" one more forward pass, at most a third of the step; "selective" only the
 cheap part of it. What it buys: activation memory of the blocks' inputs alone ("selective": and the
@@ -34,25 +34,23 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
 """"selective" keeps the results of these products, of ops whose names start so, and of the scan."""
 SCAN = "fastlatent::ssd"
-DOES = {
-    "blocks": "recompute",
-    "every_2": "recompute or keep in turn",
-    "selective": "recompute all but products",
-}
+DOES = {"blocks": "recompute", "selective": "recompute all but products"}
+EVERY = "every_"
+"""How the policies begin that recompute one block in so many."""
 
 
 class CheckpointBlocks(Technique):
     key = "gradient_checkpointing"
-    summary = "recomputes blocks; `checkpoint_policy`: `blocks`, `every_2`, `selective`"
+    summary = "recomputes blocks; `checkpoint_policy`: `blocks`, `every_<n>`, `selective`"
     options: ClassVar = {"checkpoint_policy": "blocks"}
     examples = tuple(
-        {"gradient_checkpointing": True, "checkpoint_policy": policy} for policy in DOES
+        {"gradient_checkpointing": True, "checkpoint_policy": policy}
+        for policy in (*DOES, f"{EVERY}2")
     )
     loss_rtol = 0.0
-    saves_memory = "runtime.gradient_checkpointing=true"
     changes_kernels = "time"
     savings = (
-        Saving(examples[2], "recomputes what is cheap", 30),
+        Saving(examples[1], "recomputes what is cheap", 30),
         Saving(examples[0], "one more forward pass", 40),
     )
     checkpoint_policy: str
@@ -63,7 +61,9 @@ class CheckpointBlocks(Technique):
 
     @property
     def period(self) -> int:
-        return 2 if self.enabled and self.checkpoint_policy == "every_2" else 1
+        policy = self.checkpoint_policy
+        skips = self.enabled and policy.startswith(EVERY)
+        return int(policy.removeprefix(EVERY)) if skips else 1
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
@@ -95,13 +95,14 @@ class CheckpointBlocks(Technique):
         found = evidence.where(lambda call: call.recomputes)
         looked_into = self.uncompiled or evidence.blocks
         policy = self.checkpoint_policy if self.enabled else "blocks"
-        if policy == "every_2":
-            found = [one == (i % 2 == 0) for i, one in enumerate(found)]
+        if self.period > 1:
+            found = [one == (i % self.period == 0) for i, one in enumerate(found)]
         elif policy == "selective":
             pairs = zip(evidence.blocks, looked_into, strict=True)
             found = [keeps_products(*pair) for pair in pairs]
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
-        note = f"{evidence.share(found)} {DOES[policy]}; each kept {kept[0]:.2f} to "
+        does = DOES.get(policy, f"do as asked (one in {self.period} recomputes)")
+        note = f"{evidence.share(found)} {does}; each kept {kept[0]:.2f} to "
         note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
             names = {name for calls in looked_into for call in calls for name in call.cached}

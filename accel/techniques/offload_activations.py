@@ -4,7 +4,8 @@ With gradient checkpointing that is the blocks' inputs alone, without it everyth
 
 What it costs: the bytes kept cross to the host and back in every step, through page-locked memory;
 nothing is fetched ahead of time. What it buys: their bytes on the device. Speed on a GPU: not
-measured yet. By hooks on saved tensors rather than torch's `CheckpointPolicy.MUST_CPU_OFFLOAD`,
+measured yet. Weights stay, those too that fsdp gathers for a block: it gathers them again for the
+backward pass. By hooks on saved tensors rather than torch's `CheckpointPolicy.MUST_CPU_OFFLOAD`,
 which moves results of chosen operations but not the inputs of a block that is recomputed as a
 whole.
 Reference:
@@ -14,16 +15,17 @@ https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_te
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel import saved_tensors
 from accel.evidence import Evidence
-from accel.technique import AnyStep, Model, Observation, Technique
+from accel.sharding import gathered_storages, storages_of
+from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 
 class OffloadActivations(Technique):
@@ -32,14 +34,26 @@ class OffloadActivations(Technique):
     loss_rtol = 0.0
 
     without_gpu = "This run is on {device}, whose memory is the host's."
-    parameters: Sequence[Tensor] = ()
+    savings = (
+        Saving(
+            {"offload_activations": True},
+            "what is kept crosses to the host and back in each step",
+            90,
+        ),
+    )
+    model: nn.Module | None = None
+    gathered: Set[int] | None = None
+    """Addresses of storages in which a sharded model gathers its parameters."""
     own: Set[int] = frozenset()
+    """Those, and the addresses of the parameters and buffers themselves."""
+    moved = 0
+    """Bytes that the latest forward pass copied to the host."""
     copies: dict[Any, Tensor]
     """(storage, layout, version) -> its copy, in one forward pass. Several operations keep the same
     tensor."""
 
     def on_model(self, model: Model) -> Model:
-        self.parameters = [*model.parameters(), *model.buffers()]
+        self.model = model
         return model
 
     def on_step(self, step: AnyStep) -> AnyStep:
@@ -48,8 +62,12 @@ class OffloadActivations(Technique):
 
             @functools.wraps(forward)
             def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
-                self.own = {p.untyped_storage()._cdata for p in self.parameters}
+                assert self.model is not None
+                if self.gathered is None:
+                    self.gathered = gathered_storages(self.model)
+                self.own = self.gathered | storages_of(self.model)
                 self.copies = {}
+                self.moved = 0
                 try:
                     with saved_tensors.moved(self.pack, unpack):
                         return forward(*args, **kwargs)
@@ -70,6 +88,7 @@ class OffloadActivations(Technique):
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:
             self.copies[key] = self.to_host(tensor)
+            self.moved += tensor.nbytes
         return tensor.device, self.copies[key]
 
     def to_host(self, tensor: Tensor, /) -> Tensor:
@@ -92,6 +111,7 @@ class OffloadActivations(Technique):
         least = saved_tensors.LEAST_MOVED
         note = f"{evidence.share(found)} keep nothing of {least} bytes or more on the device: of "
         note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"
+        note += f"; a forward pass copied {self.moved / 2**20:.3f} MiB to the host"
         return Observation(bool(found) and all(found), note)
 
 

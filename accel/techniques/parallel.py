@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accel.evidence import Evidence
 from accel.machine import is_here
 from accel.sharding import world_size
-from accel.technique import AnyStep, Model, Observation, Technique, blocks_of
+from accel.technique import AnyStep, Model, Observation, Saving, Technique, blocks_of
 
 BUFFERS = (
     "forward_sync_buffers"
@@ -56,6 +56,10 @@ class DataParallel(Technique):
         )
     )
     path = "parallel.mode"
+    savings = (
+        Saving({path: "fsdp"}, "two gathers a block", 55),
+        Saving({path: "fsdp", "parallel.cpu_offload": True}, "updates on the host", 85),
+    )
     off = "none"
     model: Any
     wrapped: Any
@@ -79,14 +83,6 @@ class DataParallel(Technique):
                 "reduce_dtype=fp32."
             )
         return None
-
-    def saves_state(self) -> list[str]:
-        if world_size() == 1:
-            return ["more GPUs with runtime.parallel.mode=fsdp"]
-        found = ["runtime.parallel.mode=fsdp"] if self.value == "ddp" else []
-        if not self.option["cpu_offload"]:
-            found.append("runtime.parallel.cpu_offload=true with fsdp")
-        return found
 
     def without_device(self) -> None:
         self.value = self.off

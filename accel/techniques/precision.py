@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel.evidence import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS, Evidence
 from accel.machine import capability_of
-from accel.technique import AnyStep, Model, Observation, Technique, TrainingStep
+from accel.technique import AnyStep, Model, Observation, Saving, Technique, TrainingStep
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR
 
@@ -63,8 +63,7 @@ class Precision(Technique):
     loss_rtol = 2e-2
     in_sampling = True
     in_precompute = True
-    saves_memory = "runtime.precision=bf16"
-    slows = False
+    savings = (Saving({"precision": "bf16"}, "products in bf16", 5),)
     changes_kernels = "parity"
     fp8_recipe: str
     scaler: LossScaler | None = None

@@ -5,12 +5,15 @@
     python -m scripts.plan <the same> rate_of=runs/my-fastrun price_per_hour=2.5
     python -m scripts.plan scale model=ssd_mlp_xl data=synthetic mfu=0.4
                                         on N GPUs: where each way stops paying
+    python -m scripts.plan largest model=dit_b data=synthetic hardware=h100 batch_size=64
+                                        the deepest or widest model that fits, by each way
     python -m scripts.plan tune model=ssd_mlp_s data=synthetic
                                         measures the fastest runtime keys here, and writes them
                                         to conf/runtime/tuned.yaml, for runtime=tuned
 
 `hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU.
-Where the run does not fit, the cheapest change that makes it fit is looked for. Hours and cost come
+Where the run does not fit, the cheapest change that makes it fit is looked for, and what each
+change saves by itself is counted. Hours and cost come
 from a rate: that of a run of yours (`rate_of`), one that you give (`samples_per_s`), or a share of
 the card's peak (`mfu`). Any word that is none of a command's keys is an override of the training
 configuration. `--json` prints one object.
@@ -34,14 +37,16 @@ def main(words: list[str]) -> None:
 
     words = ["json=true" if word == "--json" else word for word in words]
     command, *rest = words
-    if "=" not in command and command not in ("scale", "tune"):
+    if "=" not in command and command not in ("scale", "largest", "tune"):
         raise UserError(
             f"plan {command}: there is no such command; give overrides to plan a run, or choose "
-            "scale or tune."
+            "scale, largest or tune."
         )
 
     # Here, so that help does not wait for torch.
     from scripts.plan import report
+    from scripts.plan.largest import LargestConfig, compare
+    from scripts.plan.largest import __doc__ as growing
     from scripts.plan.scale import ScaleConfig, scale
     from scripts.plan.scale import __doc__ as scaling
 
@@ -51,6 +56,8 @@ def main(words: list[str]) -> None:
         print(json.dumps(found, indent=1) if cfg.json else report.texts(found))
     elif command == "scale":
         print(scale(*own_and_others(ScaleConfig, rest, scaling or "")))
+    elif command == "largest":
+        print(compare(*own_and_others(LargestConfig, rest, growing or "")))
     else:
         print(report.tune(*own_and_others(report.TuneConfig, rest, __doc__ or "")))
 

@@ -3,23 +3,20 @@ of its step.
 
 That is the peak of live tensors over a whole step, and where it occurs; to it come the driver's
 context, what the caching allocator loses, and latents that lie on the device. No constant here was
-checked on a GPU yet. Where a run does not fit, forecasts find the cheapest changes that make it.
+checked on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from accel.composite_optimizer import largest_part
-from accel.stack import TECHNIQUES
-from accel.technique import Saving, Technique
+from accel.technique import Technique
 from common.errors import UserError
 from common.text import first_line
 from data.loader import LatentSpec
@@ -30,7 +27,6 @@ from training.config.schema import TrainConfig
 from training.environment import GIB
 from training.optimizers import parameter_groups
 from training.step import EMA
-from training.tune import STEPS
 from training.weights.adapter_base import find_base, put_on
 from training.weights.pretrained import build_on_meta
 
@@ -40,14 +36,6 @@ SLACK = 0.04
 """Share of the live bytes by which the caching allocator reserves more."""
 AWAY = ("weights", "gradients", "averages", "optimizer")
 """What sharding with cpu_offload keeps in host memory."""
-USEFUL = 0.99
-"""Share of the peak below which a change must bring it."""
-WORTH = 8
-"""Samples of a micro-batch below which recomputing is tried first."""
-SMALLER = 20
-"""The rank of more micro-batches; with few samples in each `MUCH_SMALLER`."""
-MUCH_SMALLER = 50
-EIGHT_BIT = Saving({"optim": "adamw_8bit"}, "8-bit moments", 60)
 COUNTED: dict[str, Any] = {}
 """All passes and updates that this process has counted. Forecasts of other optimizers, batches or
 more processes count few of them again."""
@@ -207,6 +195,10 @@ class Forecast:
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
         found["optimizer"] = held._replace(workspace=self.update_bytes())
         found["ema"] = held._replace(workspace=4.0 * max(parts) / question.shards)
+
+        # A model that is sharded is built whole on each GPU first.
+        if question.shards > 1:
+            found["start"] = Needs(self.whole("weights"), 0.0, 0.0, 0.0, latents=question.resident)
         if not question.gpu:
             return found
         return {
@@ -310,61 +302,3 @@ def counted(question: Question) -> Forecast:
     ]
     updates = [once(updated, of_few_blocks(cfg, depth, 1, 1)) for depth in depths]
     return Forecast(question, model, techniques, period, depths, passes, updates)
-
-
-def words_of(changes: Mapping[str, Any]) -> list[str]:
-    """The overrides that changes amount to, of runtime keys, accumulation_steps or optim."""
-    words = [f"{key}={str(value).lower()}" for key, value in changes.items()]
-    return [word if word.startswith((STEPS, "optim=")) else f"runtime.{word}" for word in words]
-
-
-def savings(question: Question, exact: bool = False) -> list[Saving]:
-    """Changes that save memory, the cheapest first; `exact` ones leave what is computed as it
-    is."""
-    found = [] if exact else [EIGHT_BIT]
-    for kind in TECHNIQUES:
-        if not exact or kind.loss_rtol == 0.0:
-            found += kind.savings
-    times = 2
-    while question.samples % times == 0:
-        smaller = SMALLER if question.samples // times >= WORTH else MUCH_SMALLER
-        steps = times * question.cfg.accumulation_steps
-        found.append(Saving({STEPS: steps}, "smaller products", smaller + times.bit_length()))
-        times *= 2
-
-    # What has one rank is tried together.
-    rank = attrgetter("rank")
-    together = [list(some) for _, some in groupby(sorted(found, key=rank), rank)]
-    return [some[-1]._replace(values=merged(some)) for some in together]
-
-
-def cheapest_change(
-    now: Forecast,
-    memory: float,
-    applied: Callable[[Mapping[str, Any]], TrainConfig],
-    exact: bool = False,
-) -> tuple[list[Saving], Forecast]:
-    """The changes that save memory, one on top of the other until the run fits, or all, and what
-    the run then takes. Those that save less than a hundredth are left out, and so are those that do
-    not go with the rest, for which `applied` raises ValueError."""
-    taken: list[Saving] = []
-    for new in savings(now.question, exact):
-        if now.needs.total <= memory:
-            break
-        tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
-        try:
-            cfg = applied(merged(tried))
-            if cfg == now.question.cfg:
-                continue
-            found = forecast(replace(now.question, cfg=cfg))
-        except (ValueError, ImportError):  # an optimizer's library may be missing
-            continue
-        if found.needs.total < USEFUL * now.needs.total:
-            taken = tried
-            now = found
-    return taken, now
-
-
-def merged(some: list[Saving]) -> dict[str, Any]:
-    """All that they change, by key."""
-    return {key: value for saving in some for key, value in saving.values.items()}

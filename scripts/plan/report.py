@@ -17,16 +17,8 @@ from common.files import read_object
 from common.text import is_figure
 from models.adapters import passes
 from scripts.commands import table
-from scripts.plan.memory import (
-    CONTEXT,
-    SLACK,
-    Forecast,
-    asked,
-    cheapest_change,
-    forecast,
-    merged,
-    words_of,
-)
+from scripts.plan.memory import CONTEXT, SLACK, Forecast, asked, forecast
+from scripts.plan.savings import changing, cheapest_change, merged, saved_bytes, words_of
 from scripts.plan.scale import Share, known_card
 from training.config.compose import as_yaml
 from training.config.schema import Positive, TrainConfig, refuse_values
@@ -166,16 +158,15 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "samples_per_s": per_second,
         "hours": hours,
         "cost": None if hours is None or price is None else cfg.gpus * price * hours,
-        "change": None if fits else change_that_fits(words, found, card.memory),
+        "change": None if fits else change_that_fits(found, card.memory),
+        "savings": [] if fits else saved_bytes(found),
         "not_counted": not_counted(train, found.question.gpu),
     }
 
 
-def change_that_fits(words: list[str], now: Forecast, memory: float) -> dict[str, Any] | None:
+def change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None:
     """The cheapest changes that make a run fit, ready for JSON; None if none do."""
-    taken, found = cheapest_change(
-        now, memory, lambda changes: settled([*words, *words_of(changes)]).cfg
-    )
+    taken, found = cheapest_change(now, memory, changing(now.question.cfg))
     peak = found.needs.total
     if peak > memory:
         return None
@@ -226,6 +217,12 @@ def texts(found: dict[str, Any]) -> str:
             "no change that this plan knows makes it fit; use a smaller model, or several GPUs "
             "with fsdp."
         )
+    if found["savings"]:
+        rows = [
+            (" ".join(row["words"]), f"{row['bytes'] / GIB:.2f}", row["costs"])
+            for row in found["savings"]
+        ]
+        lines += ["", table([("each by itself", "saves GiB", "at the cost of"), *rows])]
     lines.append("")
     for why, keys in found["not_counted"].items():
         lines.append(f"not told apart: {', '.join(keys)}: {why}")

@@ -37,7 +37,8 @@ from common.text import first_line
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from scripts import timing
-from scripts.plan.memory import Question, cheapest_change, forecast, merged, words_of
+from scripts.plan.memory import Question, forecast
+from scripts.plan.savings import cheapest_change, merged, words_of
 from training.assemble import Parts, Training, assemble, plain
 from training.config import build
 from training.config.compose import typed

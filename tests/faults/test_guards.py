@@ -18,6 +18,7 @@ from data.digits import DigitLatents
 from tests.conftest import TINY_RUN
 from tests.faults.zygote import HANG
 from train import train
+from training import failures
 from training.checkpoint.files import flat
 from training.checkpoint.load import complete
 from training.checkpoint.save import Checkpoints, Save
@@ -190,7 +191,8 @@ def test_before_its_window_is_full_nothing_is_a_spike():
 
 @pytest.mark.fault(
     "out of memory in the forward pass, the backward pass, the optimizer",
-    "one sentence: where, the measured peak, the keys that would help most; what is saved loads",
+    "one sentence: where, the measured peak, the keys that would help most, with the bytes that "
+    "were counted for this run; what is saved loads",
 )
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
 def test_out_of_memory(
@@ -228,6 +230,11 @@ def test_out_of_memory(
         monkeypatch.setattr(TrainStep, "optimizer_step", failing_step)
     else:
         monkeypatch.setattr(TrainStep, "losses", failing_losses)
+    # The process that counts runs in one of the three.
+    saves = {"words": ["optim=adamw_8bit"], "bytes": 3.5 * 2**30}
+    canned = {"forward": (-9, None), "optimizer": (0, {"savings": [saves]})}
+    if place in canned:
+        monkeypatch.setattr(failures, "done_apart", lambda *_: canned[place])
     with pytest.raises(SystemExit) as stopped, one_sentence():
         run(*LONG)
     said = capsys.readouterr().err
@@ -240,9 +247,12 @@ def test_out_of_memory(
     assert f"out of memory in {where} at step " in said
     assert "GiB were taken at the peak" in said
     helps = {
-        "forward": "accumulation_steps=2",
-        "backward": "runtime.gradient_checkpointing=true",
-        "optimizer": "fsdp",
+        "forward": "What helps most was not counted, for the process that counts it gave no answer",
+        "backward": (
+            "What helps most, as counted: runtime.gradient_checkpointing=true "
+            "runtime.checkpoint_policy=blocks (saves 0.00"
+        ),
+        "optimizer": "What helps most, as counted: optim=adamw_8bit (saves 3.5 GiB); the same",
     }
     assert helps[place] in said
     assert "goes on from" in said
@@ -258,7 +268,11 @@ def test_out_of_memory_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         )
 
     monkeypatch.setattr(TrainStep, "losses", failing)
-    with pytest.raises(ValueError, match=r"out of memory in .* at step 0: .* of .* GiB were taken"):
+    monkeypatch.setattr(failures, "done_apart", lambda *_: (0, {"savings": []}))
+    with pytest.raises(
+        ValueError,
+        match=r"out of memory in .* at step 0: .* of .* GiB were taken .* use a smaller model",
+    ):
         run(*LONG)
     assert not (tmp_path / "run").exists()
 

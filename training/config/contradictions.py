@@ -70,11 +70,6 @@ PAIRS: tuple[Rule, ...] = (
         "use runtime.parallel.cpu_offload=true.",
     ),
     (
-        {"mode": SHARDED, "offload_activations": (True,)},
-        f"runtime.offload_activations=true was never tried with {MODE}; use "
-        "runtime.parallel.mode=ddp.",
-    ),
-    (
         {
             "offload_activations": (True,),
             "gradient_checkpointing": (True,),

@@ -8,6 +8,7 @@ refuses those that no run can have. No torch in here, so that `--help` stays qui
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -70,12 +71,6 @@ class AttentionName(str, Enum):
     flex = "flex"
     flash3 = "flash3"
     flash4 = "flash4"
-
-
-class CheckpointPolicyName(str, Enum):
-    blocks = "blocks"
-    every_2 = "every_2"
-    selective = "selective"
 
 
 class CompileScope(str, Enum):
@@ -165,6 +160,7 @@ class ParallelConfig:
         check_nccl(self.nccl)
 
 
+CHECKPOINT_POLICY = re.compile(r"blocks|selective|every_([2-9]|[1-9]\d+)")
 KernelChoice = bool | str
 """false: the definition; true: the Triton kernel; "auto": the one that a trial favours."""
 
@@ -194,8 +190,8 @@ class RuntimeConfig:
     fused_rope: KernelChoice = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
-    # selective keeps products, attention, scan
-    checkpoint_policy: CheckpointPolicyName = CheckpointPolicyName.blocks
+    # blocks: all of them; every_<n>: each n-th; selective keeps products, attention, scan
+    checkpoint_policy: str = "blocks"
     compile: bool = False
     compile_scope: CompileScope = CompileScope.blocks  # model: one graph, longer to compile
     # reduce-overhead: with scope model, without accumulation
@@ -221,6 +217,11 @@ class RuntimeConfig:
         for key in KERNELS:
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise UserError(f"runtime.{key}={value} must be false, true or auto.")
+        if not CHECKPOINT_POLICY.fullmatch(self.checkpoint_policy):
+            raise UserError(
+                f"runtime.checkpoint_policy={self.checkpoint_policy} must be blocks, selective, or "
+                "every_<n> with n from 2 on, such as every_4."
+            )
         check_pairs(self, accumulation_steps, deterministic, optimizer)
 
     def values(self) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""Counts what each change of a run would save of its memory, and finds the cheapest changes that
+make it fit.
+
+Where memory ran out, training/failures.py starts this file with the run in a job file: it counts on
+the CPU, for the device is full, and no change is named whose bytes were not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
+from itertools import groupby
+from math import inf
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from accel.stack import TECHNIQUES
+from accel.technique import Saving
+from common import workers
+from common.files import read_object, write_atomically
+from data.loader import LatentSpec
+from scripts.plan.memory import Forecast, Question, forecast
+from training.assemble import plain
+from training.config import build
+from training.config.compose import compose, typed
+from training.config.schema import TrainConfig
+from training.tune import STEPS
+
+USEFUL = 0.99
+"""Share of the peak below which a change must bring it."""
+WORTH = 8
+"""Samples of a micro-batch below which recomputing is tried first."""
+SMALLER = 20
+"""The rank of more micro-batches; with few samples in each `MUCH_SMALLER`."""
+MUCH_SMALLER = 50
+OPTIM = "optim"
+EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
+Apply = Callable[[Mapping[str, Any]], TrainConfig]
+"""Makes the configuration that has some changes; ValueError where they do not go with the rest."""
+
+
+def words_of(changes: Mapping[str, Any]) -> list[str]:
+    """The overrides that changes amount to, of runtime keys, accumulation_steps or optim."""
+    words = [f"{key}={str(value).lower()}" for key, value in changes.items()]
+    return [word if word.startswith((STEPS, OPTIM)) else f"runtime.{word}" for word in words]
+
+
+def changing(cfg: TrainConfig) -> Apply:
+    """What applies changes to this configuration."""
+
+    def applied(changes: Mapping[str, Any]) -> TrainConfig:
+        words = words_of(changes)
+        values = plain(asdict(cfg))
+        if OPTIM in changes:
+            values[OPTIM] = compose([f"{OPTIM}={changes[OPTIM]}"]).cfg.optim
+        node = OmegaConf.create(values)
+        node.merge_with_dotlist([word for word in words if not word.startswith(OPTIM)])
+        new = typed(TrainConfig, node, words)
+        new.check()
+        return new
+
+    return applied
+
+
+def savings(question: Question, exact: bool = False) -> list[Saving]:
+    """Changes that save memory, the cheapest first; `exact` ones leave what is computed as it
+    is."""
+    found = [] if exact else [EIGHT_BIT]
+    for kind in TECHNIQUES:
+        if not exact or kind.loss_rtol == 0.0:
+            found += kind.savings
+    times = 2
+    while question.samples % times == 0:
+        smaller = SMALLER if question.samples // times >= WORTH else MUCH_SMALLER
+        steps = times * question.cfg.accumulation_steps
+        found.append(Saving({STEPS: steps}, "smaller products", smaller + times.bit_length()))
+        times *= 2
+
+    # What has one rank is tried together.
+    rank = attrgetter("rank")
+    together = [list(some) for _, some in groupby(sorted(found, key=rank), rank)]
+    return [some[-1]._replace(values=merged(some)) for some in together]
+
+
+def with_change(now: Forecast, values: Mapping[str, Any], applied: Apply) -> Forecast | None:
+    """The forecast of a run with changes; None where they change nothing, do not go with the rest,
+    or save less than a hundredth."""
+    try:
+        cfg = applied(values)
+        if cfg == now.question.cfg:
+            return None
+        found = forecast(replace(now.question, cfg=cfg))
+    except (ValueError, ImportError):  # an optimizer's library may be missing
+        return None
+    return found if found.needs.total < USEFUL * now.needs.total else None
+
+
+def cheapest_change(
+    now: Forecast, memory: float, applied: Apply, exact: bool = False
+) -> tuple[list[Saving], Forecast]:
+    """The changes that save memory, one on top of the other until the run fits, or all, and what
+    the run then takes."""
+    taken: list[Saving] = []
+    for new in savings(now.question, exact):
+        if now.needs.total <= memory:
+            break
+        tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
+        if found := with_change(now, merged(tried), applied):
+            taken = tried
+            now = found
+    return taken, now
+
+
+def saved_bytes(
+    now: Forecast, barred: Collection[str] = (), until: float = inf
+) -> list[dict[str, Any]]:
+    """What each change saves of a run's peak by itself, most bytes first: its `words`, `bytes` and
+    what it `costs`.
+
+    Of more micro-batches only twice as many are counted; none of the overrides that are `barred`;
+    and nothing after `until` (of time.monotonic).
+    """
+    most = 2 * now.question.cfg.accumulation_steps
+    applied = changing(now.question.cfg)
+    found = []
+    for saving in savings(now.question):
+        values = {key: value for key, value in saving.values.items() if key not in barred}
+        if not values or values.get(STEPS, 0) > most or time.monotonic() > until:
+            continue
+        if other := with_change(now, values, applied):
+            size = now.needs.total - other.needs.total
+            found.append({"words": words_of(values), "bytes": size, "costs": saving.costs})
+    return sorted(found, key=lambda row: -row["bytes"])
+
+
+def merged(some: list[Saving]) -> dict[str, Any]:
+    """All that they change, by key."""
+    return {key: value for saving in some for key, value in saving.values.items()}
+
+
+def main(file: Path) -> None:
+    """Counts for the run in a job file, and writes beside it what helps: `savings`, as
+    `saved_bytes` has them."""
+    told = read_object(file)
+    workers.end_with(told["parent"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    build.admit([f"{build.EXTENSIONS}=[{','.join(told['cfg']['extensions'])}]"])
+    cfg = typed(TrainConfig, told["cfg"], [])
+    spec = LatentSpec(**told["spec"])
+    now = forecast(Question(cfg, spec, told["processes"], gpu=told["gpu"]))
+    found = saved_bytes(now, told["barred"], told["until"])
+    write_atomically(file.with_suffix(".found"), json.dumps({"savings": found}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
