@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
+from multiprocessing import get_context, get_start_method
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,6 +126,7 @@ def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, starte
     assert len(before) == 2
     found = Runner(tmp_path).run(planted.job(value, value, hangs, value))
     assert [entry.get("value") for entry in found] == [0, 1, None, 3]
+    assert {entry["entry"]["workers"] for entry in before.values()} == {get_start_method()}
     assert results(tmp_path).items() > before.items()
 
 

@@ -100,13 +100,19 @@ LOADERS: dict[str, Callable[[Path, int, torch.device], Iterator[Any]]] = {
     "resident": partial(ours, ResidentLatents),
     "resident, int8": partial(ours, ResidentLatents, storage="int8"),
     "webdataset, in a thread": partial(ours, StreamedLatents, num_workers=0),
-    "webdataset, 1 worker": partial(ours, StreamedLatents, num_workers=1),
-    "webdataset, 2 workers": partial(ours, StreamedLatents, num_workers=2),
+    **{
+        f"webdataset, {workers} × {ahead}": partial(
+            ours, StreamedLatents, num_workers=workers, prefetch_factor=ahead
+        )
+        for workers in (1, 2, 4)
+        for ahead in (2, 4)
+    },
     "mmap at random": random_access,
     "webdataset's own pipeline, 1 worker": partial(per_sample_pipeline, 1),
     "webdataset's own pipeline, 2 workers": partial(per_sample_pipeline, 2),
 }
-"""Name -> what opens an endless stream of batches on the device."""
+"""Name -> what opens an endless stream of batches on the device; "2 × 4" are two workers with a
+`prefetch_factor` of four."""
 
 
 def loader(case: Case, cfg: DataConfig) -> Figures:
