@@ -223,6 +223,7 @@ def test_items_are_understood_and_the_first_nine_minutes_tell_most():
         "ladder_s32",
         "ladder_s256",
         "step",
+        "ladder_s32x512",
         "ladder_b256",
     ]
     published = {name: job(words[0], words[1:]) for name, words in chosen(GpuConfig()).items()}

@@ -27,7 +27,7 @@ from scripts.bench import Case, DataConfig, Figures
 from scripts.timing import seconds, spread
 from training.environment import pick_device
 
-LATENTS = {"tiny": (2048, 64, 8)}
+LATENTS = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
 """Setting -> samples, batch size, side of the latents, which have 4 channels."""
 USUAL = (50_000, 256, 32)
 
