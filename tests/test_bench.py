@@ -186,7 +186,10 @@ def test_the_newcomers_order_is_the_streams():
     assert ids == [next(order) for _ in ids]
 
 
-def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path):
+def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        measure, "counted", lambda loop: None
+    )  # counting takes longer than these steps
     found = measured("ladder", tmp_path, "num_workers=0", "loss_steps=2")
     rungs = TABLES["rungs"]
     assert len(found) == 4 + len(rungs)
@@ -406,7 +409,7 @@ def test_mixers_are_compared_at_equal_parameters(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "LATENTS", {"tiny": (256, 64, 4)})
+    monkeypatch.setattr(data, "LATENTS", {"tiny": (2048, 256, 4)})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = measured("data", tmp_path, "step_ms=1")
     assert list(found) == list(data.LOADERS)
@@ -417,10 +420,10 @@ def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_
     lacking = "_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"
     for name in lacking:
         monkeypatch.setattr(torch.cpu, name, lambda: False)
-    refused = measured("precision", tmp_path, "steps=1", "seeds=[0]")
-    assert ["reason" in entry for entry in refused.values()] == [False, True, True]
+    refused = job("precision", QUICK)
+    assert all("reason" in result_of(case, refused.cfg) for case in refused.cases[1:])
 
-    words = ["steps=4", "seeds=[0,1]", "runtime.on_unavailable=emulate"]
+    words = ["steps=2", "seeds=[0,1]", "runtime.on_unavailable=emulate"]
     found = measured("precision", tmp_path, *words)
     assert all(entry["loss_min"] < entry["loss"] < entry["loss_max"] for entry in found.values())
     assert len({entry["loss"] for entry in found.values()}) == 3  # none is another's arithmetic
@@ -452,7 +455,7 @@ def test_features_are_planned_over_eager_and_can_be_composed():
     assert {"batch_size=8", "batch_size=32", "batch_size=64"} <= {
         w for c in found for w in c.overrides
     }
-    for case in found:
+    for case in (case for case in found if case.labels["over"] == "fp32"):
         compose([word for word in case.overrides if not word.startswith("newcomer.")])
     loader = next(case for case in found if case.name.startswith("DataLoader, 2 workers × 4"))
     loop = measure.built([*loader.overrides, "data.count=64"])
