@@ -127,7 +127,9 @@ class NewcomersLoop(Loop):
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
-        return ((x.to(self.device), labels.to(self.device)) for x, labels in loader)
+        # Batches that named this loop would end its workers in garbage collection: five seconds each.
+        device = self.device
+        return ((x.to(device), labels.to(device)) for x, labels in loader)
 
     def prepare(self) -> None:
         """Sets flags, and uses up what workers have prefetched while something else ran."""
