@@ -59,6 +59,10 @@ def test_the_setting_of_512_tokens_has_them():
     cfg = compose(SETTINGS["s32x512"]["words"].split()).cfg
     model = build_on_meta(cfg.model, latents_of(cfg.data, cfg.seed, 2**40)[0])
     assert (model.tokens, cfg.batch_size) == (kernels.SHAPES["s32x512"][1], 32) == (512, 32)
+    sizes = kernels.sizes_of("s32x512") | {"B": 1}
+    for name in ("local_mix", "qk_rope"):  # those that know the grid
+        inputs = kernels.drawn(name, sizes, CPU)
+        assert kernels.operators("s32x512", CPU)[name].definition(*inputs).shape[1] == 512
 
 
 @pytest.mark.parametrize("setting", ["s32", "s256", "b256"])
