@@ -127,7 +127,7 @@ class NewcomersLoop(Loop):
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
-        # Batches that named this loop would end its workers in garbage collection: five seconds each.
+        # If batches named this loop, garbage collection would end its workers: five seconds each.
         device = self.device
         return ((x.to(device), labels.to(device)) for x, labels in loader)
 
