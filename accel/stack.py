@@ -79,10 +79,11 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. A technique that cannot be had is
     either switched off and named in the ledger (`on_unavailable="degrade"`) or, with all the others
-    that cannot be had, a ValueError (`"error"`). `same_bytes` is the reason, for the ledger, why
-    what is not deterministic stays off, cuDNN's algorithms included; empty: it does not. `only`
-    restricts the stack to some keys, for work that has no training step; `also` are rows of the
-    ledger that no runtime key switches.
+    that cannot be had, a ValueError (`"error"`). `"emulate"` degrades too, but takes what a CPU can
+    compute without instructions for it, and names that in the ledger. `same_bytes` is the reason,
+    for the ledger, why what is not deterministic stays off, cuDNN's algorithms included; empty: it
+    does not. `only` restricts the stack to some keys, for work that has no training step; `also`
+    are rows of the ledger that no runtime key switches.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class AccelerationStack:
                 refused.append(f"runtime.{technique.key}={technique.value} ({reason.rstrip('.')})")
             elif not reason and deterministic and technique.nondeterministic:
                 reason = "switched off by deterministic=true"
-            if reason:
+            emulates = on_unavailable == "emulate" and device.type == "cpu"
+            if reason and emulates and technique.value in technique.emulated:
+                self.reasons[technique.key] = f"emulated: {reason}"
+            elif reason:
                 self.reasons[technique.key] = reason
                 technique.value = technique.off
         self.refuse(refused)

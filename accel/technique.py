@@ -105,6 +105,8 @@ class Technique(ABC):
     """What a trial of fused kernels finds otherwise with it: parity and time, or time alone."""
     without_gpu: ClassVar[str | None] = None
     """Why it cannot be had on a `{device}` that is no NVIDIA GPU, as a sentence; None if it can."""
+    emulated: ClassVar[tuple[Value, ...]] = ()
+    """Values that a CPU without instructions for them computes all the same, more slowly."""
     nondeterministic: ClassVar[bool] = False
     """True where `deterministic=true` has to switch it off."""
 

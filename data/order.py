@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -143,6 +143,12 @@ class StreamOrder:
         self.streams = streams
         self.window = window
         self.of_epoch = lru_cache(EPOCHS)(self.draw)
+
+    def __reduce__(self) -> Any:
+        """Pickles what it was built from: workers that are spawned get it so, and the cache of an
+        instance cannot be pickled."""
+        given = (self.blocks_of_shard, self.counts, self.seed, self.streams, self.window)
+        return type(self), given
 
     def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Numbers of the blocks in the order of an epoch, and the first sample of each in that

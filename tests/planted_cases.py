@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import get_start_method
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from scripts.bench.runner import Runner
 
 
 def value(case: Case, cfg: BenchConfig) -> dict[str, Any]:
-    return {"value": case.labels["number"], "n": 1}
+    return {"value": case.labels["number"], "n": 1, "workers": get_start_method()}
 
 
 def raises(case: Case, cfg: BenchConfig) -> dict[str, Any]:

@@ -136,6 +136,11 @@ def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, mo
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: False)
     assert word in Precision(name, CPU).unavailable()
+    stack = AccelerationStack(
+        EAGER | {"precision": name, "tf32": True}, CPU, on_unavailable="emulate"
+    )
+    assert (stack.precision, stack.values["tf32"]) == (name, False)
+    assert stack.reasons["precision"].startswith("emulated: This CPU has no native")
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
@@ -25,7 +26,9 @@ from scripts.bench.newcomer import NewcomersLoop, stream_order
 from scripts.bench.publish import texts
 from scripts.bench.step import Workload, busy_ms, times_between, verdict
 from scripts.timing import interleaved, no_difference, ratios, spread
+from training.components import latents_of
 from training.config.compose import compose
+from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")
 TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
@@ -51,6 +54,16 @@ def measured(command: str, tmp_path, *words: str) -> dict[str, dict]:
         assert {key for _, key, _, _ in string.Formatter().parse(form) if key} <= given
     assert all(entry["name"] in texts(command, entries)[0] for entry in entries)
     return {entry["name"]: entry for entry in entries}
+
+
+def test_the_setting_of_512_tokens_has_them():
+    cfg = compose(SETTINGS["s32x512"]["words"].split()).cfg
+    model = build_on_meta(cfg.model, latents_of(cfg.data, cfg.seed, 2**40)[0])
+    assert (model.tokens, cfg.batch_size) == (kernels.SHAPES["s32x512"][1], 32) == (512, 32)
+    sizes = kernels.sizes_of("s32x512") | {"B": 1}
+    for name in ("local_mix", "qk_rope"):  # those that know the grid
+        made = kernels.operators("s32x512", CPU)[name].definition(*kernels.drawn(name, sizes, CPU))
+        assert 512 in tree_leaves(made)[0].shape
 
 
 @pytest.mark.parametrize("setting", ["s32", "s256", "b256"])
@@ -178,7 +191,10 @@ def test_the_newcomers_order_is_the_streams():
     assert ids == [next(order) for _ in ids]
 
 
-def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path):
+def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        measure, "counted", lambda loop: None
+    )  # counting takes longer than these steps
     found = measured("ladder", tmp_path, "num_workers=0", "loss_steps=2")
     rungs = TABLES["rungs"]
     assert len(found) == 4 + len(rungs)
@@ -396,20 +412,60 @@ def test_mixers_are_compared_at_equal_parameters(tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "LATENTS", {"tiny": (256, 64, 4)})
+    monkeypatch.setattr(data, "LATENTS", {"tiny": (2048, 256, 4)})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = measured("data", tmp_path, "step_ms=1")
     assert list(found) == list(data.LOADERS)
     assert all(entry["samples_per_s"] > 0 and 0 <= entry["wait"] <= 1 for entry in found.values())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("techniques_of_a_gpu")
-def test_precisions_are_compared_over_seeds(tmp_path):
-    found = measured("precision", tmp_path, "steps=4", "seeds=[0,1]")
-    assert list(found) == ["fp32", "bf16", "fp16"]
+def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_path, monkeypatch):
+    lacking = "_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"
+    for name in lacking:
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    refused = job("precision", QUICK)
+    assert all("reason" in result_of(case, refused.cfg) for case in refused.cases[1:])
+
+    words = ["steps=2", "seeds=[0,1]", "runtime.on_unavailable=emulate"]
+    found = measured("precision", tmp_path, *words)
     assert all(entry["loss_min"] < entry["loss"] < entry["loss_max"] for entry in found.values())
+    assert len({entry["loss"] for entry in found.values()}) == 3  # none is another's arithmetic
+    told = [entry.get("emulated") for entry in found.values()]
+    assert told == [None, ["runtime.precision=bf16"], ["runtime.precision=fp16"]]
+    table = texts("precision", list(found.values()))[0]
+    assert "emulated: runtime.precision=fp16" in table
+
+
+@pytest.mark.parametrize(("batch", "speed"), [(8, 0.5), (32, 2.0)])
+def test_another_batch_is_compared_by_samples(batch, speed, monkeypatch):
+    """Each step takes as long: half the batch is half as fast."""
+    monkeypatch.setattr(
+        measure, "time_steps", lambda loops, steps, repeats: {name: [7.0] for name in loops}
+    )
+    eager = [*TINY, "runtime=eager"]
+    case = Case("x", measure.compare, [*eager, f"batch_size={batch}"], eager)
+    found = measure.compare(case, job("step", QUICK).cfg)
+    assert (found["speed"], found["samples_per_s"]) == (speed, pytest.approx(1e3 * batch / 7.0))
+    fewer = found["counted_bytes"] < found["baseline_counted_bytes"]
+    assert fewer == (batch < 16)
+
+
+def test_features_are_planned_over_eager_and_can_be_composed():
+    found = [case for case in job("techniques", QUICK).cases if case.labels["part"] == "feature"]
+    for name, feature in TABLES["features"].items():
+        overs = [case.labels["over"] for case in found if case.labels["key"] == name]
+        assert overs == ["fp32", "bf16"] if "over" not in feature else [feature["over"]]
+    assert {"batch_size=8", "batch_size=32", "batch_size=64"} <= {
+        w for c in found for w in c.overrides
+    }
+    for case in (case for case in found if case.labels["over"] == "fp32"):
+        compose([word for word in case.overrides if not word.startswith("newcomer.")])
+    loader = next(case for case in found if case.name.startswith("DataLoader, 2 workers × 4"))
+    loop = measure.built([*loader.overrides, "data.count=64"])
+    assert (loop.num_workers, loop.prefetch_factor) == (2, 4)
+    assert loop.final_loss(2) > 0
 
 
 @pytest.mark.slow

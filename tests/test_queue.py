@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
+from multiprocessing import get_context, get_start_method
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import torch
 
 from common.files import ROOT
 from scripts.bench import TABLES, runner
-from scripts.bench.cases import COMMANDS, job
+from scripts.bench.cases import COMMANDS, Job, job
 from scripts.bench.runner import START, GpuConfig, Runner, chosen, code_hash, gpu, runner_in
 from tests import planted_cases as planted
 from tests.helpers import until_dead
@@ -126,6 +126,7 @@ def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, starte
     assert len(before) == 2
     found = Runner(tmp_path).run(planted.job(value, value, hangs, value))
     assert [entry.get("value") for entry in found] == [0, 1, None, 3]
+    assert {entry["entry"]["workers"] for entry in before.values()} == {get_start_method()}
     assert results(tmp_path).items() > before.items()
 
 
@@ -177,15 +178,7 @@ def test_a_result_is_of_this_code_machine_and_keys(tmp_path, monkeypatch):
 
 
 def test_a_folder_has_one_bench_at_a_time(tmp_path):
-    words = [
-        sys.executable,
-        "-m",
-        "scripts.bench",
-        "gpu",
-        "only=[step]",
-        "setting=tiny",
-        f"out={tmp_path}",
-    ]
+    words = [sys.executable, "-m", "scripts.bench", "gpu", "only=[step]", f"out={tmp_path}"]
     with runner_in(str(tmp_path)):
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert "another bench measures into it" in done.stderr
@@ -207,10 +200,12 @@ def test_mistakes_are_told_before_anything_starts(keys, message):
 
 
 def test_items_are_understood_and_the_first_nine_minutes_tell_most():
+    published: dict[str, Job] = {}
     for items in (chosen(GpuConfig()), chosen(GpuConfig(setting="tiny"))):
         planned = {
             name: job(words[0], [*words[1:], f"name={name}"]) for name, words in items.items()
         }
+        published = published or planned
         assert all(one.cfg.name == name and one.cases for name, one in planned.items())
         assert all(
             len({case.name for case in one.cases}) == len(one.cases) for one in planned.values()
@@ -222,9 +217,9 @@ def test_items_are_understood_and_the_first_nine_minutes_tell_most():
         "ladder_s32",
         "ladder_s256",
         "step",
+        "ladder_s32x512",
         "ladder_b256",
     ]
-    published = {name: job(words[0], words[1:]) for name, words in chosen(GpuConfig()).items()}
     first = ["doctor", "tests_smoke", "calibration", "ladder_s32", "kernels"]
     assert list(published)[:5] == first
     needed = {name: sum(case.expected for case in published[name].cases) for name in first}

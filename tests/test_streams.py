@@ -3,6 +3,7 @@ any division."""
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
 from itertools import islice
@@ -16,7 +17,7 @@ from torch import Tensor
 from data.loader import LatentTensors, sampled
 from data.order import ChunkOrder, RankPositions, StreamOrder
 from data.resident import ChunkedLatents, ResidentLatents
-from data.streamed import StreamedLatents, fitting_streams
+from data.streamed import StreamDataset, StreamedLatents, fitting_streams
 from tests.helpers import CPU, random_samples, save_latent_set
 from tests.test_loaders import assert_same, by_position, joined
 
@@ -49,6 +50,16 @@ def test_every_sample_comes_once_in_each_epoch(seed: int):
         assert set(epoch) == everything
     if len(everything) > 12:
         assert epochs[0] != epochs[1]
+
+
+def test_a_worker_that_is_spawned_reads_the_same(folder: Path):
+    """As on macOS: it is sent the data set as a pickle."""
+    loader = streamed(folder, batch_size=7)
+    given = StreamDataset(loader.order, loader.blocks, loader.of_rank, 14)
+    batches = [next(iter(each)) for each in (given, pickle.loads(pickle.dumps(given)))]
+    assert torch.equal(batches[0][0], batches[1][0])
+    assert batches[0][1] == batches[1][1]
+    assert sorted(batches[0][1]) == list(range(14, 21))
 
 
 def test_windows_end_at_different_times():

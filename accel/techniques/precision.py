@@ -7,8 +7,9 @@ scaled (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). What is sto
 (accel/techniques/float8.py), by `fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a
 row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 
-What it costs: rounding in products. On a CPU without native instructions it is several times slower
-than fp32, so there it counts as unavailable. Speed on a GPU: not measured yet.
+What it costs: rounding in products. On a CPU without native instructions it is slower than fp32, so
+there it counts as unavailable; `runtime.on_unavailable=emulate` takes it all the same, to see how a
+model trains in it. Speed on a GPU: not measured yet.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Precision(Technique):
         *({"precision": "fp8", "fp8_recipe": recipe} for recipe in float8.BACKWARD),
     )
     off = "fp32"
+    emulated = ("bf16", "fp16")
     loss_rtol = 2e-2
     in_sampling = True
     in_precompute = True

@@ -7,7 +7,8 @@
     calibration   which fused kernels a run of each model would choose here
     tests         the tests that need a GPU: some of every kind, then a file each
     ladder        from what a newcomer writes to runtime=max, one technique more per rung
-    techniques    each technique alone over eager in fp32 and bf16, and removed from max
+    techniques    each technique alone over eager in fp32 and bf16, and removed from max;
+                  batch sizes, micro-batches, optimizers and loader workers over eager too
     kernels       each fused operator beside its definition: time, share of the copy rate
     mixers        a training step of each mixer at equal parameters
     data          samples a second of each loader, and of the usual pipelines
@@ -75,7 +76,7 @@ class BenchConfig:
     """Keys that all measuring commands have; 0 and null mean the setting's own."""
 
     setting: str | None = None
-    """tiny, s256, s32 or b256; null: s256 on a GPU, tiny without one."""
+    """tiny, s256, s32, s32x512 or b256; null: s256 on a GPU, tiny without one."""
     steps: Natural = 0
     """Steps in one round."""
     repeats: Natural = 0

@@ -57,7 +57,8 @@ def ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
 
 
 def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
-    """Plans each technique alone over eager in each precision, and removed from max."""
+    """Plans each technique alone over eager in each precision, features likewise, and each
+    technique removed from max."""
     if not {*cfg.precisions} <= PRECISIONS.keys():
         chosen = ",".join(cfg.precisions)
         raise UserError(f"precisions=[{chosen}]: choose some of {', '.join(PRECISIONS)}.")
@@ -65,6 +66,8 @@ def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
         for over in cfg.precisions:
             if EXCEPTIONS.get(kind.key, {}).get("over", over) == over:
                 yield from alone(kind, over, words)
+    for over in cfg.precisions:
+        yield from features(over, words)
     if "bf16" in cfg.precisions:  # as in max
         yield from removed(words)
 
@@ -84,6 +87,19 @@ def alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
         needs = [PRECISIONS[over], *own]
         labels = {"part": "alone", "key": kind.key, "over": over}
         yield Case(name, measure.compare, [*base, *own], base, needs, labels=labels)
+
+
+def features(over: str, words: Words) -> Iterator[Case]:
+    """Plans what guides propose beside the techniques: batches, optimizers, workers of a loader."""
+    batch = compose(words).cfg.batch_size
+    sizes = {"half": batch // 2, "twice": 2 * batch, "four_times": 4 * batch}
+    for name, feature in TABLES["features"].items():
+        if feature.get("over", over) == over:
+            base = [*words, "runtime=eager", PRECISIONS[over], *feature.get("base", "").split()]
+            own = [*base, *feature["own"].format(**sizes).split()]
+            labels = {"part": "feature", "key": name, "over": over}
+            needs = [PRECISIONS[over]]
+            yield Case(f"{name} over {over}", measure.compare, own, base, needs, labels=labels)
 
 
 def removed(words: Words) -> Iterator[Case]:

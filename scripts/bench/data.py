@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.resident import ResidentLatents
+from data.resident import GIB, ResidentLatents
 from data.streamed import StreamedLatents
 from scripts.bench import Case, DataConfig, Figures
 from scripts.timing import seconds, spread
 from training.environment import pick_device
 
-LATENTS = {"tiny": (2048, 64, 8)}
+LATENTS = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
 """Setting -> samples, batch size, side of the latents, which have 4 channels."""
 USUAL = (50_000, 256, 32)
 
@@ -96,17 +96,31 @@ def ours(kind: Any, folder: Path, size: int, device: torch.device, **more: Any) 
     return kind(path=str(folder / "ours"), batch_size=size, seed=0, device=device, **more)
 
 
+def in_chunks(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
+    """Opens the resident loader with room for half of the set: a thread copies the next quarter, on
+    a GPU by a stream of its own, while batches come from this one."""
+    room = (folder / "latents.npy").stat().st_size / 2
+    return ours(ResidentLatents, folder, size, device, device_memory_gib=room / GIB)
+
+
 LOADERS: dict[str, Callable[[Path, int, torch.device], Iterator[Any]]] = {
     "resident": partial(ours, ResidentLatents),
     "resident, int8": partial(ours, ResidentLatents, storage="int8"),
+    "resident, in chunks read ahead": in_chunks,
     "webdataset, in a thread": partial(ours, StreamedLatents, num_workers=0),
-    "webdataset, 1 worker": partial(ours, StreamedLatents, num_workers=1),
-    "webdataset, 2 workers": partial(ours, StreamedLatents, num_workers=2),
+    **{
+        f"webdataset, {workers} × {ahead}": partial(
+            ours, StreamedLatents, num_workers=workers, prefetch_factor=ahead
+        )
+        for workers in (1, 2, 4)
+        for ahead in (2, 4)
+    },
     "mmap at random": random_access,
     "webdataset's own pipeline, 1 worker": partial(per_sample_pipeline, 1),
     "webdataset's own pipeline, 2 workers": partial(per_sample_pipeline, 2),
 }
-"""Name -> what opens an endless stream of batches on the device."""
+"""Name -> what opens an endless stream of batches on the device; "2 × 4" are two workers with a
+`prefetch_factor` of four."""
 
 
 def loader(case: Case, cfg: DataConfig) -> Figures:

@@ -32,6 +32,7 @@ from training.environment import pick_device
 SHAPES = {
     "tiny": (2, 64, 64, 32, 16),
     "s32": (32, 256, 384, 64, 64),
+    "s32x512": (32, 512, 384, 64, 64),
     "s256": (256, 256, 384, 64, 64),
     "b256": (256, 256, 768, 64, 64),
 }
@@ -92,10 +93,11 @@ def swiglu(joined: Tensor) -> Tensor:
 
 
 def operators(setting: str, device: torch.device) -> dict[str, Op]:
-    """Returns the operators by name, on a square grid of tokens."""
+    """Returns the operators by name, on a grid of tokens that is as square as can be."""
     B, L, _, P, N = SHAPES[setting]
     sizes = sizes_of(setting)
-    grid = (int(L**0.5), int(L**0.5))
+    height = max(h for h in range(1, int(L**0.5) + 1) if L % h == 0)
+    grid = (height, L // height)
     rotations = axial_rotations(grid, P).to(device)
 
     def placed(function: Function) -> Function:

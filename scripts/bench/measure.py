@@ -12,10 +12,12 @@ import traceback
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import torch
 
+from accel.stack import TECHNIQUES
 from common.files import ROOT
 from common.text import first_line
 from scripts import doctor
@@ -28,11 +30,15 @@ from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchron
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
 from training.config.compose import compose
+from training.config.schema import OnUnavailable
 from training.environment import CARDS, memory_of, pick_device
 from training.evaluate import evaluate
 from training.failures import lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
+PRODUCT = "_product_tflops"
+"""How the rates of products end, which begin with their precision."""
+EMULATE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
 PYTEST = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
     *("-o", "addopts=-p tests.faults.table"),
@@ -48,8 +54,18 @@ def device_of(words: Words) -> torch.device:
 def refusals(words: Words, device: torch.device) -> dict[str, str]:
     """Returns words, such as runtime.tf32=true, that this machine cannot have, and the reasons."""
     reasons = doctor.capabilities(device)
+    slow = emulated(words, device)
     asked = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
-    return {word: reason for word, reason in asked.items() if reason}
+    return {word: reason for word, reason in asked.items() if reason and word not in slow}
+
+
+def emulated(words: Words, device: torch.device) -> Words:
+    """Returns the words that this CPU computes without instructions for them, since they ask so."""
+    if EMULATE not in words or device.type != "cpu":
+        return []
+    every = {kind.override(value) for kind in TECHNIQUES for value in kind.emulated}
+    reasons = doctor.capabilities(device)
+    return sorted(word for word in every & {*words} if reasons[word])
 
 
 def result_of(case: Case, cfg: BenchConfig) -> Figures:
@@ -61,11 +77,14 @@ def result_of(case: Case, cfg: BenchConfig) -> Figures:
     try:
         if case.compiles and not cfg.inductor:
             return {"reason": "left out: inductor=false"}
-        for reason in refusals(case.needs, device).values():
-            return {"reason": reason}
+        words = [*case.overrides, *case.needs]
+        for word, reason in refusals(words, device).items():
+            if word in case.needs:
+                return {"reason": reason}
         figures = case.measure(case, cfg)
         synchronise(device)
-        return figures
+        slow = emulated(words, device)
+        return figures | {"emulated": slow} if slow else figures
     except torch.OutOfMemoryError as error:
         return {"error": f"out of memory: {first_line(error)}"}
     except Exception as error:
@@ -89,24 +108,42 @@ def built(words: Words) -> Loop:
     return NewcomersLoop(rest, **own) if own else Workload(rest)
 
 
-KEPT: dict[tuple[str, ...], tuple[Loop, float]] = {}
-"""The baseline of the case before, and its loss: cases that follow each other share it."""
+def counted(loop: Loop) -> float | None:
+    """Counts the bytes that a GPU would need for a run, as scripts.plan does, where no allocator
+    tells them; None where one does, and for the newcomer's loop."""
+    if loop.memory_peak is not None or not isinstance(loop, Workload):
+        return None
+    needs = forecast(asked(loop.cfg, memory_of(loop.device))).needs
+    return needs.total - needs.context
 
 
-def baseline(words: tuple[str, ...], steps: int) -> tuple[Loop, float]:
+class Baseline(NamedTuple):
+    """What a case is compared with."""
+
+    loop: Loop
+    loss: float
+    counted_bytes: float | None
+
+
+KEPT: dict[tuple[str, ...], Baseline] = {}
+"""The baseline of the case before: cases that follow each other share it."""
+
+
+def baseline(words: tuple[str, ...], steps: int) -> Baseline:
     """Builds a baseline and trains it, once for the cases that follow each other."""
     if words not in KEPT:
         KEPT.clear()
         free()
         loop = built(list(words))
-        KEPT[words] = loop, loop.final_loss(steps)
+        KEPT[words] = Baseline(loop, loop.final_loss(steps), counted(loop))
     return KEPT[words]
 
 
 def compare(case: Case, cfg: BenchConfig) -> Figures:
     """Trains a configuration and its baseline from the same weights on the same samples, then
-    times them in turn. Techniques that this machine cannot have are left out."""
-    base, base_loss = baseline(tuple(case.baseline), cfg.loss_steps)
+    times them in turn; `speed` compares samples a second, since batches may differ. Techniques that
+    this machine cannot have are left out."""
+    base, base_loss, base_bytes = baseline(tuple(case.baseline), cfg.loss_steps)
     own = base
     loss = base_loss
     if case.overrides != case.baseline:
@@ -119,11 +156,14 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
     loops = {"base": base} if own is base else {"base": base, "own": own}
     times = time_steps(loops, cfg.steps, cfg.repeats)
     own_ms = times.get("own", times["base"])
+    batches = own.cfg.batch_size / base.cfg.batch_size
     return {
         **spread("baseline_step_ms", times["base"]),
         **own.figures(own_ms),
-        **spread("speed", ratios(times["base"], own_ms)),
+        **spread("speed", [batches * ratio for ratio in ratios(times["base"], own_ms)]),
         "baseline_memory_reserved_peak": base.memory_peak,
+        "counted_bytes": base_bytes if own is base else counted(own),
+        "baseline_counted_bytes": base_bytes,
         "baseline_not_on": base.missing(),
         "final_loss": loss,
         "loss_deviation": loss / base_loss - 1.0,
@@ -222,9 +262,16 @@ def saves(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def machine(case: Case, cfg: BenchConfig) -> Figures:
-    """Examines the machine as scripts.doctor does, with its rates."""
+    """Examines the machine as scripts.doctor does, with its rates, and how many times those of
+    fp32 the products' are."""
     found = doctor.examine(measure=True)
-    return found | {"text": doctor.as_text(found)}
+    rates = found["rates"]
+    times = {
+        name.replace(PRODUCT, "_times"): rate / rates[f"fp32{PRODUCT}"]
+        for name, rate in rates.items()
+        if name.endswith(PRODUCT)
+    }
+    return found | rates | times | {"text": doctor.as_text(found)}
 
 
 def with_family(words: Words, family: str) -> Words:

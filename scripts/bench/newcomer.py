@@ -61,11 +61,17 @@ class NewcomersLoop(Loop):
     """
 
     def __init__(
-        self, overrides: Words, storage: str, item: str = "always", num_workers: str = "0"
+        self,
+        overrides: Words,
+        storage: str,
+        item: str = "always",
+        num_workers: str = "0",
+        prefetch_factor: str = "2",
     ) -> None:
         super().__init__([*overrides, "runtime=eager"])
         self.item = item
         self.num_workers = int(num_workers)
+        self.prefetch_factor = int(prefetch_factor)
         self.stack = build_stack(self.cfg, self.device)
         self.stack.on_process()
         self.ledger = Ledger()
@@ -119,13 +125,16 @@ class NewcomersLoop(Loop):
             self.cfg.batch_size,
             sampler=stream_order(self.spec.count, self.cfg.seed),
             num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
-        return ((x.to(self.device), labels.to(self.device)) for x, labels in loader)
+        # If batches named this loop, garbage collection would end its workers: five seconds each.
+        device = self.device
+        return ((x.to(device), labels.to(device)) for x, labels in loader)
 
     def prepare(self) -> None:
         """Sets flags, and uses up what workers have prefetched while something else ran."""
         super().prepare()
-        for _ in range(2 * self.num_workers):  # as many as PyTorch's DataLoader makes ahead
+        for _ in range(self.prefetch_factor * self.num_workers):
             next(self.batches)
 
     def one_step(self, comparable: bool = False) -> Tensor:

@@ -84,12 +84,13 @@ def shown(command: str, entries: Sequence[Figures]) -> list[Figures]:
             before = entry
 
         entry["lost"] = {*entry.get("not_on", ())} - {*entry.get("baseline_not_on", ())}
-        remark = entry.get("reason") or entry.get("error") or ""
-        if entry["lost"]:
-            remark = f"not on: {', '.join(sorted(entry['lost']))}"
-        elif entry.get(entry["ratio"]) not in (None, 1.0):
-            remark = "no difference" if no_difference(entry, entry["ratio"]) else ""
-        found.append(entry | {"remark": remark})
+        remarks = [entry.get("reason") or entry.get("error")]
+        for what, words in (("emulated", entry.get("emulated")), ("not on", entry["lost"])):
+            if words:
+                remarks.append(f"{what}: {', '.join(sorted(words))}")
+        if entry.get(entry["ratio"]) not in (None, 1.0) and not entry["lost"]:
+            remarks.append("no difference" if no_difference(entry, entry["ratio"]) else None)
+        found.append(entry | {"remark": "; ".join(filter(None, remarks))})
     return found
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from math import inf
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, set_start_method
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ def child(connection: Connection, words: Words, folder: Path) -> None:
     """Says what machine this is, then measures the cases that it is sent, as long as its parent
     lives."""
     os.setsid()
+    set_start_method(None, force=True)  # its own children begin as those of train.py do
     parent = parent_process()
     assert parent is not None
     workers.end_with(parent.pid or 0)

@@ -91,6 +91,7 @@ CompileMode = Enum(  # a call, because two of torch's names are no identifiers
 class OnUnavailable(str, Enum):
     degrade = "degrade"
     error = "error"
+    emulate = "emulate"
 
 
 class ScheduleKind(str, Enum):
@@ -205,7 +206,7 @@ class RuntimeConfig:
     # measures before training which techniques make the step fastest here; runtime=auto
     tune: bool = False
     tune_seconds: Annotated[float, Gt(0)] = 120.0  # at most
-    # error: stop where a technique cannot be had
+    # error: stop where a technique cannot be had; emulate: compute slowly what a CPU still can
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
