@@ -26,6 +26,8 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of, sw
 class FusedKernel(Technique):
     op: str
     """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
+    also: tuple[str, ...] = ()
+    """Other ops that it exchanges in models that have them in the place of `op`."""
     loss_rtol = 1e-2
     in_sampling = True
     plan_note = "it is planned as on; the trial on the GPU decides"
@@ -71,13 +73,17 @@ class FusedKernel(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {self.op}")
-        launches = sum(n for name, n in evidence.ops.items() if name.startswith(f"{self.op}_"))
-        called = evidence.where(
-            lambda call: any(op.startswith(f"fastlatent::{self.op}") for op in call.ops)
+        ops = (self.op, *self.also)
+        # CUDA's own compiler puts the type that a kernel returns before its name.
+        kernels = tuple(f"{op}_" for op in ops)
+        launches = sum(
+            n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
         )
+        ours = tuple(f"fastlatent::{op}" for op in ops)
+        called = evidence.where(lambda call: any(op.startswith(ours) for op in call.ops))
         everywhere = sum(called) >= min(len(called), len(self.switches))
         active = launches > 0 and everywhere
-        seen = f"{launches} launches of its Triton kernels in one step"
+        seen = f"{launches} launches of its kernels in one step"
         if self.enabled and evidence.kernels_unseen and any(called) and everywhere:
             active = UNSEEN
             seen = NO_KERNEL_SEEN
@@ -98,11 +104,13 @@ class FusedAddNorm(FusedKernel):
 
 
 class FusedScan(FusedKernel):
-    """Both directions of the state-space scan in one kernel."""
+    """Both directions of the state-space scan in one kernel; the selective scan, which has one
+    direction, by mamba-ssm's CUDA kernel."""
 
     key = "fused_scan"
-    summary = "Triton: both directions of the scan in one kernel"
+    summary = "Triton: both directions of the scan in one kernel; `mamba1_*`: mamba-ssm's"
     op = "ssd"
+    also = ("selective_scan",)
 
 
 class FusedConv(FusedKernel):

@@ -23,6 +23,12 @@ from common.errors import UserError
 from models.layers import Layer, heads_of
 
 
+def init_steps(dt_bias: Tensor) -> None:
+    """Draws biases whose softplus is log-uniform in [0.001, 0.1], as both Mambas start."""
+    dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+
 class BidirectionalSSD(Layer):
     """Gated bidirectional SSD: `out_proj(headwise_norm(silu(z)·ssd(local_mix(x, B, C))))`.
 
@@ -71,8 +77,7 @@ class BidirectionalSSD(Layer):
         nn.init.zeros_(self.conv_bias)
         with torch.no_grad():
             self.A_log.uniform_(1.0, 16.0).log_()
-            dt = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+            init_steps(self.dt_bias)
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm_weight)
 
