@@ -32,8 +32,8 @@ class SelectiveScan(Layer):
 
     Steps, B and C come from the mixed x, the steps through a bottleneck of rank D / 16. `expand`
     is E / D. Starts: -A is 1 … N in each channel, dt log-uniform in [0.001, 0.1], the convolution
-    the identity, as in all mixers here. There are no heads: `head_dim` is taken because every mixer takes it,
-    and ignored.
+    the identity, as in all mixers here. There are no heads: `head_dim` is taken because every mixer
+    takes it, and ignored.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SelectiveScan(Layer):
         return self.out_proj(silu_product(z, y))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens: products, a multiply-add a tap of
-        the convolution, and three a number of a state, which two of them update and one reads."""
+        """FLOPs of one forward pass of one sample of `tokens` tokens: products, a multiply-add a
+        tap of the convolution, and three a number of a state, two to update it and one to read."""
         multiply_adds = tokens * self.inner * (TAPS + 3 * self.state_dim)
         return super().flops(tokens) + 2 * multiply_adds
