@@ -364,7 +364,7 @@ def test_the_first_mamba_starts_with_a_state_of_many_time_scales():
     dt = torch.nn.functional.softplus(mixer.dt_bias)
     assert dt.min() >= 0.99e-3
     assert dt.max() <= 1.01e-1
-    assert mixer.conv_weight[:, 0].eq(torch.tensor([0.0, 0.0, 0.0, 1.0])).all()
+    assert mixer.conv_weight[:, 0, 0].eq(torch.tensor([0.0, 0.0, 0.0, 1.0])).all()
     kept = ("A_log", "dt_bias", "D", "conv_weight", "conv_bias")
     assert {f"blocks.0.layers.0.{name}" for name in kept} <= tiny("mamba1").no_weight_decay()
 

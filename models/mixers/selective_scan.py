@@ -56,7 +56,7 @@ class SelectiveScan(Layer):
         self.rank = -(-dim // 16)
         self.fused_scan = False
         self.in_proj = nn.Linear(dim, 2 * self.inner, bias=False)
-        self.conv_weight = nn.Parameter(torch.empty(self.inner, 1, TAPS))
+        self.conv_weight = nn.Parameter(torch.empty(self.inner, 1, 1, TAPS))
         self.conv_bias = nn.Parameter(torch.empty(self.inner))
         self.x_proj = nn.Linear(self.inner, self.rank + 2 * state_dim, bias=False)
         self.dt_proj = nn.Linear(self.rank, self.inner, bias=False)
@@ -73,15 +73,16 @@ class SelectiveScan(Layer):
         nn.init.zeros_(self.conv_bias)
         nn.init.ones_(self.D)
         with torch.no_grad():
-            self.conv_weight[:, :, -1] = 1.0
+            self.conv_weight[..., -1] = 1.0
             nn.init.ones_(self.A_log).cumsum_(1).log_()
             init_steps(self.dt_bias)
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         x, z = self.in_proj(h).chunk(2, dim=-1)
         weight = with_usual_strides(self.conv_weight).to(x.dtype)
-        past = F.pad(x.mT, (TAPS - 1, 0))
-        x = F.silu(F.conv1d(past, weight, self.conv_bias.to(x.dtype), groups=self.inner)).mT
+        past = F.pad(x.mT.unsqueeze(2), (TAPS - 1, 0))
+        mixed = F.conv2d(past, weight, self.conv_bias.to(x.dtype), groups=self.inner)
+        x = F.silu(mixed).squeeze(2).mT
 
         dt, B_in, C_out = self.x_proj(x).split((self.rank, *2 * (self.state_dim,)), dim=-1)
         scan = fused_selective_scan if self.fused_scan else selective_scan
