@@ -14,10 +14,13 @@ Letters: B samples, L tokens, E channels, N state size.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from accel.kernels.operator import differentiable, keeping_inputs, register, upcast
 
@@ -69,8 +72,7 @@ def scanned(
     """y of the recurrence, from the first token to the last, in the dtype of x; fp32 inside."""
     states = unrolled(x, dt, dt_bias, A_log, B_in)[-1]
     y = (states * upcast(C_out).unsqueeze(2)).sum(-1) + upcast(D) * upcast(x)
-    # PyTorch 2.11 compiles no gradient of a result whose last step is a cast to its own dtype.
-    return y.to(x.dtype, copy=True)
+    return y.to(x.dtype)
 
 
 def gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -108,9 +110,16 @@ backward_operator = register(
     "selective_scan_cuda.launch_backward",
     repeatable=False,
 )
-selective_scan = differentiable(keeping_inputs(scanned), gradients)
-"""`scanned`, which keeps its inputs alone for the backward pass: autograd would keep several
-tensors (B, L, E, N) a layer, which are now there for a layer at a time."""
+keeping_no_state = differentiable(keeping_inputs(scanned), gradients)
 fused_selective_scan = differentiable(
     keeping_inputs(operator), lambda dy, *inputs: backward_operator(dy.contiguous(), *inputs)
 )
+
+
+def selective_scan(*inputs: Tensor) -> Tensor:
+    """`scanned`, which keeps its inputs alone for the backward pass: autograd would keep several
+    tensors (B, L, E, N) a layer, which now live for one layer at a time."""
+    if torch.compiler.is_compiling():
+        # The compiler would see that the states are made twice, and keep them.
+        return cast("Tensor", checkpoint(scanned, *inputs, use_reentrant=False))
+    return keeping_no_state(*inputs)

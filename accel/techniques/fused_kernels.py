@@ -71,13 +71,14 @@ class FusedKernel(Technique):
     # What would still say "on" if this did nothing? The modules' switches would, and so would a
     # call of the operator, which may run its definition; the row counts launches of its kernels.
     def observe(self, evidence: Evidence) -> Observation:
-        if self.enabled and not self.switches:
-            return Observation(UNUSED, f"the model has no {self.op}")
         ops = (self.op, *self.also)
+        either = " or ".join(ops)
+        if self.enabled and not self.switches:
+            return Observation(UNUSED, f"the model has no {either}")
+
         # CUDA's own compiler puts the type that a kernel returns before its name.
-        kernels = tuple(f"{op}_" for op in ops)
         launches = sum(
-            n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
+            n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(ops)
         )
         ours = tuple(f"fastlatent::{op}" for op in ops)
         called = evidence.where(lambda call: any(op.startswith(ours) for op in call.ops))
@@ -87,7 +88,7 @@ class FusedKernel(Technique):
         if self.enabled and evidence.kernels_unseen and any(called) and everywhere:
             active = UNSEEN
             seen = NO_KERNEL_SEEN
-        note = f"{evidence.share(called)} called {self.op}; {seen}"
+        note = f"{evidence.share(called)} called {either}; {seen}"
         if self.proof:
             note = f"{self.proof.why}; {note}"
         elif self.enabled:
