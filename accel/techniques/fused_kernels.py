@@ -109,7 +109,7 @@ class FusedScan(FusedKernel):
     direction, by mamba-ssm's CUDA kernel."""
 
     key = "fused_scan"
-    summary = "Triton: both directions of the scan in one kernel; `mamba1_*`: mamba-ssm's"
+    summary = "Triton: both directions of the scan in one kernel; the selective scan by mamba-ssm's"
     op = "ssd"
     also = ("selective_scan",)
 

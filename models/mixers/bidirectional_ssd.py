@@ -1,4 +1,4 @@
-"""The flagship mixer: local mixing, then a bidirectional state-space scan, gated.
+"""The flagship mixer: local mixing, then Mamba-2's state-space scan in both directions, gated.
 
 Letters: B samples, L tokens, D width, K heads, P head dim, N state size, E = K·P inner width.
 """
