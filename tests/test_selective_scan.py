@@ -170,7 +170,7 @@ def test_the_kernel_of_mamba_ssm_is_called_as_it_asks_and_passes_its_parity_test
 
 
 def test_a_kernel_with_one_decay_a_channel_is_refused(package, monkeypatch):
-    def per_channel(*inputs: Tensor) -> Tensor:
+    def per_channel(*inputs: Any) -> Tensor:
         return selective_scan_fn(*inputs[:2], inputs[2][:, :1].expand_as(inputs[2]), *inputs[3:])
 
     monkeypatch.setattr(package, "selective_scan_fn", per_channel)
@@ -210,9 +210,9 @@ def test_the_ledger_counts_launches_of_the_package_s_kernels(launched, active):
     technique.settle(Proof(True, "proved"))
     technique.switches = [torch.nn.Identity()]
     ops = Counter({"fastlatent::selective_scan": 1})
-    facts = dict.fromkeys(("input_bytes", "saved_bytes"), 1) | {"ops": ops}
-    facts |= dict.fromkeys(("residual_dtype", "branch_dtype"), torch.float32)
-    call = BlockEvidence(**facts, fine=(True, True), cached=frozenset())
+    call = BlockEvidence(
+        1, 1, torch.float32, torch.float32, fine=(True, True), cached=frozenset(), ops=ops
+    )
     evidence = Evidence(ops=ops + Counter({launched: 2}), blocks=[[call]])
     assert technique.observe(evidence).active is active
 
