@@ -184,8 +184,9 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     if question.device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(question.device)
         facts["driver"] = collect_env.get_nvidia_driver_version(collect_env.run)
-    with suppress(PackageNotFoundError):
-        facts["triton"] = version("triton")
+    for package in ("triton", "mamba-ssm"):
+        with suppress(PackageNotFoundError):
+            facts[package] = version(package)
     return json.loads(json.dumps(facts))
 
 

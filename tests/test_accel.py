@@ -59,7 +59,10 @@ def test_every_technique_is_enrolled():
     [
         "mamba",
         "dit",
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("ssd_mlp", "zigzag")),
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("ssd_mlp", "zigzag", "mamba1")
+        ),
     ],
 )
 @EVERY

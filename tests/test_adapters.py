@@ -38,7 +38,7 @@ from training.weights.adapter_base import with_model
 from training.weights.adapter_file import CONFIG, PREFIX, TENSORS, load_model, write_peft
 from training.weights.pretrained import build_model, load_pretrained, weights_for
 
-FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")
+FAMILIES = ("mamba", "zigzag", "mamba1", "ssd_mlp", "conv", "dit")
 WORDS = [
     "runtime=eager",
     "batch_size=16",

@@ -403,7 +403,7 @@ def test_other_packages_are_called_for_the_same_work(monkeypatch):
 
 def test_mixers_are_compared_at_equal_parameters(tmp_path):
     families = [case.name for case in job("mixers", [*QUICK, "size=xs"]).cases]
-    assert families == ["dit", "conv", "mamba", "ssd_mlp", "zigzag"]
+    assert families == ["dit", "conv", "mamba", "mamba1", "ssd_mlp", "zigzag"]
     found = measured("mixers", tmp_path, "size=xs", "batch_size=8", "families=[ssd_mlp]")
     assert list(found) == ["dit", "ssd_mlp"]
     assert found["dit"]["speed"] == 1.0

@@ -497,6 +497,7 @@ def test_numbers_that_are_not_finite_are_refused(word: str):
         ("model=dit_xs", "model.mlp_ratio=-1"),
         ("model=mamba_xs", "model.mixer.expand=-1"),
         ("model=zigzag_xs", "model.mixer.state_dim=0"),
+        ("model=mamba1_xs", "model.mixer.state_dim=0"),
         ("model=conv_xs", "model.mixer.expand=0"),
     ],
 )

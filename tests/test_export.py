@@ -35,7 +35,7 @@ from training.checkpoint.files import header
 from training.config.compose import compose
 from training.weights.pretrained import load_pretrained
 
-FAMILIES = ("mamba", "zigzag", "ssd_mlp", "conv", "dit")
+FAMILIES = ("mamba", "zigzag", "mamba1", "ssd_mlp", "conv", "dit")
 
 
 def exported(**changes: Any) -> Path:

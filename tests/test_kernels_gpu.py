@@ -20,11 +20,14 @@ from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
+from accel.kernels.selective_scan import fused_selective_scan
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
+from accel.parity import Comparing
 from common.files import ROOT
 from models.mixers.attention import Attention, axial_rotations
 from scripts.bench.kernels import swiglu
+from tests.test_selective_scan import scan_inputs
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
@@ -250,6 +253,17 @@ def test_flex_attends_within_windows_forward_and_backward(layer):
         found[backend] = [y, *torch.autograd.grad(y.square().sum(), (h, mixer.qkv.weight))]
     for actual, expected in zip(found["flex"], found["math"], strict=True):
         assert (actual - expected).norm() / expected.norm() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mamba_ssm_s_selective_scan_passes_its_parity_test(dtype):
+    """Only where that package is installed."""
+    pytest.importorskip("mamba_ssm.ops.selective_scan_interface")
+    inputs = [t.detach().cuda() for t in scan_inputs(256, torch.float32, channels=64)]
+    inputs = [t.to(dtype if t.ndim == 3 else t.dtype).requires_grad_() for t in inputs]
+    with Comparing() as comparing:
+        fused_selective_scan(*inputs).sum().backward()
+    assert [c.refusal() for c in comparing.comparisons] == [None] * 8
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -79,9 +79,10 @@ MISTAKES: dict[str, str] = {
     "scripts.sample cuont=3": "cuont=3: there is no such key; did you mean count?",
     "train.py model=DiT-XL/2": (
         "model=DiT-XL/2: there is no such file in conf/model; choose one of conv_b, conv_l, "
-        "conv_s, conv_xl, conv_xs, dit_b, dit_l, dit_s, dit_xl, dit_xs, mamba_b, mamba_l, "
-        "mamba_s, mamba_xl, mamba_xs, pretrained, ssd_mlp_b, ssd_mlp_l, ssd_mlp_s, ssd_mlp_xl, "
-        "ssd_mlp_xs, zigzag_b, zigzag_l, zigzag_s, zigzag_xl, zigzag_xs."
+        "conv_s, conv_xl, conv_xs, dit_b, dit_l, dit_s, dit_xl, dit_xs, mamba1_b, mamba1_l, "
+        "mamba1_s, mamba1_xl, mamba1_xs, mamba_b, mamba_l, mamba_s, mamba_xl, mamba_xs, "
+        "pretrained, ssd_mlp_b, ssd_mlp_l, ssd_mlp_s, ssd_mlp_xl, ssd_mlp_xs, "
+        "zigzag_b, zigzag_l, zigzag_s, zigzag_xl, zigzag_xs."
     ),
     "train.py data=imagenet": (
         "data=imagenet: there is no such file in conf/data; choose one of digits, resident, "

@@ -16,6 +16,7 @@ from models.layers import sincos_positions
 from models.mixers.attention import Attention, axial_rotations
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 from models.mixers.convolution import Convolution
+from models.mixers.selective_scan import SelectiveScan
 from models.mixers.zigzag_ssd import PATHS, ZigzagSSD, zigzag_path
 from training.config.build import build
 from training.config.compose import compose
@@ -34,6 +35,11 @@ PARAMETERS = {
     "dit_b": 130_418_704,
     "dit_l": 457_081_872,
     "dit_xl": 674_824_464,
+    "mamba1_xs": 542_416,
+    "mamba1_s": 34_814_224,
+    "mamba1_b": 135_983_632,
+    "mamba1_l": 475_854_864,
+    "mamba1_xl": 700_496_656,
     "mamba_xs": 549_704,
     "mamba_s": 35_761_840,
     "mamba_b": 136_490_320,
@@ -57,6 +63,7 @@ FAMILIES = {
     "ssd_mlp": dict(mixer=partial(BidirectionalSSD, expand=1, state_dim=16), mlp_ratio=8 / 3),
     "dit": dict(mixer=Attention, mlp_ratio=8 / 3),
     "zigzag": dict(mixer=partial(ZigzagSSD, expand=2, state_dim=16)),
+    "mamba1": dict(mixer=partial(SelectiveScan, state_dim=8)),
     "conv": dict(mixer=Convolution, mlp_ratio=8 / 3),
     "dit_plain": dict(mixer=partial(Attention, qk_norm=False), mlp_ratio=8 / 3),
     "dit_windows": dict(mixer=partial(Attention, window=2), mlp_ratio=8 / 3),
@@ -311,7 +318,7 @@ def whole_sequences(monkeypatch):
 
 
 @pytest.mark.usefixtures("whole_sequences")
-@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "zigzag", "conv", "dit"])
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "zigzag", "mamba1", "conv", "dit"])
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_flops_agree_with_a_counter(family, size):
     """PyTorch's counter, which counts what runs, against the closed form, which counts what is
@@ -325,7 +332,13 @@ def test_flops_agree_with_a_counter(family, size):
     # The reference scan computes scores of both directions for all pairs and then masks: N more
     # products a pair.
     extra = 2 * model.tokens**2 * 16 * model.depth if family in SCANS else 0
-    assert counted == model.flops_per_sample() + extra
+    assert counted == model.flops_per_sample() + extra - selective_scans(model)
+
+
+def selective_scans(model: Denoiser) -> int:
+    """FLOPs of its selective scans: elementwise, so that the counter does not see them."""
+    mixers = [m for m in model.modules() if isinstance(m, SelectiveScan)]
+    return sum(6 * model.tokens * m.A_log.numel() for m in mixers)
 
 
 @pytest.mark.usefixtures("whole_sequences")
@@ -345,7 +358,8 @@ def test_flops_of_real_sizes_agree_with_a_counter(name):
         if name.rpartition("_")[0] in SCANS
         else 0
     )
-    assert counter.get_total_flops() == model.flops_per_sample() + extra
+    expected = model.flops_per_sample() + extra - selective_scans(model)
+    assert counter.get_total_flops() == expected
 
 
 def test_a_training_step_costs_three_forward_passes():
@@ -384,11 +398,42 @@ def test_the_four_paths_differ_in_both_directions(grid):
     assert torch.equal(zigzag_path(grid, PATHS), paths[0])
 
 
-def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer():
+def test_a_selective_scan_has_a_path_and_its_reverse_in_turn_eight_in_all():
+    grid = (4, 6)
+    paths = [SelectiveScan(16, 8, grid, layer, state_dim=2).order for layer in range(9)]
+    for layer in range(0, 8, 2):
+        assert torch.equal(paths[layer], zigzag_path(grid, layer // 2))
+        assert torch.equal(paths[layer + 1], paths[layer].flip(0))
+    assert len({tuple(path.tolist()) for path in paths[:8]}) == 8
+    assert torch.equal(paths[8], paths[0])
+
+
+def test_a_selective_scan_sees_what_came_before_on_its_path_and_nothing_else():
+    mixer = SelectiveScan(16, 8, (2, 4), 0, state_dim=2)
+    mixer.init_weights()
+    h = torch.randn(1, 8, 16, requires_grad=True)
+    (seen,) = torch.autograd.grad(mixer(h)[0, 5].sum(), h)
+    assert seen[0].norm(dim=1).ne(0).tolist() == [True] * 6 + [False] * 2
+
+
+def test_the_first_mamba_starts_with_a_state_of_many_time_scales():
+    mixer = SelectiveScan(16, 8, (2, 2), 0, state_dim=3)
+    mixer.init_weights()
+    torch.testing.assert_close(mixer.A_log.exp(), torch.tensor([1.0, 2.0, 3.0]).expand(32, 3))
+    dt = torch.nn.functional.softplus(mixer.dt_bias)
+    assert dt.min() >= 0.99e-3
+    assert dt.max() <= 1.01e-1
+    assert mixer.conv_weight[:, 0, 0].eq(torch.tensor([0.0, 0.0, 0.0, 1.0])).all()
+    kept = ("A_log", "dt_bias", "D", "conv_weight", "conv_bias")
+    assert {f"blocks.0.layers.0.{name}" for name in kept} <= tiny("mamba1").no_weight_decay()
+
+
+@pytest.mark.parametrize("family", ["zigzag", "mamba1"])
+def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer(family):
     """The norms apply the orders; here the same is done by gathers around each mixer, with no order
     in the norms."""
-    model = woken(tiny("zigzag", depth=5))
-    reference = woken(tiny("zigzag", depth=5))
+    model = woken(tiny(family, depth=5))
+    reference = woken(tiny(family, depth=5))
     reference.load_state_dict(model.state_dict())
     for block in reference.blocks:
         mixer = block.layers[0]

@@ -18,12 +18,14 @@ from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.local_mix import fused_local_mix, local_mix
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
+from accel.kernels.selective_scan import fused_selective_scan, selective_scan
 from accel.kernels.ssd_decays import fused_ssd_decays
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from accel.saved_tensors import keeping
 from accel.techniques import gradient_checkpointing
 from models.mixers.attention import axial_rotations
+from tests.test_selective_scan import scan_inputs
 from training.config.schema import KERNELS
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -507,6 +509,8 @@ def second_order_inputs() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
         "gated_norm": (fused_gated_norm, (gated[0], *gated[-2:])),
         "swiglu": (fused_swiglu, (normal(2, 5, 12),)),
         "qk_rope": (lambda *t: fused_qk_rope(*t, None)[0], qk_inputs()[:3]),
+        "selective_scan": (fused_selective_scan, tuple(scan_inputs(5))),
+        "selective_scan, definition": (selective_scan, tuple(scan_inputs(5))),
     }
 
 

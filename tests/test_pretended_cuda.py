@@ -115,6 +115,7 @@ def test_a_step_stays_on_the_device_and_the_host_never_waits(name, steps):
 OPERATORS = {
     "mamba": {"add_norm", "ssd_mixed"},
     "zigzag": {"add_norm", "ssd_mixed"},
+    "mamba1": {"add_norm", "selective_scan"},
     "ssd_mlp": {"add_norm", "ssd_mixed", "swiglu"},
     "conv": {"add_norm", "local_mix", "swiglu"},
     "dit": {"add_norm", "qk_rope", "swiglu"},

@@ -22,6 +22,8 @@ class Operator(NamedTuple):
     definition: Callable[..., Any]
     kernel: Callable[..., Any] | None
     """None: the definition calls other operators of ours, on a GPU too."""
+    repeatable: bool = True
+    """Two equal calls of the kernel give equal bits."""
 
 
 MOST_SAMPLES = 65_535
@@ -32,13 +34,17 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def register(
-    schema: str, definition: Callable[..., Any], launcher: str | None = None
+    schema: str,
+    definition: Callable[..., Any],
+    launcher: str | None = None,
+    repeatable: bool = True,
 ) -> Callable[..., Any]:
     """Defines `fastlatent::<schema>` and returns it: `definition` computes it on a CPU, `launcher`
     on a GPU. All outputs are contiguous; `definition`, run on fake tensors, tells their shapes.
 
     `launcher` is "<module of accel.kernels>.<function>"; it is imported at the first launch, for it
-    needs Triton. None is for a definition that calls other operators of ours.
+    needs Triton or another package. None is for a definition that calls other operators of ours.
+    `repeatable` is False where the kernel of another package adds in any order.
     """
     name = schema.partition("(")[0]
     module, _, function = (launcher or "").partition(".")
@@ -57,7 +63,7 @@ def register(
     def shaped(*arguments: Any) -> Any:
         return tree_map(lambda t: t.new_empty(t.shape), definition(*arguments))
 
-    OPERATORS[name] = Operator(definition, on_gpu if launcher else None)
+    OPERATORS[name] = Operator(definition, on_gpu if launcher else None, repeatable)
     LIBRARY.define(schema)
     LIBRARY.impl(name, definition, "CPU")
     LIBRARY.impl(name, on_gpu if launcher else definition, "CUDA")
@@ -108,7 +114,8 @@ def differentiable(
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     "The fused operators have no second derivative, and create_graph=True asks for "
-                    "one; set the keys runtime.fused_… of kernels to false for it."
+                    "one; set the keys runtime.fused_… of kernels to false for it (the selective "
+                    "scan has none either way)."
                 )
             # Lists, for Dynamo of torch 2.14 refuses generators here.
             saved = list(zip(ctx.saved_tensors, ctx.constants, strict=True))

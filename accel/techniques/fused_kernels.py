@@ -27,6 +27,8 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of, sw
 class FusedKernel(Technique):
     op: str
     """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
+    also: tuple[str, ...] = ()
+    """Other ops that it exchanges in models that have them in the place of `op`."""
     loss_rtol = 1e-2
     in_sampling = True
     plan_note = "it is planned as on; the trial on the GPU decides"
@@ -70,19 +72,24 @@ class FusedKernel(Technique):
     # What would still say "on" if this did nothing? The modules' switches would, and so would a
     # call of the operator, which may run its definition; the row counts launches of its kernels.
     def observe(self, evidence: Evidence) -> Observation:
+        ops = (self.op, *self.also)
+        either = " or ".join(ops)
         if self.enabled and not self.switches:
-            return Observation(UNUSED, f"the model has no {self.op}")
-        launches = sum(n for name, n in evidence.ops.items() if name.startswith(f"{self.op}_"))
-        called = evidence.where(
-            lambda call: any(op.startswith(f"fastlatent::{self.op}") for op in call.ops)
+            return Observation(UNUSED, f"the model has no {either}")
+
+        # CUDA's own compiler puts the type that a kernel returns before its name.
+        launches = sum(
+            n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(ops)
         )
+        ours = tuple(f"fastlatent::{op}" for op in ops)
+        called = evidence.where(lambda call: any(op.startswith(ours) for op in call.ops))
         everywhere = sum(called) >= min(len(called), len(self.switches))
         active = launches > 0 and everywhere
-        seen = f"{launches} launches of its Triton kernels in one step"
+        seen = f"{launches} launches of its kernels in one step"
         if self.enabled and evidence.kernels_unseen and any(called) and everywhere:
             active = UNSEEN
             seen = NO_KERNEL_SEEN
-        note = f"{evidence.share(called)} called {self.op}; {seen}"
+        note = f"{evidence.share(called)} called {either}; {seen}"
         if self.proof:
             note = f"{self.proof.why}; {note}"
         elif self.enabled:
@@ -99,11 +106,13 @@ class FusedAddNorm(FusedKernel):
 
 
 class FusedScan(FusedKernel):
-    """Both directions of the state-space scan in one kernel."""
+    """Both directions of the state-space scan in one kernel; the selective scan, which has one
+    direction, by mamba-ssm's CUDA kernel."""
 
     key = "fused_scan"
-    summary = "Triton: both directions of the scan in one kernel"
+    summary = "Triton: both directions of the scan in one kernel; the selective scan by mamba-ssm's"
     op = "ssd"
+    also = ("selective_scan",)
 
 
 class FusedConv(FusedKernel):

@@ -33,7 +33,7 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
 """"selective" keeps the results of these products, of ops whose names start so, and of the scan."""
-SCAN = "fastlatent::ssd"
+SCANS = ("fastlatent::ssd", "fastlatent::selective_scan")
 DOES = {"blocks": "recompute", "selective": "recompute all but products"}
 EVERY = "every_"
 """How the policies begin that recompute one block in so many."""
@@ -127,7 +127,7 @@ def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPol
 def is_kept(op: str) -> bool:
     """Returns whether "selective" keeps the results of an operation, such as "aten::mm"."""
     name = op.rpartition("::")[2].split(".")[0]
-    return op.startswith(SCAN) or name in PRODUCTS or name.startswith(ATTENTION)
+    return op.startswith(SCANS) or name in PRODUCTS or name.startswith(ATTENTION)
 
 
 def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:

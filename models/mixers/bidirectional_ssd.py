@@ -1,4 +1,4 @@
-"""The flagship mixer: local mixing, then a bidirectional state-space scan, gated.
+"""The flagship mixer: local mixing, then Mamba-2's state-space scan in both directions, gated.
 
 Letters: B samples, L tokens, D width, K heads, P head dim, N state size, E = K·P inner width.
 """
@@ -21,6 +21,12 @@ from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from common.errors import UserError
 from models.layers import Layer, heads_of
+
+
+def init_steps(dt_bias: Tensor) -> None:
+    """Draws biases whose softplus is log-uniform in [0.001, 0.1], as both Mambas start."""
+    dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
 
 class BidirectionalSSD(Layer):
@@ -71,8 +77,7 @@ class BidirectionalSSD(Layer):
         nn.init.zeros_(self.conv_bias)
         with torch.no_grad():
             self.A_log.uniform_(1.0, 16.0).log_()
-            dt = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+            init_steps(self.dt_bias)
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm_weight)
 

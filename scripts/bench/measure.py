@@ -213,7 +213,7 @@ def planned(case: Case, cfg: BenchConfig) -> Figures:
     }
 
 
-def counted(case: Case, cfg: BenchConfig) -> Figures:
+def savings(case: Case, cfg: BenchConfig) -> Figures:
     """Counts by scripts.plan what a configuration and its baseline take of an H100, without one:
     bytes at the peak, of which `activations` are kept for the backward pass."""
     memory = CARDS["h100"].memory

@@ -235,9 +235,7 @@ def config(rng: Random, folder: Path, say: Say) -> None:
             rng.choice(("data=digits", "data=synthetic", "data=resident")),
         ]
         base += [f"data.path={folder}"] if base[-1] == "data=resident" else []
-        base += [
-            f"model={rng.choice(('dit_xs', 'conv_xs', 'mamba_xs', 'ssd_mlp_xs', 'zigzag_xs'))}"
-        ]
+        base += [f"model={rng.choice(('dit', 'conv', 'mamba', 'mamba1', 'ssd_mlp', 'zigzag'))}_xs"]
     words = [word(rng, keys(command)) for _ in range(rng.choice((1, 1, 2)))]
     say(f"{command} {[*base[-3:], *words]}")
     cfg = compose([*base, *words], command).cfg

@@ -34,6 +34,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "models.mixers.attention.Attention": {},
     "models.mixers.convolution.Convolution": {},
     "models.mixers.zigzag_ssd.ZigzagSSD": {"expand": 2, "state_dim": 8},
+    "models.mixers.selective_scan.SelectiveScan": {"expand": 2, "state_dim": 8},
 }
 PIXELS = {"_target_": "models.autoencoders.PixelAutoencoder"}
 ON_A_HUB = {

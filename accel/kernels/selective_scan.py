@@ -1,0 +1,125 @@
+"""The selective scan of the first Mamba (Gu & Dao 2023, https://arxiv.org/abs/2312.00752): a linear
+recurrence with a decay of its own for each channel and each number of its state.
+
+    step = softplus(dt + dt_bias),   h_t = exp(step_t·A)·h_{t-1} + step_t·x_t·B_t,
+    y_t = C_t·h_t + D·x_t,   with A = -exp(A_log) below zero.
+
+Mamba-2 has one decay a head, so that its scan is matrix products (bidirectional_ssd.py). Here it is
+elementwise work on N numbers a token and channel. `selective_scan` is the definition, in PyTorch;
+`fused_selective_scan` the same as one operator: mamba-ssm's CUDA kernel on a GPU
+(selective_scan_cuda.py), plain PyTorch elsewhere.
+
+Letters: B samples, L tokens, E channels, N state size.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from accel.kernels.operator import differentiable, keeping_inputs, register, upcast
+
+
+def recurrence(decay: Tensor, added: Tensor) -> Tensor:
+    """h_t = decay_t·h_{t-1} + added_t from h = 0 on, all (B, L, E, N), with no loop over tokens: an
+    associative scan (Blelloch 1990, "Prefix sums and their applications") in 2·log2(L) steps and
+    about twice the work.
+
+    A product of decays is a decay: nothing is divided, and nothing overflows.
+    """
+    if decay.shape[1] == 1:
+        return added
+
+    # A token and the one before it are one step of a recurrence half as long, whose states are
+    # those of every second token.
+    odd = decay[:, 1::2]
+    pairs = torch.addcmul(added[:, 1::2], odd, added[:, :-1:2])
+    second = recurrence(odd * decay[:, :-1:2], pairs)
+
+    # Each of the others, but for the first token, follows one of them.
+    states = added.clone()
+    states[:, 1::2] = second
+    others = decay[:, 2::2]
+    states[:, 2::2].addcmul_(others, second[:, : others.shape[1]])
+    return states
+
+
+def unrolled(
+    x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B_in: Tensor
+) -> tuple[Tensor, ...]:
+    """Steps (B, L, E), A (E, N), decays and states (B, L, E, N)."""
+    steps = F.softplus(upcast(dt) + upcast(dt_bias))
+    A = -upcast(A_log).exp()
+    decay = (steps.unsqueeze(-1) * A).exp()
+    added = (steps * upcast(x)).unsqueeze(-1) * upcast(B_in).unsqueeze(2)
+    return steps, A, decay, recurrence(decay, added)
+
+
+def scanned(
+    x: Float[Tensor, "B L E"],
+    dt: Float[Tensor, "B L E"],
+    dt_bias: Float[Tensor, "E"],
+    A_log: Float[Tensor, "E N"],
+    B_in: Float[Tensor, "B L N"],
+    C_out: Float[Tensor, "B L N"],
+    D: Float[Tensor, "E"],
+) -> Float[Tensor, "B L E"]:
+    """y of the recurrence, from the first token to the last, in the dtype of x; fp32 inside."""
+    states = unrolled(x, dt, dt_bias, A_log, B_in)[-1]
+    y = (states * upcast(C_out).unsqueeze(2)).sum(-1) + upcast(D) * upcast(x)
+    return y.to(x.dtype)
+
+
+def gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the seven inputs of `scanned`, whose states are made again."""
+    steps, A, decay, states = unrolled(*inputs[:5])
+    dy, x, dt, dt_bias, _, B_in, C_out, D = map(upcast, (dy, *inputs))
+
+    # The gradient of a state is what its own token reads of it, and the decayed gradient of the
+    # next: the same recurrence, backward.
+    read = dy.unsqueeze(-1) * C_out.unsqueeze(2)
+    dstates = recurrence(decay.flip(1).roll(1, 1), read.flip(1)).flip(1)
+
+    dinput = (dstates * B_in.unsqueeze(2)).sum(-1)
+    dexponent = dstates * decay * F.pad(states[:, :-1], (0, 0, 0, 0, 1, 0))
+    ddt = ((dexponent * A).sum(-1) + dinput * x) * torch.sigmoid(dt + dt_bias)
+    found = (
+        dinput * steps + D * dy,
+        ddt,
+        ddt.sum((0, 1)),
+        (dexponent * steps.unsqueeze(-1)).sum((0, 1)) * A,
+        (dstates * (steps * x).unsqueeze(-1)).sum(2),
+        (dy.unsqueeze(-1) * states).sum(2),
+        (dy * x).sum((0, 1)),
+    )
+    return tuple(g.to(t.dtype) for g, t in zip(found, inputs, strict=True))
+
+
+INPUTS = "Tensor x, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor B_in, Tensor C_out, Tensor D"
+operator = register(
+    f"selective_scan({INPUTS}) -> Tensor", scanned, "selective_scan_cuda.launch_forward"
+)
+backward_operator = register(
+    f"selective_scan_backward(Tensor dy, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
+    gradients,
+    "selective_scan_cuda.launch_backward",
+    repeatable=False,
+)
+keeping_no_state = differentiable(keeping_inputs(scanned), gradients)
+fused_selective_scan = differentiable(
+    keeping_inputs(operator), lambda dy, *inputs: backward_operator(dy.contiguous(), *inputs)
+)
+
+
+def selective_scan(*inputs: Tensor) -> Tensor:
+    """`scanned`, which keeps its inputs alone for the backward pass: autograd would keep several
+    tensors (B, L, E, N) a layer, which now live for one layer at a time."""
+    if torch.compiler.is_compiling():
+        # The compiler would see that the states are made twice, and keep them.
+        return cast("Tensor", checkpoint(scanned, *inputs, use_reentrant=False))
+    return keeping_no_state(*inputs)

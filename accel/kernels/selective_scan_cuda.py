@@ -1,0 +1,45 @@
+"""The selective scan by mamba-ssm's CUDA kernel (https://github.com/state-spaces/mamba), where that
+package is installed: `selective_scan_fn`, which takes channels before tokens.
+
+The kernel of its backward pass adds the gradients of A, B, C, D and the bias atomically, in any
+order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+
+
+def launch_forward(*inputs: Tensor) -> Tensor:
+    """y (B, L, E) of the inputs of `selective_scan`. UserError without the package."""
+    try:
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"The kernel of the selective scan is mamba-ssm's, which cannot be imported ({error}); "
+            "pip install mamba-ssm, or use runtime.fused_scan=false."
+        ) from error
+
+    # What depends on the token must have one dtype, what does not must be fp32.
+    x, dt, dt_bias, A_log, B_in, C_out, D = inputs
+    x, dt, B_in, C_out = (t.mT.to(x.dtype) for t in (x, dt, B_in, C_out))
+    A = -A_log.float().exp()
+    y = selective_scan_fn(x, dt, A, B_in, C_out, D.float(), None, dt_bias.float(), True)
+    return y.mT.contiguous()
+
+
+def launch_backward(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the seven inputs of `launch_forward`, which runs again for them. UserError where
+    equal runs must give equal bits."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise UserError(
+            "deterministic=true cannot have mamba-ssm's kernel, whose backward pass adds in any "
+            "order; use runtime.fused_scan=false."
+        )
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        grads = torch.autograd.grad(launch_forward(*leaves), leaves, dy)
+    return tuple(g.contiguous() for g in grads)

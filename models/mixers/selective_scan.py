@@ -1,0 +1,96 @@
+"""The mixer of the first Mamba (Gu & Dao 2023, https://arxiv.org/abs/2312.00752), one direction in
+each layer, as in ZigMa (Hu et al. 2024, https://arxiv.org/abs/2403.13802).
+
+Letters: B samples, L tokens, D width, E inner width, N state size, R rank of the steps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from accel.kernels.local_mix import with_usual_strides
+from accel.kernels.selective_scan import fused_selective_scan, selective_scan
+from accel.kernels.swiglu import silu_product
+from common.errors import UserError
+from models.layers import Layer
+from models.mixers.bidirectional_ssd import init_steps
+from models.mixers.zigzag_ssd import zigzag_path
+
+TAPS = 4
+"""Of the convolution: a token and the three before it."""
+
+
+class SelectiveScan(Layer):
+    """Gated selective scan along a zigzag path: `out_proj(silu(z)·scan(silu(conv(x))))`.
+
+    The eight paths are the four of models/mixers/zigzag_ssd.py, each followed by its reverse in the
+    next layer, so that a token sees what comes before it on the path in one layer and what comes
+    after it in the next. `order` tells the block which token comes at each step.
+
+    Steps, B and C come from the mixed x, the steps through a bottleneck of rank D / 16. `expand`
+    is E / D. Starts: -A is 1 … N in each channel, dt log-uniform in [0.001, 0.1], the convolution
+    the identity, as in all mixers here. There are no heads: `head_dim` is taken because every mixer
+    takes it, and ignored.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        head_dim: int,
+        grid: tuple[int, int],
+        layer: int,
+        expand: int = 2,
+        state_dim: int = 16,
+    ) -> None:
+        super().__init__()
+        for key, value in (("expand", expand), ("state_dim", state_dim)):
+            if value < 1:
+                raise UserError(f"model.mixer.{key}={value} must be at least 1.")
+        path = zigzag_path(grid, layer // 2)
+        self.order = path.flip(0) if layer % 2 else path
+        self.inner = expand * dim
+        self.state_dim = state_dim
+        self.rank = -(-dim // 16)
+        self.fused_scan = False
+        self.in_proj = nn.Linear(dim, 2 * self.inner, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(self.inner, 1, 1, TAPS))
+        self.conv_bias = nn.Parameter(torch.empty(self.inner))
+        self.x_proj = nn.Linear(self.inner, self.rank + 2 * state_dim, bias=False)
+        self.dt_proj = nn.Linear(self.rank, self.inner, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(self.inner))
+        self.A_log = nn.Parameter(torch.empty(self.inner, state_dim))
+        self.D = nn.Parameter(torch.empty(self.inner))
+        self.out_proj = nn.Linear(self.inner, dim, bias=False)
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        bound = self.rank**-0.5
+        nn.init.uniform_(self.dt_proj.weight, -bound, bound)
+        nn.init.zeros_(self.conv_weight)
+        nn.init.zeros_(self.conv_bias)
+        nn.init.ones_(self.D)
+        with torch.no_grad():
+            self.conv_weight[..., -1] = 1.0
+            nn.init.ones_(self.A_log).cumsum_(1).log_()
+            init_steps(self.dt_bias)
+
+    def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        x, z = self.in_proj(h).chunk(2, dim=-1)
+        weight = with_usual_strides(self.conv_weight).to(x.dtype)
+        past = F.pad(x.mT.unsqueeze(2), (TAPS - 1, 0))
+        mixed = F.conv2d(past, weight, self.conv_bias.to(x.dtype), groups=self.inner)
+        x = F.silu(mixed).squeeze(2).mT
+
+        dt, B_in, C_out = self.x_proj(x).split((self.rank, *2 * (self.state_dim,)), dim=-1)
+        scan = fused_selective_scan if self.fused_scan else selective_scan
+        y = scan(x, self.dt_proj(dt), self.dt_bias, self.A_log, B_in, C_out, self.D)
+        return self.out_proj(silu_product(z, y))
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass of one sample of `tokens` tokens: products, a multiply-add a
+        tap of the convolution, and three a number of a state, two to update it and one to read."""
+        multiply_adds = tokens * self.inner * (TAPS + 3 * self.state_dim)
+        return super().flops(tokens) + 2 * multiply_adds
