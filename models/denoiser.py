@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from models.block import Block, Norm, SwiGLU
-from models.layers import LabelEmbedding, TimestepEmbedding, init_linear, sincos_positions
+from models.layers import (
+    LabelEmbedding,
+    TimestepEmbedding,
+    init_linear,
+    refuse_below_one,
+    sincos_positions,
+)
 
 
 class Denoiser(nn.Module):
@@ -205,9 +211,7 @@ def refuse_shape(
     sizes: dict[str, int], latents: tuple[int, int], mlp_ratio: float, drop_path: float
 ) -> None:
     """ValueError for a size below 1, patches that do not fit, and shares that no model has."""
-    for key, value in sizes.items():
-        if value < 1:
-            raise UserError(f"model.{key}={value} must be at least 1.")
+    refuse_below_one(sizes)
     patch_size = sizes["patch_size"]
     if any(side % patch_size for side in latents):
         raise UserError(

@@ -27,6 +27,13 @@ def heads_of(width: int, head_dim: int, what: str) -> int:
     return width // head_dim
 
 
+def refuse_below_one(sizes: dict[str, int]) -> None:
+    """UserError if a size, named by its key below `model`, is not at least 1."""
+    for key, value in sizes.items():
+        if value < 1:
+            raise UserError(f"model.{key}={value} must be at least 1.")
+
+
 def init_linear(layer: nn.Linear) -> None:
     """Xavier's uniform weights (Glorot & Bengio 2010), and a bias of zero where there is one."""
     nn.init.xavier_uniform_(layer.weight)

@@ -19,8 +19,7 @@ from accel.kernels.bidirectional_ssd import (
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
-from common.errors import UserError
-from models.layers import Layer, heads_of
+from models.layers import Layer, heads_of, refuse_below_one
 
 
 def init_steps(dt_bias: Tensor) -> None:
@@ -51,9 +50,7 @@ class BidirectionalSSD(Layer):
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        for key, value in (("expand", expand), ("state_dim", state_dim)):
-            if value < 1:
-                raise UserError(f"model.mixer.{key}={value} must be at least 1.")
+        refuse_below_one({"mixer.expand": expand, "mixer.state_dim": state_dim})
         self.inner = expand * dim
         self.heads = heads_of(self.inner, head_dim, what="expand·dim")
         self.head_dim = head_dim

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from accel.kernels.local_mix import with_usual_strides
 from accel.kernels.selective_scan import fused_selective_scan, selective_scan
 from accel.kernels.swiglu import silu_product
-from common.errors import UserError
-from models.layers import Layer
+from models.layers import Layer, refuse_below_one
 from models.mixers.bidirectional_ssd import init_steps
 from models.mixers.zigzag_ssd import zigzag_path
 
@@ -46,9 +45,7 @@ class SelectiveScan(Layer):
         state_dim: int = 16,
     ) -> None:
         super().__init__()
-        for key, value in (("expand", expand), ("state_dim", state_dim)):
-            if value < 1:
-                raise UserError(f"model.mixer.{key}={value} must be at least 1.")
+        refuse_below_one({"mixer.expand": expand, "mixer.state_dim": state_dim})
         path = zigzag_path(grid, layer // 2)
         self.order = path.flip(0) if layer % 2 else path
         self.inner = expand * dim
