@@ -285,6 +285,7 @@ def test_a_profile_is_a_table_and_a_trace(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_techniques_are_measured_alone_and_removed(tmp_path):
     found = measured("techniques", tmp_path, "loss_steps=1").values()
     alone = [e for e in found if e["part"] == "alone"]
