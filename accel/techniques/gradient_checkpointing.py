@@ -61,9 +61,8 @@ class CheckpointBlocks(Technique):
 
     @property
     def period(self) -> int:
-        policy = self.checkpoint_policy
-        skips = self.enabled and policy.startswith(EVERY)
-        return int(policy.removeprefix(EVERY)) if skips else 1
+        _, every, n = self.checkpoint_policy.partition(EVERY)
+        return int(n) if every and self.enabled else 1
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
