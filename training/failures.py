@@ -173,11 +173,15 @@ def what_helps(training: Training) -> str:
         "barred": training.stack.barred(),
         "until": time.monotonic() + COUNTING,
     }
-    limit = 1.5 * COUNTING  # the last change that is begun may end
+
+    # The last change that is begun may end.
+    limit = 1.5 * COUNTING
     print(f"Counting for at most {limit:.0f} s what would help …", file=sys.stderr, flush=True)
     found = None
     with suppress(OSError), tempfile.TemporaryFile() as log:
         _, found = done_apart(job, limit, log, COUNTER)
+
+    # No change is named whose bytes were not counted.
     if found is None:
         return (
             "What helps most was not counted, for the process that counts it gave no answer; "

@@ -61,9 +61,8 @@ class CheckpointBlocks(Technique):
 
     @property
     def period(self) -> int:
-        policy = self.checkpoint_policy
-        skips = self.enabled and policy.startswith(EVERY)
-        return int(policy.removeprefix(EVERY)) if skips else 1
+        _, every, n = self.checkpoint_policy.partition(EVERY)
+        return int(n) if every and self.enabled else 1
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
@@ -100,6 +99,8 @@ class CheckpointBlocks(Technique):
         elif policy == "selective":
             pairs = zip(evidence.blocks, looked_into, strict=True)
             found = [keeps_products(*pair) for pair in pairs]
+
+        # The note says what each block kept, and of which operations.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
         does = DOES.get(policy, f"do as asked (one in {self.period} recomputes)")
         note = f"{evidence.share(found)} {does}; each kept {kept[0]:.2f} to "

@@ -41,7 +41,7 @@ class OffloadActivations(Technique):
             90,
         ),
     )
-    model: nn.Module | None = None
+    model: nn.Module
     gathered: Set[int] | None = None
     """Addresses of storages in which a sharded model gathers its parameters."""
     own: Set[int] = frozenset()
@@ -62,7 +62,6 @@ class OffloadActivations(Technique):
 
             @functools.wraps(forward)
             def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
-                assert self.model is not None
                 if self.gathered is None:
                     self.gathered = gathered_storages(self.model)
                 self.own = self.gathered | storages_of(self.model)

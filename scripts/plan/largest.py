@@ -58,7 +58,7 @@ class LargestConfig:
     of: Growth = Growth.depth
     hardware: str = "h100"
     gpus: Positive = 8
-    """Of the ways that shard."""
+    """That share a step, in the ways that shard."""
     ways: list[str] = field(default_factory=lambda: list(WAYS))
 
 
@@ -98,19 +98,18 @@ def row_of(cfg: LargestConfig, words: list[str], way: str, card: Card) -> tuple[
     gpus = cfg.gpus if sharded else 1
     train = replace(train, batch_size=train.batch_size * gpus)
     question = asked(train, card.memory, gpus)
-    step = train.model["head_dim"] if cfg.of is Growth.dim else 1
+    wider = cfg.of is Growth.dim
+    step = train.model["head_dim"] if wider else 1
 
     # What was counted of the blocks is counted once, so a deeper model costs little.
     found: dict[int, Forecast] = {}
 
     def at(n: int) -> Forecast:
-        if n not in found:
-            model = train.model | {cfg.of.value: n * step}
-            found[n] = forecast(replace(question, cfg=replace(train, model=model)))
+        model = train.model | {cfg.of.value: n * step}
+        found[n] = forecast(replace(question, cfg=replace(train, model=model)))
         return found[n]
 
-    power = 2 if cfg.of is Growth.dim else 1
-    n = largest(at, card.memory, train.model[cfg.of.value] // step, power)
+    n = largest(at, card.memory, train.model[cfg.of.value] // step, power=2 if wider else 1)
     if n == 0:
         raise UserError(f"{cfg.of.value}={step} does not fit.")
     return n * step, found[n]

@@ -127,12 +127,18 @@ def saved_bytes(
     Of more micro-batches only twice as many are counted; none of the overrides that are `barred`;
     and nothing after `until` (of time.monotonic).
     """
-    most = 2 * now.question.cfg.accumulation_steps
-    applied = changing(now.question.cfg)
+    cfg = now.question.cfg
+    applied = changing(cfg)
     found = []
+
+    # The cheapest are counted first, for the time may be over before the last.
     for saving in savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
-        if not values or values.get(STEPS, 0) > most or time.monotonic() > until:
+        if (
+            not values
+            or values.get(STEPS, 0) > 2 * cfg.accumulation_steps
+            or time.monotonic() > until
+        ):
             continue
         if other := with_change(now, values, applied):
             size = now.needs.total - other.needs.total
