@@ -16,8 +16,8 @@ ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
 """Optimizers that decide on the device."""
 SHARDED = ("fsdp", "hsdp")
 MODE = "runtime.parallel.mode={mode}"
-Rule = tuple[Mapping[str, tuple[Any, ...]], str]
-"""Keys with the values that do not go together, and the sentence for them."""
+Rule = tuple[Mapping[str, Any], str]
+"""Keys with a value, or some in a tuple, that do not go together, and the sentence for them."""
 
 OVERHEAD = (
     "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
@@ -25,73 +25,69 @@ OVERHEAD = (
     "accumulation_steps=1 runtime.cuda_graph=false, or runtime.cuda_graph=true "
     "runtime.compile_mode=default, which works with all of them."
 )
-REDUCES_OVERHEAD = {"compile": (True,), "compile_mode": ("reduce-overhead",)}
+REDUCES_OVERHEAD = {"compile": True, "compile_mode": "reduce-overhead"}
 PAIRS: tuple[Rule, ...] = (
     (
-        {"tune": (True,), "deterministic": (True,)},
+        {"tune": True, "deterministic": True},
         "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down "
         "with `python -m scripts.plan tune` and use runtime=tuned with deterministic=true.",
     ),
     (
-        {"tune": (True,), "mode": SHARDED},
+        {"tune": True, "mode": SHARDED},
         f"runtime.tune=true does not go with {MODE}: it measures in one process, which holds the "
         "whole model; use runtime.parallel.mode=ddp, or runtime=production.",
     ),
-    (REDUCES_OVERHEAD | {"cuda_graph": (True,)}, OVERHEAD),
-    (REDUCES_OVERHEAD | {"accumulates": (True,)}, OVERHEAD),
-    (REDUCES_OVERHEAD | {"compile_scope": ("blocks",)}, OVERHEAD),
+    (REDUCES_OVERHEAD | {"cuda_graph": True}, OVERHEAD),
+    (REDUCES_OVERHEAD | {"accumulates": True}, OVERHEAD),
+    (REDUCES_OVERHEAD | {"compile_scope": "blocks"}, OVERHEAD),
     (
-        {
-            "compile": (True,),
-            "compile_mode": ("max-autotune-no-cudagraphs",),
-            "deterministic": (True,),
-        },
+        {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", "deterministic": True},
         "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs "
         "differ; use runtime.compile_mode=default with deterministic=true.",
     ),
     (
-        {"mode": SHARDED, "compile": (True,), "compile_scope": ("model",)},
+        {"mode": SHARDED, "compile": True, "compile_scope": "model"},
         f"runtime.compile_scope=model does not go with {MODE}, which gathers parameters block by "
         "block; use runtime.compile_scope=blocks.",
     ),
     (
-        {"mode": SHARDED, "needs_whole": (True,)},
+        {"mode": SHARDED, "needs_whole": True},
         f"optim._target_={{optimizer}} does not go with {MODE}, which cuts the optimizer's state "
         "as it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
     ),
     (
-        {"mode": SHARDED, "weights": ("bf16",)},
+        {"mode": SHARDED, "weights": "bf16"},
         f"runtime.weights=bf16 does not go with {MODE}, which shards parameters of one dtype only; "
         "use runtime.parallel.mode=ddp, or runtime.weights=fp32.",
     ),
     (
-        {"mode": SHARDED, "offload_optimizer": (True,)},
+        {"mode": SHARDED, "offload_optimizer": True},
         f"runtime.offload_optimizer=true does not go with {MODE}, which has an offload of its own; "
         "use runtime.parallel.cpu_offload=true.",
     ),
     (
         {
-            "offload_activations": (True,),
-            "gradient_checkpointing": (True,),
-            "checkpoint_policy": ("selective",),
+            "offload_activations": True,
+            "gradient_checkpointing": True,
+            "checkpoint_policy": "selective",
         },
         "runtime.offload_activations=true cannot move the results that "
         "runtime.checkpoint_policy=selective keeps; use runtime.checkpoint_policy=blocks.",
     ),
     (
-        {"cuda_graph": (True,), "mode": ("ddp", *SHARDED)},
+        {"cuda_graph": True, "mode": ("ddp", *SHARDED)},
         f"runtime.cuda_graph=true was never tried with {MODE}; use runtime=production.",
     ),
     *(
         (
-            {"cuda_graph": (True,), key: (True,)},
+            {"cuda_graph": True, key: True},
             f"runtime.{key}=true copies to the host in every step, which was never tried in a "
             "captured one; use runtime.cuda_graph=false.",
         )
         for key in ("offload_optimizer", "offload_activations")
     ),
     (
-        {"cuda_graph": (True,), "decides_on_device": (False,)},
+        {"cuda_graph": True, "decides_on_device": False},
         "runtime.cuda_graph=true needs an optimizer that decides on the device, and {optimizer} "
         "decides on the host; use optim=adamw, or runtime.cuda_graph=false.",
     ),
@@ -112,7 +108,11 @@ def check_pairs(
         "decides_on_device": optimizer in ON_DEVICE,
     }
     for conditions, sentence in PAIRS:
-        if all(key in values and values[key] in wanted for key, wanted in conditions.items()):
+        # A key that there is not is None, which no rule asks for.
+        if all(
+            values.get(key) in (wanted if isinstance(wanted, tuple) else (wanted,))
+            for key, wanted in conditions.items()
+        ):
             raise UserError(sentence.format(**values))
     if runtime.tune and runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:
         raise UserError(
