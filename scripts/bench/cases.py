@@ -95,7 +95,10 @@ def features(over: str, words: Words) -> Iterator[Case]:
     sizes = {"half": batch // 2, "twice": 2 * batch, "four_times": 4 * batch}
     for name, feature in TABLES["features"].items():
         if feature.get("over", over) == over:
-            base = [*words, "runtime=eager", PRECISIONS[over], *feature.get("base", "").split()]
+            added = feature.get("base", "").format(**sizes).split()
+            family = feature.get("family")
+            given = measure.with_family(words, family) if family else words
+            base = [*given, "runtime=eager", PRECISIONS[over], *added]
             own = [*base, *feature["own"].format(**sizes).split()]
             labels = {"part": "feature", "key": name, "over": over}
             needs = [PRECISIONS[over]]
