@@ -74,7 +74,13 @@ def remove(tree: Path, key: str, file: str, name: str) -> None:
     assert name not in (tree / "accel/stack.py").read_text()
 
 
-@pytest.mark.parametrize("key", TECHNIQUES)
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=[] if key == "offload_activations" else pytest.mark.slow)
+        for key in TECHNIQUES
+    ],
+)
 def test_without_its_file_key_and_line_a_technique_is_gone(key, tmp_path):
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder)  # with what Python has compiled

@@ -35,7 +35,7 @@ NAMED = pytest.mark.parametrize(
 MOST_IN_A_FILE = 2400
 MOST_IN_A_FUNCTION = 450
 LONGER = {"train": 900, "precompute": 900}
-MOST_IN_ALL = 191_000
+MOST_IN_ALL = 195_500
 """Tokens of code; packing statements into a line saves none."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -235,7 +235,7 @@ MISTAKES: dict[str, str] = {
     "scripts.bench compare a b": (
         "bench compare: there is no such command; choose one of doctor, tests, calibration, "
         "ladder, kernels, techniques, mixers, data, plan, saves, precision, memory, step, "
-        "profile, gpu, publish."
+        "profile, counted, gpu, publish."
     ),
 }
 
