@@ -99,6 +99,8 @@ class CheckpointBlocks(Technique):
         elif policy == "selective":
             pairs = zip(evidence.blocks, looked_into, strict=True)
             found = [keeps_products(*pair) for pair in pairs]
+
+        # The note says what each block kept, and of which operations.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
         does = DOES.get(policy, f"do as asked (one in {self.period} recomputes)")
         note = f"{evidence.share(found)} {does}; each kept {kept[0]:.2f} to "

@@ -58,7 +58,7 @@ class LargestConfig:
     of: Growth = Growth.depth
     hardware: str = "h100"
     gpus: Positive = 8
-    """Of the ways that shard."""
+    """That share a step, in the ways that shard."""
     ways: list[str] = field(default_factory=lambda: list(WAYS))
 
 
