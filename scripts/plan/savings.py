@@ -134,11 +134,7 @@ def saved_bytes(
     # The cheapest are counted first, for the time may be over before the last.
     for saving in savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
-        if (
-            not values
-            or values.get(STEPS, 0) > 2 * cfg.accumulation_steps
-            or time.monotonic() > until
-        ):
+        if values.get(STEPS, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
             continue
         if other := with_change(now, values, applied):
             size = now.needs.total - other.needs.total
