@@ -172,7 +172,7 @@ class AccelerationStack:
             for saving in technique.savings
             for key, value in saving.values.items()
             if key == (technique.path or technique.key)
-            and (technique.key in self.reasons or type(technique)(value, self.device).unavailable())
+            and type(technique)(value, self.device).unavailable()
         ]
 
     def why_apart(self) -> str | None:

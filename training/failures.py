@@ -34,7 +34,6 @@ COUNTER = ["-m", "scripts.plan.savings"]
 """The program that counts what would save memory; it is told the run in a file."""
 COUNTING = 60.0
 """Seconds in which it begins to count a change."""
-MOST_TOLD = 4
 
 
 def end_if_bad(
@@ -189,7 +188,7 @@ def what_helps(training: Training) -> str:
         )
     told = [
         f"{' '.join(row['words'])} (saves {row['bytes'] / GIB:.3g} GiB)"
-        for row in found["savings"][:MOST_TOLD]
+        for row in found["savings"][:4]
     ]
     if not told:
         return (

@@ -13,10 +13,10 @@
 
 `hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU.
 Where the run does not fit, the cheapest change that makes it fit is looked for, and what each
-change saves by itself is counted. Hours and cost come
-from a rate: that of a run of yours (`rate_of`), one that you give (`samples_per_s`), or a share of
-the card's peak (`mfu`). Any word that is none of a command's keys is an override of the training
-configuration. `--json` prints one object.
+change saves by itself is counted. Hours and cost come from a rate: that of a run of yours
+(`rate_of`), one that you give (`samples_per_s`), or a share of the card's peak (`mfu`). Any word
+that is none of a command's keys is an override of the training configuration. `--json` prints one
+object.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python -m scripts.plan largest model=dit_b data=synthetic of=dim gpus=64 \\
         ways="[runtime=fast,runtime=lowmem runtime.parallel.mode=fsdp]"
 
-Each row is a way, the overrides that it adds to yours. `of=depth` grows the number of blocks,
-`of=dim` the width, in steps of model.head_dim, until one more no longer fits. All ways have your
-batch on each GPU; those that shard run on `gpus`. Bytes are counted as for any plan, × is over the
-parameters of the first row. On a GPU: not measured yet.
+Each row is a way: overrides that it adds to yours, and that win over them. `of=depth` grows the
+number of blocks, `of=dim` the width, in steps of model.head_dim, until one more no longer fits. All
+ways have your batch on each GPU; those that shard run on `gpus`. Bytes are counted as for any plan,
+× is over the parameters of the first row. On a GPU: not measured yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from common.errors import UserError
 from common.text import first_line
@@ -46,16 +45,12 @@ MOST = 4096
 """Blocks, or steps of the width, beyond which nothing is looked for."""
 
 
-class Growth(str, Enum):
-    depth = "depth"
-    dim = "dim"
-
-
 @dataclass(frozen=True)
 class LargestConfig:
     """What to look for; any other word is an override of the training configuration."""
 
-    of: Growth = Growth.depth
+    of: str = "depth"
+    """Or dim."""
     hardware: str = "h100"
     gpus: Positive = 8
     """That share a step, in the ways that shard."""
@@ -98,20 +93,21 @@ def row_of(cfg: LargestConfig, words: list[str], way: str, card: Card) -> tuple[
     gpus = cfg.gpus if sharded else 1
     train = replace(train, batch_size=train.batch_size * gpus)
     question = asked(train, card.memory, gpus)
-    wider = cfg.of is Growth.dim
+    wider = cfg.of == "dim"
     step = train.model["head_dim"] if wider else 1
 
     # What was counted of the blocks is counted once, so a deeper model costs little.
+    like = forecast(question) if wider else None
     found: dict[int, Forecast] = {}
 
     def at(n: int) -> Forecast:
-        model = train.model | {cfg.of.value: n * step}
-        found[n] = forecast(replace(question, cfg=replace(train, model=model)))
+        model = train.model | {cfg.of: n * step}
+        found[n] = forecast(replace(question, cfg=replace(train, model=model)), like)
         return found[n]
 
-    n = largest(at, card.memory, train.model[cfg.of.value] // step, power=2 if wider else 1)
+    n = largest(at, card.memory, train.model[cfg.of] // step, power=2 if wider else 1)
     if n == 0:
-        raise UserError(f"{cfg.of.value}={step} does not fit.")
+        raise UserError(f"{cfg.of}={step} does not fit.")
     return n * step, found[n]
 
 
@@ -120,14 +116,11 @@ def compare(cfg: LargestConfig, words: list[str]) -> str:
     run."""
     refuse_values(cfg)
     card = known_card(cfg.hardware)
-    for word in words:
-        if word.startswith("runtime="):
-            raise UserError(f"{word}: each way has one of its own; name yours as ways=[{word}].")
     model = settled(words).cfg.model
-    if not {cfg.of.value, "head_dim"} <= model.keys():
+    if cfg.of not in ("depth", "dim") or not {cfg.of, "head_dim"} <= model.keys():
         raise UserError(
-            f"of={cfg.of.value}: the model of this run has no keys {cfg.of.value} and head_dim; "
-            "choose another one."
+            f"of={cfg.of} must be depth or dim, and the model of this run must have that key and "
+            "head_dim; choose another."
         )
 
     # A way that cannot be had costs its own row alone.
@@ -140,15 +133,20 @@ def compare(cfg: LargestConfig, words: list[str]) -> str:
         except (ValueError, ImportError) as error:
             rows.append((*[None] * 6, f"{way}: {first_line(error)}"))
             continue
-        parameters = sum(p.numel() for p in found.model.parameters())
-        first = first or parameters
-        figures = (f"{parameters / 1e6:.0f} M", f"{parameters / first:.1f}", found.question.gpus)
-        memory = (f"{found.needs.total / GIB:.1f}", f"{found.lasting['on_host'] / GIB:.1f}")
-        rows.append((f"{cfg.of.value}={size}", *figures, *memory, way))
+        first = first or found
+        row = (
+            f"{cfg.of}={size}",
+            f"{found.parameters / 1e6:.0f} M",
+            f"{found.parameters / first.parameters:.1f}",
+            found.question.gpus,
+            f"{found.needs.total / GIB:.1f}",
+            f"{found.lasting['on_host'] / GIB:.1f}",
+            way,
+        )
+        rows.append(row)
 
-    seconds = time.monotonic() - began
     return (
         f"{table(rows)}\n\n{cfg.hardware}, {card.memory / GIB:.0f} GiB; counted in "
-        f"{seconds:.0f} s. Activations that lie on the host are not counted. On a GPU: not "
-        "measured yet."
+        f"{time.monotonic() - began:.0f} s. Activations that lie on the host are not counted. On a "
+        "GPU: not measured yet."
     )

@@ -110,6 +110,9 @@ class Forecast:
     depths: list[int]
     passes: list[Passed]
     updates: list[dict[str, float]]
+    like: Forecast | None = None
+    """That of a narrower model as deep, whose updates stand for this one's by the parameters, for
+    an update is counted on real tensors, and a wide one would not fit this machine."""
 
     def extended(self, values: Sequence[float]) -> float:
         """What all blocks take, from what those of the counted models do: a straight line."""
@@ -118,6 +121,10 @@ class Forecast:
         first, second = self.depths
         slope = (values[1] - values[0]) / (second - first)
         return values[0] + slope * (self.model.depth - first)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
 
     @property
     def phase(self) -> str:
@@ -145,6 +152,8 @@ class Forecast:
 
     def whole(self, name: str) -> float:
         """The same, or an update's temporary bytes, of a process that has all of the model."""
+        if self.like is not None:
+            return self.like.whole(name) * self.parameters / self.like.parameters
         return self.extended([some[name] for some in self.updates])
 
     @property
@@ -159,7 +168,7 @@ class Forecast:
         if self.question.shards == 1:
             return 0.0
         if not self.question.cfg.runtime.parallel.reshard_after_forward:
-            return 4.0 * sum(p.numel() for p in self.model.parameters())
+            return 4.0 * self.parameters
         return 8.0 * max(sum(p.numel() for p in block.parameters()) for block in self.model.blocks)
 
     @cached_property
@@ -213,7 +222,7 @@ class Forecast:
         in_parts = [size for size in least if size is not None]
         if not in_parts:
             return self.whole("temporary") / self.question.shards
-        last = self.updates[-1]
+        last = (self.like or self).updates[-1]
         return max(*in_parts, last["temporary"] * part / last["part"])
 
     def peaks(self) -> dict[str, Peak]:
@@ -251,7 +260,7 @@ def asked(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Q
     return Question(cfg, spec, gpus, resident, gpu)
 
 
-def forecast(question: Question) -> Forecast:
+def forecast(question: Question, like: Forecast | None = None) -> Forecast:
     """Counts what a run takes; that takes seconds. Random number generators stay as they are,
     process-wide flags do not: building a run sets them both ways. ValueError for a batch that the
     GPUs cannot share, and for a model that does something else with fake tensors than compute."""
@@ -264,7 +273,7 @@ def forecast(question: Question) -> Forecast:
         )
     try:
         with torch.random.fork_rng([]):
-            return counted(question)
+            return counted(question, like)
     except (ValueError, ImportError):
         raise
     except Exception as error:
@@ -274,9 +283,9 @@ def forecast(question: Question) -> Forecast:
         ) from error
 
 
-def counted(question: Question) -> Forecast:
-    """Counts passes and updates at two depths, or at the model's own where that is small or no
-    key."""
+def counted(question: Question, like: Forecast | None) -> Forecast:
+    """Counts passes, and updates where there is no model `like` this one, at two depths, or at the
+    model's own where that is small or no key."""
     cfg = question.cfg
     spec = question.spec
     model = build_on_meta(cfg.model, spec)
@@ -300,5 +309,5 @@ def counted(question: Question) -> Forecast:
     passes = [
         once(passed, of_few_blocks(plain, depth, question.samples, few_steps)) for depth in depths
     ]
-    updates = [once(updated, of_few_blocks(cfg, depth, 1, 1)) for depth in depths]
-    return Forecast(question, model, techniques, period, depths, passes, updates)
+    updates = [once(updated, of_few_blocks(cfg, depth, 1, 1)) for depth in depths if not like]
+    return Forecast(question, model, techniques, period, depths, passes, updates, like)

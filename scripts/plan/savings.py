@@ -19,8 +19,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from accel.stack import TECHNIQUES
 from accel.technique import Saving
 from common import workers
@@ -56,13 +54,14 @@ def changing(cfg: TrainConfig) -> Apply:
     """What applies changes to this configuration."""
 
     def applied(changes: Mapping[str, Any]) -> TrainConfig:
-        words = words_of(changes)
         values = plain(asdict(cfg))
-        if OPTIM in changes:
-            values[OPTIM] = compose([f"{OPTIM}={changes[OPTIM]}"]).cfg.optim
-        node = OmegaConf.create(values)
-        node.merge_with_dotlist([word for word in words if not word.startswith(OPTIM)])
-        new = typed(TrainConfig, node, words)
+        for key, value in changes.items():
+            place = values if key in (STEPS, OPTIM) else values["runtime"]
+            *outer, last = key.split(".")
+            for name in outer:
+                place = place[name]
+            place[last] = compose([f"{OPTIM}={value}"]).cfg.optim if key == OPTIM else value
+        new = typed(TrainConfig, values, words_of(changes))
         new.check()
         return new
 
@@ -128,21 +127,16 @@ def saved_bytes(
     and nothing after `until` (of time.monotonic).
     """
     cfg = now.question.cfg
-    applied = changing(cfg)
     found = []
 
     # The cheapest are counted first, for the time may be over before the last.
     for saving in savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
-        if (
-            not values
-            or values.get(STEPS, 0) > 2 * cfg.accumulation_steps
-            or time.monotonic() > until
-        ):
+        if values.get(STEPS, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
             continue
-        if other := with_change(now, values, applied):
-            size = now.needs.total - other.needs.total
-            found.append({"words": words_of(values), "bytes": size, "costs": saving.costs})
+        if other := with_change(now, values, changing(cfg)):
+            row = {"words": words_of(values), "costs": saving.costs}
+            found.append(row | {"bytes": now.needs.total - other.needs.total})
     return sorted(found, key=lambda row: -row["bytes"])
 
 
