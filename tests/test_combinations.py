@@ -56,7 +56,7 @@ def once_auto(cases: list[tuple[str, ...]]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "runtime"), once_auto(pairwise(FAMILIES, list(DATA), choices("runtime")))
+    ("model", "data", "runtime"), [*once_auto(pairwise(FAMILIES, list(DATA), choices("runtime")))]
 )
 def test_two_steps(model, data, runtime, run):
     words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", "eval_every=1", *DATA[data]]
