@@ -161,6 +161,8 @@ def counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
         yield Case(name, measure.savings, [*base, *texts["words"].split()], base)
+    for name, text in TABLES["largest"].items():
+        yield Case(name, measure.largest, [*words, *text.split()], [*words, "runtime=eager"])
 
 
 Plan = Callable[[Any, Words], Iterator[Case]]

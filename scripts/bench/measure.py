@@ -25,6 +25,7 @@ from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.commands import table
+from scripts.plan.largest import LargestConfig, row_of
 from scripts.plan.memory import asked, forecast
 from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
 from training.assemble import describe_run
@@ -225,6 +226,17 @@ def savings(case: Case, cfg: BenchConfig) -> Figures:
     for what in ("peak", "activations"):
         found[f"{what}_change"] = found[f"{what}_bytes"] / found[f"baseline_{what}_bytes"] - 1.0
     return found
+
+
+def largest(case: Case, cfg: BenchConfig) -> Figures:
+    """Counts by scripts.plan how deep a model fits H100s, and how many times the parameters of the
+    deepest one of the baseline that has."""
+    found: Figures = {}
+    for which, words in (("baseline_", case.baseline), ("", case.overrides)):
+        depth, plan = row_of(LargestConfig(), words, "", CARDS["h100"])
+        found |= {f"{which}depth": depth, f"{which}parameters": plan.parameters}
+        found["gpus"] = plan.question.gpus
+    return found | {"times": found["parameters"] / found["baseline_parameters"]}
 
 
 def saves(case: Case, cfg: BenchConfig) -> Figures:
