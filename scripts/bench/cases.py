@@ -24,6 +24,7 @@ from scripts.bench import (
     TestsConfig,
     Words,
     data,
+    forecasts,
     kernels,
     measure,
     step,
@@ -160,9 +161,9 @@ def tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
 def counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
-        yield Case(name, measure.savings, [*base, *texts["words"].split()], base)
+        yield Case(name, forecasts.savings, [*base, *texts["words"].split()], base)
     for name, text in TABLES["largest"].items():
-        yield Case(name, measure.largest, [*words, *text.split()], [*words, "runtime=eager"])
+        yield Case(name, forecasts.largest, [*words, *text.split()], [*words, "runtime=eager"])
 
 
 Plan = Callable[[Any, Words], Iterator[Case]]

@@ -25,14 +25,12 @@ from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.commands import table
-from scripts.plan.largest import LargestConfig, row_of
 from scripts.plan.memory import asked, forecast
 from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
-from training.config.compose import compose
 from training.config.schema import OnUnavailable
-from training.environment import CARDS, memory_of, pick_device
+from training.environment import memory_of, pick_device
 from training.evaluate import evaluate
 from training.failures import lasting_bytes
 
@@ -212,31 +210,6 @@ def planned(case: Case, cfg: BenchConfig) -> Figures:
         "phase": plan.phase,
         "memory_error": predicted / measured - 1.0 if measured else None,
     }
-
-
-def savings(case: Case, cfg: BenchConfig) -> Figures:
-    """Counts by scripts.plan what a configuration and its baseline take of an H100, without one:
-    bytes at the peak, of which `activations` are kept for the backward pass."""
-    memory = CARDS["h100"].memory
-    found: Figures = {}
-    for which, words in (("baseline_", case.baseline), ("", case.overrides)):
-        plan = forecast(asked(compose(words).cfg, memory))
-        found[f"{which}peak_bytes"] = plan.needs.total
-        found[f"{which}activations_bytes"] = plan.kept
-    for what in ("peak", "activations"):
-        found[f"{what}_change"] = found[f"{what}_bytes"] / found[f"baseline_{what}_bytes"] - 1.0
-    return found
-
-
-def largest(case: Case, cfg: BenchConfig) -> Figures:
-    """Counts by scripts.plan how deep a model fits H100s, and how many times the parameters of the
-    deepest one of the baseline that has."""
-    found: Figures = {}
-    for which, words in (("baseline_", case.baseline), ("", case.overrides)):
-        depth, plan = row_of(LargestConfig(), words, "", CARDS["h100"])
-        found |= {f"{which}depth": depth, f"{which}parameters": plan.parameters}
-        found["gpus"] = plan.question.gpus
-    return found | {"times": found["parameters"] / found["baseline_parameters"]}
 
 
 def saves(case: Case, cfg: BenchConfig) -> Figures:
