@@ -146,7 +146,8 @@ def page_in(file: Path) -> Page:
         rows = found["rows"]
         return Page(rows[0]["benchmark"], [Result(row["entry"], row["run"]) for row in rows])
     entries = next(value for value in found.values() if isinstance(value, list))
-    return Page(found["benchmark"], [Result(entry, entry.pop("measured")) for entry in entries])
+    run = found["environment"]
+    return Page(found["benchmark"], [Result(e, run | e.pop("measured", {})) for e in entries])
 
 
 def collected(folder: Path, docs: Path) -> Iterator[Page]:
@@ -174,8 +175,11 @@ def collected(folder: Path, docs: Path) -> Iterator[Page]:
 
 
 def write(page: Page, docs: Path) -> None:
-    """Writes a page and its figures."""
-    entries = [entry | {"measured": run} for entry, run in page.results]
+    """Writes a page and its figures; each says what it was measured with unlike the newest."""
+    entries = []
+    for entry, run in page.results:
+        other = {key: value for key, value in run.items() if page.newest.get(key) != value}
+        entries.append(entry | ({"measured": other} if other else {}))
     kind = TABLES["lists"].get(page.command, "cases")
     found = {"benchmark": page.name, "environment": page.newest, kind: entries}
     base = docs / page.stem
