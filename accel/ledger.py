@@ -54,7 +54,7 @@ class Ledger(list[LedgerRow]):
         return str(next(row.active for row in self if row.key == "precision"))
 
     def line(self) -> str:
-        """What was seen to be on, as `key=value` in one line that a search finds in any log."""
+        """Says what was seen to be on, as `key=value`, in one line that a search finds in a log."""
         found = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
         dtype = found.pop("precision", "fp32")
         told = {key: found.pop(key) for key in ("compile", "fused_adamw") if key in found}

@@ -1,4 +1,4 @@
-"""What techniques ask of a machine, in one place, so that a GPU that is not here can be pretended.
+"""Answers techniques that ask what a machine has, so that a GPU that is not here can be pretended.
 
 Only `Technique.unavailable` asks here: what a technique then does, and what it observes, is never
 pretended.
@@ -21,7 +21,7 @@ class Pretended(NamedTuple):
 
     capability: Capability
     needs: list[str]
-    """What was asked of its machine beside the GPU, such as a package."""
+    """Names of all that techniques asked of its machine beside the GPU, such as a package."""
 
 
 PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
@@ -46,8 +46,8 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def is_here(need: str, found: bool) -> bool:
-    """Whether this machine has what a technique needs beside the GPU: `found`; of a pretended one
-    nobody knows, so there it is noted as a need."""
+    """Returns `found`, whether this machine has what a technique needs beside the GPU. A pretended
+    machine is taken to have it, and the need is noted."""
     pretended = PRETENDED.get()
     if not pretended:
         return found

@@ -111,7 +111,7 @@ class Technique(ABC):
     """True where `deterministic=true` has to switch it off."""
 
     savings: ClassVar[tuple[Saving, ...]] = ()
-    """What is counted, and proposed, where memory is short."""
+    """Changes that the plan counts and proposes where memory is short."""
     plan_note: ClassVar[str] = ""
     """What a plan that counts bytes does not tell of it."""
     tried_with: ClassVar[str] = ""

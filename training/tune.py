@@ -142,9 +142,16 @@ def read(
 
 
 def changed(cfg: TrainConfig, changes: Changes) -> TrainConfig:
-    """The configuration with the changes of a choice, tuning done; ValueError where they do not go
-    together."""
-    runtime = plain(asdict(cfg.runtime)) | changes | {"tune": False}
+    """The configuration with changes of runtime keys, dotted where they are nested, and of
+    accumulation_steps, tuning done; ValueError where they do not go together."""
+    runtime = plain(asdict(cfg.runtime)) | {"tune": False}
+    for key, value in changes.items():
+        *outer, last = key.split(".")
+        place = runtime
+        for name in outer:
+            place = place.setdefault(name, {})
+        place[last] = value
+
     steps = runtime.pop(STEPS, cfg.accumulation_steps)
     found = replace(cfg, accumulation_steps=steps, runtime=typed(RuntimeConfig, runtime, []))
     found.check()

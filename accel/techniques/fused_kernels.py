@@ -78,8 +78,9 @@ class FusedKernel(Technique):
             return Observation(UNUSED, f"the model has no {either}")
 
         # CUDA's own compiler puts the type that a kernel returns before its name.
+        kernels = tuple(f"{op}_" for op in ops)
         launches = sum(
-            n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(ops)
+            n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
         )
         ours = tuple(f"fastlatent::{op}" for op in ops)
         called = evidence.where(lambda call: any(op.startswith(ours) for op in call.ops))

@@ -36,7 +36,7 @@ ATTENTION = ("_scaled_dot_product", "flex_attention")
 SCANS = ("fastlatent::ssd", "fastlatent::selective_scan")
 DOES = {"blocks": "recompute", "selective": "recompute all but products"}
 EVERY = "every_"
-"""How the policies begin that recompute one block in so many."""
+"""The prefix of policies that recompute one block in n; n follows it."""
 
 
 class CheckpointBlocks(Technique):

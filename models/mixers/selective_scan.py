@@ -19,7 +19,7 @@ from models.mixers.bidirectional_ssd import init_steps
 from models.mixers.zigzag_ssd import zigzag_path
 
 TAPS = 4
-"""Of the convolution: a token and the three before it."""
+"""Taps of the convolution: a token and the three before it."""
 
 
 class SelectiveScan(Layer):

@@ -159,6 +159,7 @@ def tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
 
 
 def counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
+    """Plans what each technique saves of an H100's memory, and how large a model each way fits."""
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
         yield Case(name, forecasts.savings, [*base, *texts["words"].split()], base)

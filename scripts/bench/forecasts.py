@@ -1,4 +1,5 @@
-"""What `bench counted` finds: what scripts.plan counts of an H100, without one."""
+"""Measures for `bench counted`: scripts.plan counts memory and sizes of models on an H100 that need
+not be here."""
 
 from __future__ import annotations
 

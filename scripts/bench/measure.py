@@ -36,7 +36,7 @@ from training.failures import lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PRODUCT = "_product_tflops"
-"""How the rates of products end, which begin with their precision."""
+"""The suffix of rates of products; the precision stands before it."""
 EMULATE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
 PYTEST = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
@@ -117,7 +117,8 @@ def counted(loop: Loop) -> float | None:
 
 
 class Baseline(NamedTuple):
-    """What a case is compared with."""
+    """The run that a case is compared with, its loss after `loss_steps`, and the bytes that a GPU
+    would need for it."""
 
     loop: Loop
     loss: float

@@ -309,5 +309,7 @@ def counted(question: Question, like: Forecast | None) -> Forecast:
     passes = [
         once(passed, of_few_blocks(plain, depth, question.samples, few_steps)) for depth in depths
     ]
-    updates = [once(updated, of_few_blocks(cfg, depth, 1, 1)) for depth in depths if not like]
+    updates = []
+    if like is None:
+        updates = [once(updated, of_few_blocks(cfg, depth, 1, 1)) for depth in depths]
     return Forecast(question, model, techniques, period, depths, passes, updates, like)

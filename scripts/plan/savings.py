@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import groupby
 from math import inf
 from operator import attrgetter
@@ -25,11 +25,10 @@ from common import workers
 from common.files import read_object, write_atomically
 from data.loader import LatentSpec
 from scripts.plan.memory import Forecast, Question, forecast
-from training.assemble import plain
 from training.config import build
 from training.config.compose import compose, typed
 from training.config.schema import TrainConfig
-from training.tune import STEPS
+from training.tune import STEPS, changed
 
 USEFUL = 0.99
 """Share of the peak below which a change must bring it."""
@@ -51,19 +50,14 @@ def words_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def changing(cfg: TrainConfig) -> Apply:
-    """What applies changes to this configuration."""
+    """Returns the function that applies changes to this configuration."""
 
     def applied(changes: Mapping[str, Any]) -> TrainConfig:
-        values = plain(asdict(cfg))
-        for key, value in changes.items():
-            place = values if key in (STEPS, OPTIM) else values["runtime"]
-            *outer, last = key.split(".")
-            for name in outer:
-                place = place[name]
-            place[last] = compose([f"{OPTIM}={value}"]).cfg.optim if key == OPTIM else value
-        new = typed(TrainConfig, values, words_of(changes))
-        new.check()
-        return new
+        of_run = {key: value for key, value in changes.items() if key != OPTIM}
+        if OPTIM not in changes:
+            return changed(cfg, of_run)
+        optim = compose([f"{OPTIM}={changes[OPTIM]}"]).cfg.optim
+        return changed(replace(cfg, optim=optim), of_run)
 
     return applied
 
