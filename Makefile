@@ -46,7 +46,7 @@ $(OLDEST_TRITON)/.installed: Makefile
 test-slow: setup $(OLDEST_TRITON)/.installed
 	$(BIN)/python -m pytest -m slow
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/interpreted
-	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -m "slow or not slow" tests/test_kernel_resources.py
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -m "slow or not slow" tests/accel/kernels/test_kernel_resources.py
 	PYTHONPATH=$(OLDEST_TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "slow or not slow" -W "ignore:Conversion of an array:DeprecationWarning" tests/interpreted
 
 reliability: setup

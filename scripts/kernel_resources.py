@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.files import write_json
 from scripts.commands import table
-from tests.kernel_cases import Case, cases
+from tests.harness.kernel_cases import Case, cases
 from training.config.compose import from_words, one_sentence
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

@@ -18,26 +18,13 @@ from accel.stack import TECHNIQUES
 from accel.techniques import float8
 from common.files import ROOT
 from precompute_latents import precompute
-from tests.faults.zygote import Zygote
-from tests.helpers import TINY_JOB, Job, save_images, save_tiny_autoencoder
+from tests.harness.sets import Job, save_images, save_tiny_autoencoder
+from tests.harness.words import TINY_JOB
+from tests.harness.zygote import Zygote
 from train import train
 from training.config import build
 from training.config.compose import compose
 from training.distributed.exit import SIGNALS
-
-TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
-"""Any model family, shrunk."""
-TINY_RUN = [
-    "total_samples=16",
-    "batch_size=8",
-    "log_every=1",
-    "eval_every=0",
-    "sample_every=0",
-    "save_every=0",
-    "runtime.on_unavailable=degrade",
-    *TINY_MODEL,
-]
-"""Two steps."""
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("WANDB_SILENT", "true")

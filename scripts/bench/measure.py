@@ -40,7 +40,7 @@ PRODUCT = "_product_tflops"
 EMULATE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
 PYTEST = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
-    *("-o", "addopts=-p tests.faults.table"),
+    *("-o", "addopts=-p tests.harness.reliability"),
 ]
 
 

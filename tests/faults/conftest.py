@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.zygote import Zygote, said
+from tests.harness.zygote import Zygote, said
 from training.checkpoint.files import assembled, flat
 from training.checkpoint.load import complete, damage, description
 from training.distributed.ranks import Ranks

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from common.files import file_sha256
 from data.digits import DigitLatents
 from tests.faults.conftest import Start, said
-from tests.faults.zygote import HANG
+from tests.harness.zygote import HANG
 from training.checkpoint.load import complete
 from training.config.compose import one_sentence
 from training.distributed.exit import StopRequest

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.fuzz import Subject, tried
-from tests.faults.fuzz_inputs import config, foreign, images, lines
-from tests.faults.fuzz_runs import checkpoint, good_run, run_folder
-from tests.faults.fuzz_sets import block, manifest, shard
-from tests.faults.fuzz_weights import weights
+from tests.harness.fuzz import Subject, tried
+from tests.harness.fuzz_inputs import config, foreign, images, lines
+from tests.harness.fuzz_runs import checkpoint, good_run, run_folder
+from tests.harness.fuzz_sets import block, manifest, shard
+from tests.harness.fuzz_weights import weights
 
 FEW: dict[Subject, int] = {
     **{manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12},

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from data.digits import DigitLatents
-from tests.conftest import TINY_RUN
-from tests.faults.zygote import HANG
+from tests.harness.words import TINY_RUN
+from tests.harness.zygote import HANG
 from train import train
 from training import failures
 from training.checkpoint.files import flat

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Start, nothing_unverified, outcome, said, tidy
-from tests.faults.zygote import HANG
-from tests.helpers import random_samples, save_latent_set
+from tests.harness.sets import random_samples, save_latent_set
+from tests.harness.zygote import HANG
 from training.checkpoint.load import complete
 
 pytestmark = pytest.mark.timeout(0)  # many runs, each with a limit of its own

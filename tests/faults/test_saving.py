@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from common.files import ROOT, rename, write_atomically
-from tests.conftest import TINY_RUN
 from tests.faults.conftest import WORDS, Start, outcome, said
-from tests.faults.zygote import HANG
+from tests.harness.words import TINY_RUN
+from tests.harness.zygote import HANG
 from train import train
 from training.checkpoint import save
 from training.checkpoint.files import DTYPES, WHOLE, Staged, write_tensors

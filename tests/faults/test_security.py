@@ -28,11 +28,11 @@ from data.loader import LatentSpec
 from encoding.sources import list_images
 from scripts.import_latents import ImportConfig
 from scripts.sample import SampleConfig, sample_run
-from tests.conftest import TINY_RUN
-from tests.faults.fuzz import DEEP, as_json, tried
-from tests.faults.fuzz_inputs import known_keys
-from tests.faults.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
-from tests.test_house import PACKAGES
+from tests.harness.fuzz import DEEP, as_json, tried
+from tests.harness.fuzz_inputs import known_keys
+from tests.harness.fuzz_weights import ON_A_HUB, described_otherwise, description_of, good_file
+from tests.harness.words import TINY_RUN
+from tests.house.test_house import PACKAGES
 from train import train
 from training.checkpoint.files import KEY
 from training.checkpoint.load import complete, verified, weights_file

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel.trial import switch
 from models.adapters import Lora, attach, trained
-from tests.harness import tiny_training
+from tests.harness.steps import tiny_training
 from tests.interpreted.conftest import assert_near
 
 

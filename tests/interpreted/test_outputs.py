@@ -13,7 +13,7 @@ from accel.kernels.local_mix import fused_local_mix
 from accel.kernels.qk_rope import fused_qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
-from tests.pretended import Launching, backward
+from tests.harness.pretended_gpu import Launching, backward
 
 
 def normal(*shape):

@@ -11,7 +11,8 @@ from accel.proof import recorded
 from accel.technique import switches
 from accel.techniques.precision import Precision
 from accel.trial import forward_and_backward, random_inputs, switch
-from tests.harness import CPU, tiny_training
+from tests.harness.steps import tiny_training
+from tests.harness.words import CPU
 
 OPERATORS = {
     "fused_add_norm": {"add_norm"},

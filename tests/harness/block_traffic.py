@@ -1,0 +1,203 @@
+"""What one block moves through memory and keeps for its backward pass, counted op by op without
+computing anything.
+
+    python -m tests.harness.block_traffic model=mamba_b
+    python -m tests.harness.block_traffic model=mamba_b off=[fused_scan]
+
+Eager, bf16 autocast, latents of 4 × 32 × 32, the fused operators on. Each op reads each of its
+inputs once and writes each of its outputs once; views cost nothing. Ops are PyTorch's CPU ops on
+fake tensors, and each operator of accel/kernels is one. Bytes are the slope between two batch
+sizes, so weights, their casts (calls of _to_copy) and gradients add none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accel.kernels.operator import OPERATORS
+from scripts.commands import own_and_others, table
+from training.config.build import build
+from training.config.compose import compose, one_sentence
+from training.config.schema import KERNELS
+
+BATCHES = (2, 4)
+LATENTS: dict[str, Any] = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def size(tensor: Tensor) -> int:
+    """Bytes that reading the tensor takes: an expanded dimension is read once."""
+    values = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        values *= length if stride or not length else 1
+    return values * tensor.element_size()
+
+
+class Traffic(TorchDispatchMode):
+    """Inside, `bytes` and `calls` count what ops move: op -> both inputs, each tensor once, and
+    outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.written: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        # it calls others, which are counted
+        if func.namespace == "fastlatent" and OPERATORS[name].kernel is None:
+            with self:
+                return OPERATORS[name].definition(*args)
+        out = func(*args, **(kwargs or {}))
+        if not (func.is_view or func.namespace == "prim" or name == "_unsafe_view"):
+            written = {id(t): size(t) for t in tensors(out)}
+            moved = {id(t): size(t) for t in tensors((args, kwargs))} | written
+            if sum(moved.values()) and not name.startswith(("empty", "new_empty")):
+                self.calls[name] += 1
+                self.bytes[name] += sum(moved.values())
+                self.written[name] += sum(written.values())
+        return out
+
+
+class Counted(NamedTuple):
+    """A sample's share in one block, and how often each op runs."""
+
+    kept: float
+    """Bytes kept for the backward pass, each storage once."""
+    calls: tuple[Counter[str], Counter[str]]
+    """Forward and backward."""
+    moves: tuple[dict[str, float], dict[str, float]]
+
+    def moved(self, op: str) -> float:
+        """Bytes in both passes."""
+        return sum(way.get(op, 0.0) for way in self.moves)
+
+    def sums(self, ops: tuple[str, ...] | None) -> tuple[list[int], list[float]]:
+        """Calls and bytes of the products, or with None of all other ops, forward and backward."""
+        belongs = (lambda op: op not in PRODUCTS) if ops is None else ops.__contains__
+        calls = [sum(n for op, n in way.items() if belongs(op)) for way in self.calls]
+        return calls, [sum(n for op, n in way.items() if belongs(op)) for way in self.moves]
+
+
+def uninitialised(build_model: Callable[[], Any]) -> Any:
+    """A model without values, on the CPU; under a FakeTensorMode without memory."""
+    with torch.device("meta"):
+        model = build_model()
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype)))
+        for name, b in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty(b.shape, dtype=b.dtype))
+    return model
+
+
+def switched(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
+    """The fused operators on, except those named."""
+    for module in model.modules():
+        for switch in KERNELS:
+            if hasattr(module, switch):
+                setattr(module, switch, switch not in off)
+    return model
+
+
+def once(
+    block: nn.Module, batch: int, tokens: int, dim: int, modulations: int
+) -> tuple[int, Traffic, Traffic]:
+    """Bytes kept by one pass of a block at a batch size, and what both passes move."""
+    branch = torch.empty(batch, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.empty(batch, dim, dtype=torch.bfloat16, requires_grad=True)
+    residual = torch.empty(batch, tokens, dim, requires_grad=True)
+    cond = torch.empty(batch, modulations, dim, dtype=torch.bfloat16, requires_grad=True)
+    own = {p.untyped_storage()._cdata for p in (*block.parameters(), *block.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in own:
+            kept[storage] = tensor
+        return tensor
+
+    forward = Traffic()
+    backward = Traffic()
+    with (
+        torch.amp.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        forward,
+    ):
+        outputs = block(branch, gate, residual, cond)
+    with backward:
+        torch.autograd.grad(
+            outputs,
+            [branch, gate, residual, cond, *block.parameters()],
+            list(map(torch.empty_like, outputs)),
+        )
+    return sum(t.untyped_storage().nbytes() for t in kept.values()), forward, backward
+
+
+def count(build_model: Callable[[], Any], off: tuple[str, ...] = ()) -> Counted:
+    """Of the second block of a model: the slope between two batch sizes, so that weights and their
+    casts drop out."""
+    with FakeTensorMode():
+        model = switched(uninitialised(build_model), off)
+        few, many = [
+            once(model.blocks[1], n, model.tokens, model.dim, model.modulations) for n in BATCHES
+        ]
+    step = BATCHES[1] - BATCHES[0]
+
+    def slope(less: Traffic, more: Traffic) -> dict[str, float]:
+        return {op: (more.bytes[op] - less.bytes[op]) / step for op in more.bytes}
+
+    moves = (slope(few[1], many[1]), slope(few[2], many[2]))
+    return Counted((many[0] - few[0]) / step, (many[1].calls, many[2].calls), moves)
+
+
+@dataclass(frozen=True)
+class TrafficConfig:
+    """The model; any other word is an override of the training configuration."""
+
+    off: list[str] = field(default_factory=list)
+    """Fused operators that are off, such as fused_scan."""
+
+
+def main() -> None:
+    with one_sentence():
+        cfg, words = own_and_others(TrafficConfig, sys.argv[1:], __doc__ or "")
+        node = compose(words).cfg.model
+        counted = count(lambda: build(node, "model", **LATENTS), tuple(cfg.off))
+    tokens = LATENTS["height"] * LATENTS["width"] // node["patch_size"] ** 2
+    rows: list[tuple[Any, ...]] = [
+        ("op", "calls, forward", "bytes a token", "calls, backward", "bytes a token")
+    ]
+    for op in sorted(counted.moves[0] | counted.moves[1], key=lambda op: -counted.moved(op)):
+        pairs = [
+            (calls[op], round(moved.get(op, 0.0) / tokens))
+            for calls, moved in zip(*counted[1:], strict=True)
+        ]
+        rows.append((op, *pairs[0], *pairs[1]))
+    print(table(rows))
+    for what, ops in (("products", PRODUCTS), ("everything else", None)):
+        calls, moved = counted.sums(ops)
+        print(
+            f"{what}: {calls[0]} + {calls[1]} calls, {moved[0] / tokens:,.0f} + "
+            f"{moved[1] / tokens:,.0f} bytes a token"
+        )
+    print(f"kept for the backward pass: {counted.kept / 1e6:.2f} MB a sample")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Cases with planted faults, for the runner of the benchmarks.
+
+`python -m tests.harness.planted_cases <folder>` runs two good ones and one that hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from multiprocessing import get_start_method
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench.cases import BenchConfig, Case, Job
+from scripts.bench.runner import Runner
+
+
+def value(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+    return {"value": case.labels["number"], "n": 1, "workers": get_start_method()}
+
+
+def raises(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+    raise TypeError("planted")
+
+
+def exhausts(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+    raise torch.OutOfMemoryError("planted, of 80 GiB")
+
+
+def hangs(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+    time.sleep(1000)
+    return {}
+
+
+def is_killed(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def job(*measures: Any, seconds: float = 0.1) -> Job:
+    cases = [
+        Case(f"case {i}", measure, seconds=seconds, labels={"number": i})
+        for i, measure in enumerate(measures)
+    ]
+    return Job("python -m scripts.bench step", BenchConfig(setting="tiny", name="step_tiny"), cases)
+
+
+if __name__ == "__main__":
+    from tests.harness import planted_cases as own  # the name by which a child finds the functions
+
+    Runner(Path(sys.argv[1])).run(own.job(own.value, own.value, own.hangs, own.value))

@@ -1,0 +1,200 @@
+"""Small things that several tests need: autoencoders with random weights, images, a latent set,
+pairs of choices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from accel.saved_tensors import keeping
+from data.loader import Batch
+from data.manifest import Manifest, Shard
+from encoding.job import ShardWriter
+from models.autoencoders import add_global_branch
+from training.assemble import Training
+
+TINY = {
+    "AutoencoderKL": {
+        "block_out_channels": (8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "norm_num_groups": 2,
+        "latent_channels": 2,
+        "scaling_factor": 0.5,
+        "shift_factor": 0.25,
+    },
+    "AutoencoderTiny": {
+        "encoder_block_out_channels": (8, 8),
+        "decoder_block_out_channels": (8, 8),
+        "num_encoder_blocks": (1, 1),
+        "num_decoder_blocks": (1, 1),
+    },
+    "AutoencoderDC": {
+        "latent_channels": 4,
+        "attention_head_dim": 4,
+        "encoder_block_out_channels": (8, 8),
+        "decoder_block_out_channels": (8, 8),
+        "encoder_layers_per_block": (1, 1),
+        "decoder_layers_per_block": (1, 1),
+        "encoder_qkv_multiscales": ((), ()),
+        "decoder_qkv_multiscales": ((), ()),
+    },
+}
+"""Arguments of diffusers' classes for the smallest model of each; all of them halve the side."""
+
+
+Job = Callable[..., Path]
+
+
+def save_tiny_autoencoder(kind: str, folder: Path) -> Path:
+    """Saves a model of diffusers' class `kind` with random weights, always the same, to
+    `folder`."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        getattr(diffusers, kind)(**TINY[kind]).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_taef2(folder: Path) -> Path:
+    """The same of AutoencoderTiny with a global branch in every block, as TAEF2 has them in the
+    middle ones."""
+    import diffusers
+    from diffusers.models.autoencoders.vae import AutoencoderTinyBlock
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = diffusers.AutoencoderTiny(**TINY["AutoencoderTiny"])
+        for block in [
+            module for module in model.modules() if isinstance(module, AutoencoderTinyBlock)
+        ]:
+            add_global_branch(block, 4, 8)
+        model.register_to_config(mid_block_global_branch=True)
+        model.save_pretrained(folder)
+    return folder
+
+
+def save_images(folder: Path, classes: tuple[str, ...], per_class: int) -> Path:
+    """Writes random PNGs and JPEGs of various sizes to `folder/<class>/<number>.<extension>`."""
+    draw = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for i in range(per_class):
+            pixels = draw.integers(0, 256, (18 + i, 20 + i % 3, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i:03d}.{'png' if i % 2 else 'jpg'}")
+    return folder
+
+
+def save_latent_set(
+    folder: Path, shards: list[tuple[str, dict[str, torch.Tensor]]], **changes: Any
+) -> Manifest:
+    """Writes `(split, tensors)` as one shard each, and their manifest; `changes` replace fields of
+    the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [
+        write_shard(folder / f"{split}-{i:05d}.tar", tensors, split)
+        for i, (split, tensors) in enumerate(shards)
+    ]
+    channels, height, width = shards[0][1]["latents"].shape[1:]
+    fields: dict[str, Any] = {
+        "channels": channels,
+        "height": height,
+        "width": width,
+        "class_names": ["apple", "pear", "plum"],
+        "kind": "mean_std",
+        "dtype": "float16",
+        "flips": True,
+        "mean": [0.5 * c - 0.25 for c in range(channels)],
+        "std": [1.0 + c for c in range(channels)],
+        "encoder": {
+            "_target_": "models.autoencoders.DiffusersAutoencoder",
+            "path": "someone/some-vae",
+        },
+        "encoder_class": "AutoencoderKL",
+        "encoder_sha256": "0" * 64,
+        "scaling_factor": 0.5,
+        "shift_factor": 0.25,
+        "input_range": [-1.0, 1.0],
+        "resize": "none",
+        "resolution": 16,
+        "psnr_db": 30.0,
+        "precision": "fp32",
+        "count": sum(shard.count for shard in written if shard.split == "train"),
+        "held_out": sum(shard.count for shard in written if shard.split == "held_out"),
+        "skipped": [],
+        "source": "random numbers",
+        "source_sha256": "0" * 64,
+        "seed": 0,
+        "versions": {},
+        "shards": written,
+    }
+    manifest = Manifest(**fields | changes)
+    manifest.write(folder)
+    return manifest
+
+
+def write_shard(
+    file: Path, tensors: dict[str, torch.Tensor], split: str = "train", parts: int = 5
+) -> Shard:
+    """One shard in blocks of four samples, handed over in chunks of `parts`."""
+    writer = ShardWriter(file, split, block_size=4)
+    for chunk in torch.arange(len(tensors["labels"])).split(parts):
+        writer.add({name: tensor[chunk] for name, tensor in tensors.items()})
+    return writer.close()
+
+
+def random_samples(
+    count: int, seed: int, shape: tuple[int, int, int] = (3, 4, 2)
+) -> dict[str, torch.Tensor]:
+    """All tensors that a block can hold, random."""
+    generator = torch.Generator().manual_seed(seed)
+    names = ("latents", "std", "mirrored", "mirrored_std")
+    tensors = {name: torch.randn(count, *shape, generator=generator).half() for name in names}
+    tensors |= {name: tensors[name].abs() for name in names if name.endswith("std")}
+    return tensors | {"labels": torch.arange(count) % 3}
+
+
+def pairs(row: tuple[Any, ...]) -> set[tuple]:
+    return {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)}
+
+
+def pairwise(*axes: list[Any]) -> list[tuple[Any, ...]]:
+    """Few rows that hold every pair of values of any two axes, chosen greedily."""
+    rows = list(product(*axes))
+    wanted = set().union(*map(pairs, rows))
+    chosen = []
+    while wanted:
+        best = max(rows, key=lambda row, wanted=wanted: len(pairs(row) & wanted))
+        wanted = wanted - pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def until_dead(process: int) -> None:
+    """Waits until a process has ended, whoever started it; the limit of the test ends the wait."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.05)
+
+
+def kept_at(training: Training, samples: int) -> int:
+    """Bytes that really stay on the device for the backward pass, of the loss on `samples` samples
+    of zeros. Nothing runs compiled."""
+    spec = training.loader.spec
+    device = training.device
+    latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
+    numbers = torch.arange(samples, device=device)
+    batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
+    with torch.compiler.set_stance("force_eager"), keeping(training.model) as kept:
+        losses, _ = training.step.losses(batch)
+    del losses
+    return sum(kept.left.values())

@@ -1,0 +1,144 @@
+"""One tiny run under any techniques, for tests of accel/."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+
+from accel import saved_tensors
+from accel.stack import TECHNIQUES
+from accel.technique import Technique
+from accel.techniques import float8
+from accel.techniques.precision import Precision
+from tests.harness.words import CPU
+from tests.models.test_models import woken
+from training.assemble import Training
+from training.assemble import assemble as assemble_run
+from training.config.compose import compose
+from training.config.schema import RuntimeConfig, TrainConfig
+
+EAGER = RuntimeConfig().values()
+VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.ways()]
+"""Every technique in each of its ways, alone."""
+
+
+def named(variant: dict) -> str:
+    return "-".join(key if value is True else str(value) for key, value in variant.items())
+
+
+def key_of(variant: dict) -> str:
+    return next(iter(variant))
+
+
+def technique(key: str) -> type[Technique]:
+    return next(kind for kind in TECHNIQUES if kind.key == key)
+
+
+def cannot_be_had(variant: dict, device: torch.device = CPU) -> str | None:
+    kind = technique(key_of(variant))
+    options = {name: value for name, value in variant.items() if name in kind.options}
+    return kind(variant[kind.key], device, **options).unavailable()
+
+
+def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bits on any CPU, slow there and right; and 8 bits in tiny layers, where torchao and this
+    PyTorch have them.
+
+    Tiny tensors are large enough to be offloaded, too.
+    """
+    monkeypatch.setattr(saved_tensors, "LEAST_MOVED", 1024)
+    on_gpu = Precision.unavailable
+
+    def unavailable(self: Precision) -> str | None:
+        if self.device.type == "cuda":
+            return on_gpu(self)
+        return no_8_bits(self.fp8_recipe) if self.value == "fp8" else None
+
+    monkeypatch.setattr(Precision, "unavailable", unavailable)
+    monkeypatch.setattr(float8, "LEAST", 16)
+
+
+@functools.cache
+def no_8_bits(recipe: str = "tensorwise") -> str | None:
+    """Why a recipe cannot be run here."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed."
+    if recipe != "tensorwise":
+        x = torch.ones(16, 16).to(torch.float8_e4m3fn)
+        scale = torch.ones(16, 1)
+        try:
+            torch._scaled_mm(x, x.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+        except RuntimeError:
+            return "This PyTorch has no products with a scale a row on a CPU."
+    return None
+
+
+@functools.cache
+def configuration(*words: str) -> TrainConfig:
+    return compose(list(words)).cfg
+
+
+def word(key: str, value: object) -> str:
+    """The override that gives a technique's key a value."""
+    return f"runtime.{'parallel.mode' if key == 'parallel' else key}={str(value).lower()}"
+
+
+def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) -> Training:
+    """A tiny run on digits under eager plus `values`, ready for its first step; no part of the
+    model is zero."""
+    sizes = [
+        "model.dim=64",
+        f"model.depth={depth}",
+        "model.head_dim=32",
+        "batch_size=8",
+        "total_samples=1000",
+    ]
+    sizes += [] if family in ("dit", "conv") else ["model.mixer.state_dim=16"]
+    rates = [
+        "schedule.kind=constant",
+        "schedule.warmup_samples=0",
+        "ema.half_life_samples=100",
+        "optim.lr=1e-3",
+    ]
+    runtime = ["runtime=eager", *(word(key, value) for key, value in values.items())]
+    torch.manual_seed(0)
+    training = assemble_run(
+        configuration(
+            f"model={family}_s", *sizes, *rates, "optim.weight_decay=0.01", *runtime, *words
+        ),
+        device,
+    )
+    woken(training.model)
+    training.state.ema.load_state_dict(
+        {name: p.detach() for name, p in training.model.named_parameters()}
+    )
+    if training.step.scaler is not None:
+        # found already, so that no step is spent on finding it
+        training.step.scaler.scale.fill_(1024.0)
+    training.step.schedule(0)
+    return training
+
+
+def assemble(family="mamba", *words: str, **how):
+    """Model, step, stack and loader of a tiny run."""
+    training = tiny_training(family, *words, **how)
+    return training.model, training.step, training.stack, training.loader
+
+
+def one_step(family="mamba", planted: Technique | None = None, **values):
+    """Loss, gradient norm and parameters after one step; a `planted` technique wraps the step
+    too."""
+    model, step, _, loader = assemble(family, **values)
+    step = planted.on_step(step) if planted else step
+    output = step([next(loader)])
+    return output.loss, output.grad_norm, [p.detach().clone() for p in model.parameters()]
+
+
+def ledger_of(family="mamba", **values):
+    """The rows of the ledger by key, after a warm-up."""
+    model, step, stack, loader = assemble(family, **values)
+    ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
+    return {row.key: row for row in ledger}

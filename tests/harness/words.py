@@ -1,0 +1,33 @@
+"""Overrides that make runs and jobs tiny."""
+
+import torch
+
+CPU = torch.device("cpu")
+
+TINY_MODEL = ["model.dim=64", "model.depth=2", "model.head_dim=32", "model.patch_size=2"]
+"""Shrinks a model of any family."""
+
+TINY_RUN = [
+    "total_samples=16",
+    "batch_size=8",
+    "log_every=1",
+    "eval_every=0",
+    "sample_every=0",
+    "save_every=0",
+    "runtime.on_unavailable=degrade",
+    *TINY_MODEL,
+]
+"""A run of two steps."""
+
+TINY_JOB = [
+    "encoder=local",
+    "runtime=eager",
+    "resolution=16",
+    "batch_size=4",
+    "shard_size=6",
+    "block_size=4",
+    "held_out=0.2",
+    "num_workers=0",
+    "min_psnr=-100",
+]
+"""Of 20 images, 4 are held out in one shard and 16 are trained on, in shards of 6, 6 and 4."""

@@ -1,0 +1,128 @@
+"""What version 0.1.0 of the project wrote is still understood: its latents verify, its run resumes,
+its weights sample.
+
+`tests/assets/version1` was made by commit 8f2c73c on 2026-11-22 (torch 2.13.0): twelve images
+through an autoencoder with random weights, eight steps of a tiny model of which the checkpoint of
+step 4 is kept, and four samples from that.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.files import ROOT
+from scripts.sample import SampleConfig, sample_run
+from scripts.verify_latents import VerifyConfig, verify
+from tests.harness.words import CPU
+from train import train
+from training.checkpoint.load import description, other_than, same_set
+from training.components import build_loader
+from training.config.compose import compose
+
+ASSETS = ROOT / "tests" / "assets" / "version1"
+WORDS = [
+    *(
+        "data=resident",
+        "model=mamba_xs",
+        "model.dim=8",
+        "model.depth=2",
+        "model.head_dim=8",
+        "model.mixer.state_dim=8",
+    ),
+    *(
+        "runtime=fast",
+        "runtime.precision=fp32",
+        "deterministic=true",
+        "total_samples=64",
+        "batch_size=8",
+    ),
+    *(
+        "log_every=3",
+        "eval_every=4",
+        "save_every=4",
+        "sample_every=0",
+        "schedule.warmup_samples=16",
+    ),
+    *("guards.spike_sigmas=6.0", "guards.spike_window=8"),
+    # as `fast` said then
+    *(f"runtime.fused_{op}=false" for op in ("add_norm", "scan", "conv", "swiglu", "rope")),
+]
+
+
+@pytest.fixture
+def version1(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ASSETS, tmp_path / "version1"))
+
+
+def test_its_run_resumes_and_ends_as_it_did(version1, capsys):
+    train(compose([*WORDS, f"run_dir={version1 / 'run'}", f"data.path={version1 / 'set'}"]))
+    assert "step-4 at step 4\n" in capsys.readouterr().out  # and nothing has changed since
+    files = version1 / "run" / "metrics.jsonl", ASSETS / "expected_metrics.jsonl"
+    lines, expected = (
+        [json.loads(line) for line in file.read_text().splitlines()] for file in files
+    )
+    assert [line["step"] for line in lines] == [3, 4, 6, 8]
+    # Version 1 took the last step of a cosine to 0 at a rate of 0; now it learns, after its loss
+    # was taken.
+    assert (expected[-1].pop("lr"), lines[-1].pop("lr") > 0) == (0.0, True)
+    assert lines[-1].pop("eval_loss") == pytest.approx(expected[-1].pop("eval_loss"), rel=1e-4)
+    for line, then in zip(lines, expected, strict=True):
+        for name in ("samples", "loss", "grad_norm", "lr", "skipped", "eval_loss"):
+            assert (name in line) == (name in then)
+            assert line.get(name, 0.0) == pytest.approx(then.get(name, 0.0), rel=1e-5), name
+
+
+def test_its_fingerprint_is_that_of_the_same_set_only(version1):
+    """It left the statistics out: a checkpoint's own copy of them decides."""
+    checkpoint = next((version1 / "run" / "checkpoints").glob("step-*"))
+    manifest = version1 / "set" / "manifest.json"
+    raw = json.loads(manifest.read_text())
+    for std, refused in ((raw["std"], False), ([2 * value for value in raw["std"]], True)):
+        manifest.write_text(json.dumps(raw | {"std": std}))
+        loader = build_loader(
+            compose([*WORDS, f"data.path={version1 / 'set'}"]).cfg.data, 0, 4, CPU
+        )
+        run = {
+            "data": {"fingerprint": loader.spec.fingerprint, "seed": 0},
+            "spec": loader.spec.as_dict(),
+        }
+        assert same_set(description(checkpoint), run) is not refused
+
+
+def test_its_weights_sample_as_they_did(version1, tmp_path):
+    given = {
+        "count": 4,
+        "steps": 4,
+        "guidance": 1.5,
+        "solver": "heun",
+        "shift": 1.0,
+        "device": "cpu",
+    }
+    for source in (
+        {"run_dir": str(version1 / "run")},
+        {"weights": str(next(version1.rglob("ema.safetensors")))},
+    ):
+        expected = np.load(ASSETS / "expected_samples.npz")
+        given |= {"labels": expected["labels"].tolist(), "out": str(tmp_path / "out")}
+        found = np.load(sample_run(SampleConfig(**source, **given, encoder=str(version1 / "vae"))))
+        assert found["labels"].tolist() == expected["labels"].tolist()
+        assert np.abs(found["arr_0"].astype(int) - expected["arr_0"]).max() <= 1
+
+
+def test_its_latents_verify(version1):
+    assert verify(VerifyConfig(path=str(version1 / "set"), count=0)) == []
+
+
+def test_a_key_that_came_later_is_null_for_what_was_before():
+    before = compose(["model=dit_xs"]).cfg.model
+    now = {"model": before, "data": {}, "objective": {}, "optimizer": {}, "adapter": {}}
+    mixer = {key: value for key, value in before["mixer"].items() if key not in ("window", "shift")}
+    then = now | {"model": {**before, "mixer": mixer}}
+    assert other_than(then, now) is None
+    now["model"] = compose(["model=dit_xs", "model.mixer.window=2"]).cfg.model
+    assert other_than(then, now) == "model: mixer.window was None, is 2"

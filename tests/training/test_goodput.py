@@ -1,0 +1,190 @@
+"""Where the time of a run went: every second has one kind, over restarts too; waiting is told once
+with its cure."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.synthetic import SyntheticLatents
+from tests.scripts.test_tuning import SMALL
+from train import train
+from training import goodput
+from training.config.compose import compose
+from training.goodput import Clock, bound_of, told
+from training.step import TrainStep
+
+RUN = [
+    *SMALL,
+    "model.dim=16",
+    "runtime=eager",
+    "batch_size=8",
+    "eval_every=0",
+    "sample_every=0",
+    "log_every=2",
+]
+
+
+SLOW = ["extensions=[tests]", "data._target_=tests.training.test_goodput.Slow"]
+NEVER = json.dumps(
+    {
+        "first": 0.0,
+        "last": 0.0,
+        "seconds": dict.fromkeys(goodput.KINDS, float("nan")),
+        "reached": {},
+    }
+)
+
+
+def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
+    now = iter([0.0, 3.0, 5.0, 6.0, 8.0, 9.0, 10.0, 15.0])
+    monkeypatch.setattr(goodput.time, "perf_counter", lambda: next(now))
+    clock = Clock()
+    clock.switch("steps")
+    with clock.spending("evaluation"), clock.spending("saving"):
+        pass
+    clock.move(1.0, "steps", "data_wait")
+    clock.switch("idle")
+    assert dict(clock.seconds) == {
+        "start": 3.0,
+        "steps": 2.0 + 1.0 - 1.0 + 5.0,
+        "evaluation": 2.0,
+        "saving": 2.0,
+        "data_wait": 1.0,
+    }
+
+
+class OwnTime:
+    """A clock that goes on by a second with each look at it, and by what a slow batch and a step
+    take."""
+
+    BATCH = 400.0
+    STEP = 100.0
+    now = 2e9
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    time = perf_counter
+
+
+OWN_TIME = OwnTime()
+
+
+@pytest.fixture
+def own_time(monkeypatch: pytest.MonkeyPatch) -> OwnTime:
+    step = TrainStep.__call__
+
+    def timed(self: TrainStep, *arguments: Any) -> Any:
+        OWN_TIME.now += OWN_TIME.STEP
+        return step(self, *arguments)
+
+    monkeypatch.setattr(TrainStep, "__call__", timed)
+    monkeypatch.setattr(goodput, "time", OWN_TIME)
+    return OWN_TIME
+
+
+class Slow(SyntheticLatents):
+    """Lets time go by for a batch."""
+
+    def __next__(self) -> Any:
+        OWN_TIME.now += OWN_TIME.BATCH
+        return super().__next__()
+
+
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    """The summary of a run."""
+    return train(compose([*RUN, f"run_dir={folder}", "save_every=80", *words]))
+
+
+def test_a_run_and_its_restart_add_up_to_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_time: OwnTime
+):
+    """160 steps, of which the last 80 are lost; a pause; 100 steps from the eightieth on."""
+    monkeypatch.setattr(goodput, "EVERY", 0.0)
+    folder = tmp_path / "run"
+    began = own_time.now
+    first = run(folder, "total_samples=1280", *SLOW)
+    assert sum(first["time"].values()) == pytest.approx(own_time.now - began, abs=5.0)
+    assert first["goodput"] == pytest.approx(
+        first["time"]["steps"] / sum(first["time"].values()), abs=1e-4
+    )
+    assert first["time"]["data_wait"] == pytest.approx(160 * own_time.BATCH, rel=0.01)
+    reached = {
+        int(step): value
+        for step, value in json.loads((folder / goodput.FILE).read_text())["reached"].items()
+    }
+    shutil.rmtree(folder / "checkpoints" / "step-160")
+    (folder / "summary.json").unlink()
+    own_time.now += 5000.0
+    account = run(folder, "total_samples=1440", *SLOW)["time"]
+    assert sum(account.values()) == pytest.approx(own_time.now - began, abs=5.0)
+    assert account["idle"] == pytest.approx(5000.0, abs=5.0)
+    assert account["redone"] == pytest.approx(reached[160] - reached[80], abs=5.0)
+    assert account["redone"] == pytest.approx(80 * own_time.STEP, rel=0.2)
+    assert account["warm_up"] > first["time"]["warm_up"]
+    assert account["saving"] > first["time"]["saving"] > 0.0
+    shown = told(account)
+    assert "redone" in shown
+    assert sum(float(part.split("%")[0]) for part in shown.split(", ")) == pytest.approx(
+        100.0, abs=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"seconds": {}}', '{"first": "x", "last": 0, "seconds": {}, "reached": {}}', NEVER],
+)
+def test_a_damaged_account_begins_anew(tmp_path: Path, content: str):
+    (tmp_path / goodput.FILE).write_text(content)
+    clock = Clock()
+    with pytest.warns(UserWarning, match="the account of the run's time begins anew"):
+        clock.resume(tmp_path / goodput.FILE, 5)
+    assert clock.account["idle"] == clock.account["redone"] == 0.0
+    assert clock.first == clock.began
+
+
+def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
+    file = tmp_path / goodput.FILE
+    Clock().write(file, 3)
+    later = json.loads(file.read_text()) | {"last": time.time() + 3600.0}
+    file.write_text(json.dumps(later))
+    clock = Clock()
+    clock.resume(file, 3)
+    assert clock.account["idle"] == 0.0
+
+
+def test_waiting_for_data_is_told_once_with_its_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_time: OwnTime
+):
+    quiet = run(tmp_path / "quick", "total_samples=80")
+    assert "data-bound" not in capsys.readouterr().out
+    slow = run(tmp_path / "slow", "total_samples=160", *SLOW)
+    said = capsys.readouterr().out
+    assert said.count("data-bound") == 1
+    assert (
+        "of the step goes by before a batch is there; try data=resident, more data.num_workers"
+        in said
+    )
+    assert slow["time"]["data_wait"] == pytest.approx(20 * own_time.BATCH, rel=0.01)
+    assert quiet["time"]["data_wait"] < 0.01 * slow["time"]["data_wait"]
+
+
+def test_waiting_for_launches_is_told_with_what_is_left_to_try():
+    left = ["runtime.cuda_graph=true"]
+    assert bound_of(10.0, 0.2, 9.0, left, {}) is None
+    assert bound_of(10.0, 0.2, None, left, {}) is None
+    assert bound_of(10.0, 0.2, 5.0, left, {}) == (
+        "launch-bound",
+        "the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches otherwise",
+        ["runtime.cuda_graph=true", "a larger batch_size"],
+    )
+    data_bound = bound_of(10.0, 2.0, 5.0, left, {})
+    assert data_bound is not None
+    assert data_bound[:2] == ("data-bound", "20% of the step goes by before a batch is there")
