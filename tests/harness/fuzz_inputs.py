@@ -31,10 +31,10 @@ from models.autoencoders import PixelAutoencoder
 from scripts.import_latents import ImportConfig, checked, import_latents
 from scripts.sample import SampleConfig
 from scripts.verify_latents import VerifyConfig, verify
-from tests.encoding.test_import_latents import COUNT, FORMATS, add, everything
+from tests.harness.foreign import COUNT, FORMATS, read_set
 from tests.harness.fuzz import ODD, Say, as_json, is_unfit, mutate_file, mutate_tree
 from tests.harness.fuzz_sets import good_set
-from tests.harness.sets import save_images
+from tests.harness.sets import add_member, save_images
 from tests.harness.words import CPU, TINY_RUN
 from training.assemble import assemble
 from training.config.compose import CONF, compose, from_words, from_yaml
@@ -432,7 +432,7 @@ def write_tar(rng: Random, file: Path, good: dict[str, bytes], say: Say) -> None
                         else part
                     )
                     if change == "twice":
-                        add(tar, member.name, part)
+                        add_member(tar, member.name, part)
                 member.size = len(part) + (
                     2 * i + j == odd and rng.choice((0, 0, 1, -1, 512, 2**33))
                 )
@@ -496,7 +496,7 @@ def foreign(rng: Random, folder: Path, say: Say) -> None:
     assert not (problems := verify(VerifyConfig(path=str(out), count=0))), problems
     apart = ("fast_dit", "edm2", "tars") if kind == "file" else ("fast_dit", "edm2")
     if kind != "values" and write.__name__ in apart:  # a change of one file changes one sample
-        found = everything(out)
+        found = read_set(out)
         names = labels if classes != "none" else torch.zeros_like(labels)
         original = [
             (t.half().flatten().tolist(), n) for t, n in zip(latents, names.tolist(), strict=True)

@@ -3,8 +3,11 @@ pairs of choices."""
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -161,6 +164,48 @@ def random_samples(
     tensors = {name: torch.randn(count, *shape, generator=generator).half() for name in names}
     tensors |= {name: tensors[name].abs() for name in names if name.endswith("std")}
     return tensors | {"labels": torch.arange(count) % 3}
+
+
+def write_tar(file: Path, members: Mapping[str, bytes] | Iterable[tuple[str, bytes]]) -> Path:
+    """Writes a tar of members by name; as pairs, two may have the same name."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pairs = members.items() if isinstance(members, Mapping) else members
+    with tarfile.open(file, "w") as tar:
+        for name, content in pairs:
+            add_member(tar, name, content)
+    return file
+
+
+def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def read_contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder but its lock, by name."""
+    files = [file for file in sorted(folder.iterdir()) if file.name != ".lock"]
+    return {file.name: file.read_bytes() for file in files}
+
+
+def flip_byte(file: Path, place: int = -1) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def edit_manifest(folder: Path, **changes: Any) -> None:
+    file = folder / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def match(samples: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> list[int]:
+    """Finds for each sample the expected one that equals it; every expected one is found once."""
+    distance = (samples.flatten(1).float()[:, None] - expected.flatten(1)[None]).abs().amax(2)
+    assert distance.amin(1).max() < tolerance
+    index = distance.argmin(1).tolist()
+    assert sorted(index) == list(range(len(expected)))
+    return index
 
 
 def pairs(row: tuple[Any, ...]) -> set[tuple]:

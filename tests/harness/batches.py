@@ -1,0 +1,68 @@
+"""Loaders of a latent set by kind, and batches: compared, joined, sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import Batch
+from data.resident import ResidentLatents
+from data.streamed import StreamedLatents
+from tests.harness.words import CPU
+
+LOADERS = ["resident", "int8", "chunks", "webdataset", "webdataset, 2 workers"]
+"""Kinds of loaders that read a latent set."""
+SAMPLE_BYTES = 240
+"""Size of one sample of `random_samples`, with its posterior and both mirrored tensors."""
+
+
+def resident(path: str | Path | None, **changes: Any) -> ResidentLatents:
+    """Opens a set that lies on the device; batches of 10 unless `changes` say otherwise."""
+    settings: dict[str, Any] = {"batch_size": 10, "seed": 0, "device": CPU} | changes
+    return ResidentLatents(path=path if path is None else str(path), **settings)
+
+
+def chunked(path: str | Path, samples: int = 15, **changes: Any) -> ResidentLatents:
+    """Opens a set of which two chunks of so many samples fit on the device."""
+    return resident(path, device_memory_gib=2 * samples * SAMPLE_BYTES / 2**30, **changes)
+
+
+def streamed(path: str | Path, **changes: Any) -> StreamedLatents:
+    """Opens a set that six streams read in windows of five, without worker processes."""
+    settings: dict[str, Any] = {"batch_size": 12, "seed": 0, "device": CPU}
+    settings |= {"streams": 6, "window": 5, "num_workers": 0} | changes
+    return StreamedLatents(path=str(path), **settings)
+
+
+def open_loader(kind: str, path: str | Path, **changes: Any) -> ResidentLatents | StreamedLatents:
+    """Opens a latent set with one of `LOADERS`."""
+    if kind == "resident":
+        return resident(path, **changes)
+    if kind == "int8":
+        return resident(path, storage="int8", **changes)
+    if kind == "chunks":
+        return chunked(path, **changes)
+    return streamed(path, num_workers=2 if "workers" in kind else 0, **changes)
+
+
+def join(batches: Iterable[Batch]) -> Batch:
+    return Batch(*map(torch.cat, zip(*batches, strict=True)))
+
+
+def take(loader: Iterable[Batch], count: int) -> Batch:
+    """Joins the next `count` batches."""
+    return join(islice(loader, count))
+
+
+def sort_by_position(batch: Batch) -> Batch:
+    order = batch.position.argsort()
+    return Batch(*(tensor[order] for tensor in batch))
+
+
+def assert_same(first: Batch, second: Batch) -> None:
+    for name, a, b in zip(Batch._fields, first, second, strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,153 @@
+"""Latents and labels as other tools save them, and edits that break their files."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from data.blocks import BlockReader
+from data.manifest import read_manifest
+from data.source import open_source
+from tests.harness.sets import write_tar
+
+COUNT = 30
+Settings = dict[str, str]
+"""Settings of scripts.import_latents that name the files just written."""
+Edit = Callable[[Path], object]
+Write = Callable[[Path, Tensor, Tensor], Settings]
+
+
+def npy(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    np.save(path / "latents.npy", latents.numpy())
+    np.save(path / "labels.npy", labels.numpy())
+    return {"source": f"{path}/latents.npy", "labels": f"{path}/labels.npy"}
+
+
+def pt(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    torch.save({"z": latents, "y": labels}, path / "all.pt")
+    return {"source": f"{path}/all.pt", "latents_key": "z", "labels_key": "y"}
+
+
+def pt_alone(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    torch.save(latents, path / "latents.pt")
+    torch.save(labels, path / "labels.pt")
+    return {"source": f"{path}/latents.pt", "labels": f"{path}/labels.pt"}
+
+
+def safetensors(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    for i, part in enumerate(torch.arange(COUNT).split(13)):
+        tensors = {"latents": latents[part], "labels": labels[part]}
+        save_file(tensors, path / f"latents_{i}.safetensors")
+    return {"source": str(path)}
+
+
+def fast_dit(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    for kind, column in (("features", latents), ("labels", labels)):
+        folder = path / f"imagenet256_{kind}"
+        folder.mkdir()
+        for i in range(COUNT):
+            np.save(folder / f"{i:04d}.npy", column[i : i + 1].numpy())
+    return {"source": str(path)}
+
+
+def edm2(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    (path / "00000").mkdir()
+    pairs = []
+    for i in range(COUNT):
+        name = f"00000/img{i:04d}.npy"
+        np.save(path / name, latents[i].numpy())
+        pairs.append([name, int(labels[i])])
+    (path / "dataset.json").write_text(json.dumps({"labels": pairs}))
+    return {"source": str(path)}
+
+
+def tars(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    """Writes one tar of .npy and .cls members and one of .safetensors and .json members."""
+    first: dict[str, bytes] = {}
+    second: dict[str, bytes] = {}
+    for i in range(COUNT):
+        label = int(labels[i])
+        if i < 17:
+            stream = io.BytesIO()
+            np.save(stream, latents[i].numpy())
+            first |= {f"{i:04d}.latent.npy": stream.getvalue(), f"{i:04d}.cls": b"%d" % label}
+        else:
+            second[f"{i:04d}.safetensors"] = save({"latents": latents[i].clone()})
+            second[f"{i:04d}.json"] = json.dumps({"label": label}).encode()
+    write_tar(path / "0.tar", first)
+    write_tar(path / "1.tar", second)
+    return {"source": str(path)}
+
+
+FORMATS: list[Write] = [npy, pt, pt_alone, safetensors, fast_dit, edm2, tars]
+
+
+def one_file(**tensors: Tensor) -> Write:
+    """Makes the writer of a safetensors file in which `tensors` replace latents, labels, or add to
+    them."""
+
+    def write(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+        save_file({"latents": latents, "labels": labels} | tensors, path / "a.safetensors")
+        return {"source": str(path)}
+
+    return write
+
+
+def write_edited(write: Write, edit: Edit) -> Write:
+    """Makes the writer of a format whose files `edit` then changes."""
+
+    def write_both(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+        settings = write(path, latents, labels)
+        edit(path)
+        return settings
+
+    return write_both
+
+
+def cut(file: str, size: int) -> Edit:
+    return lambda path: (path / file).write_bytes((path / file).read_bytes()[:size])
+
+
+def edit_array(file: str, change: Callable[[Any], Any]) -> Edit:
+    return lambda path: np.save(path / file, change(np.load(path / file)))
+
+
+def edit_list(change: Callable[[list], object]) -> Edit:
+    """Changes the pairs (file, label) that dataset.json lists."""
+
+    def edit(path: Path) -> None:
+        file = path / "dataset.json"
+        pairs = json.loads(file.read_text())["labels"]
+        file.write_text(json.dumps({"labels": change(pairs)}))
+
+    return edit
+
+
+def edit_members(change: Callable[[str, bytes], tuple[str, bytes] | None]) -> Edit:
+    """Gives each member of the first tar the name and content that `change` returns; None drops
+    it."""
+
+    def edit(path: Path) -> None:
+        with tarfile.open(path / "0.tar") as tar:
+            members = [(member.name, tar.extractfile(member).read()) for member in tar]  # pyright: ignore[reportOptionalMemberAccess]
+        changed = (change(*member) for member in members)
+        write_tar(path / "0.tar", filter(None, changed))
+
+    return edit
+
+
+def read_set(folder: Path) -> dict[str, Tensor]:
+    """Reads all samples of a latent set, the training split first."""
+    source = open_source(folder)
+    readers = [BlockReader(source, read_manifest(source), split) for split in ("train", "held_out")]
+    blocks = [reader.read(number) for reader in readers for number in range(len(reader.places))]
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
