@@ -21,19 +21,19 @@ from accel.techniques import float8
 from accel.techniques.compilation import Compile
 from accel.techniques.precision import Precision
 from sampling.load import load_run
-from tests.faults.conftest import outcome
-from tests.harness.steps import allow_any_precision, assemble, configuration, ledger_of, no_8_bits
+from tests.faults.conftest import read_outcome
+from tests.harness.steps import allow_any_precision, assemble, compose_words, ledger_of, explain_no_fp8
 from tests.harness.words import CPU, TINY_RUN
-from tests.harness.zygote import Zygote, said
-from tests.training.test_parallel import logged
+from tests.harness.zygote import Zygote, read_output
+from tests.training.test_parallel import read_columns
 from train import train
 from training.config.build import build
 from training.config.compose import compose
 
 EIGHT = {"precision": "fp8"}
 GW_HP = {"precision": "fp8", "fp8_recipe": "rowwise_with_gw_hp"}
-HERE = pytest.mark.skipif(no_8_bits() is not None, reason=no_8_bits() or "")
-ROWWISE = pytest.mark.skipif(no_8_bits("rowwise") is not None, reason=no_8_bits("rowwise") or "")
+HERE = pytest.mark.skipif(explain_no_fp8() is not None, reason=explain_no_fp8() or "")
+ROWWISE = pytest.mark.skipif(explain_no_fp8("rowwise") is not None, reason=explain_no_fp8("rowwise") or "")
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
     taken = {}
     for name in ("dit_s", "dit_b", "dit_l", "dit_xl", "mamba_l", "mamba_xl"):
         with torch.device("meta"):
-            node = configuration(f"model={name}").model
+            node = compose_words(f"model={name}").model
             model = build(node, "model", channels=4, height=32, width=32, num_classes=9)
         taken[name] = sizes_of(m for m in model.blocks[0].modules() if float8.is_large(m))
     assert taken["dit_s"] == taken["dit_b"] == set()
@@ -289,7 +289,7 @@ def test_a_run_that_is_resumed_ends_bit_for_bit_the_same(whole, tmp_path):
     shutil.rmtree(folder / "checkpoints" / "step-8")
     summary = train(compose([*RUN, f"run_dir={folder}"]))
     assert summary["ledger"]["precision"]["active"] == "fp8"
-    assert outcome(folder) == outcome(whole)
+    assert read_outcome(folder) == read_outcome(whole)
 
 
 @HERE
@@ -312,18 +312,18 @@ def test_two_processes_train_in_8_bits(mode, zygote: Zygote, whole, tmp_path):
     bits."""
     words = [*RUN, "runtime.gradient_checkpointing=true", f"runtime.parallel.mode={mode}"]
     codes = zygote(tmp_path / "run", *words, ranks=2, environment={"ANY_PRECISION": "1"})
-    assert codes == [0, 0], said(tmp_path / "run")
+    assert codes == [0, 0], read_output(tmp_path / "run")
     assert " fp8 " in next(
-        line for line in said(tmp_path / "run").splitlines() if "precision" in line
+        line for line in read_output(tmp_path / "run").splitlines() if "precision" in line
     )
-    found, alone = (torch.tensor(logged(folder, "loss")) for folder in (tmp_path / "run", whole))
+    found, alone = (torch.tensor(read_columns(folder, "loss")) for folder in (tmp_path / "run", whole))
     torch.testing.assert_close(found, alone, rtol=2e-2, atol=0.0)
 
 
 def test_the_protocol_of_samples_names_the_recipe():
     values = {"precision": "fp8", "fp8_recipe": "tensorwise"}
     stack = AccelerationStack(values, CPU, only=("precision",))
-    expected = values if no_8_bits() is None else {"precision": "fp32"}
+    expected = values if explain_no_fp8() is None else {"precision": "fp32"}
     assert stack.arithmetic() == expected
     values = {"precision": "fp32", "fp8_recipe": "rowwise"}
     assert AccelerationStack(values, CPU, only=("precision",)).arithmetic() == {"precision": "fp32"}

@@ -36,11 +36,11 @@ from tests.harness.steps import (
     VARIANTS,
     allow_any_precision,
     assemble,
-    cannot_be_had,
+    explain_unavailable,
     key_of,
     ledger_of,
-    named,
-    technique,
+    name_variant,
+    find_technique,
     tiny_training,
 )
 from tests.harness.words import CPU
@@ -55,9 +55,9 @@ def quick_compiler_and_any_precision(monkeypatch):
     allow_any_precision(monkeypatch)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_variant)
 def test_the_ledger_confirms_what_is_on(variant):
-    if reason := cannot_be_had(variant):
+    if reason := explain_unavailable(variant):
         pytest.skip(reason)
     key = key_of(variant)
     assert ledger_of("dit", **variant)[key].active == variant[key]
@@ -633,7 +633,7 @@ def test_evidence_of_nothing_is_no_evidence():
         key = key_of(variant)
         # these are flags, and read
         if key not in ("tf32", "cudnn_benchmark", "empty_cache_at_eval"):
-            assert technique(key)(variant[key], CPU).observe(Evidence()).active in (False, UNUSED)
+            assert find_technique(key)(variant[key], CPU).observe(Evidence()).active in (False, UNUSED)
 
 
 def test_a_graph_is_believed_only_when_it_was_launched():

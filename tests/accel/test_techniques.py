@@ -19,18 +19,18 @@ from tests.harness.steps import (
     VARIANTS,
     allow_any_precision,
     assemble,
-    cannot_be_had,
+    explain_unavailable,
     key_of,
     ledger_of,
-    named,
-    no_8_bits,
-    one_step,
-    technique,
+    name_variant,
+    explain_no_fp8,
+    take_one_step,
+    find_technique,
 )
 from tests.harness.words import CPU
 
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
-EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=named)
+EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=name_variant)
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +69,13 @@ def test_every_technique_is_enrolled():
 def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(
     variant, family, any_precision
 ):
-    if reason := cannot_be_had(variant):
+    if reason := explain_unavailable(variant):
         pytest.skip(reason)
-    rtol = technique(key_of(variant)).loss_rtol
+    rtol = find_technique(key_of(variant)).loss_rtol
     if variant == {"residual_in_fp32": True}:  # that one is on in eager: compare with off
         variant = {"residual_in_fp32": False}
-    plain = one_step(family)
-    fast = one_step(family, **variant)
+    plain = take_one_step(family)
+    fast = take_one_step(family, **variant)
     assert_within(plain, fast, rtol)
 
 
@@ -106,9 +106,9 @@ class ScaledLoss(Technique):
 
 def test_a_planted_fault_is_caught():
     with pytest.raises(AssertionError):
-        assert_within(one_step(), one_step(planted=ScaledLoss(True, CPU)), ScaledLoss.loss_rtol)
+        assert_within(take_one_step(), take_one_step(planted=ScaledLoss(True, CPU)), ScaledLoss.loss_rtol)
     with pytest.raises(AssertionError):
-        assert_within(one_step(), one_step(planted=ScaledLoss(True, CPU)), 1e-5)
+        assert_within(take_one_step(), take_one_step(planted=ScaledLoss(True, CPU)), 1e-5)
 
 
 @EVERY
@@ -120,7 +120,7 @@ def test_state_dict_keys_do_not_change(variant):
 
 @EVERY
 def test_what_cannot_be_had_here_says_so_in_a_sentence(variant):
-    reason = cannot_be_had(variant)
+    reason = explain_unavailable(variant)
     if key_of(variant) in CUDA_ONLY or variant.get("attention") in (
         "cudnn",
         "efficient",
@@ -202,7 +202,7 @@ ROWS = pairwise(
 )
 def test_pairs_of_techniques_take_two_steps(row, any_precision):
     precision, residual, attention, policy, scope, fused, refused = row
-    if precision == "fp8" and (reason := no_8_bits()):
+    if precision == "fp8" and (reason := explain_no_fp8()):
         pytest.skip(reason)
     values = {
         "precision": precision,
@@ -330,8 +330,8 @@ def test_inductor_compiles_a_block_into_one_graph_with_equal_results():
     """The one case with the real compiler; the others use aot_eager."""
     torch._dynamo.reset()
     Compile.backend = "inductor"
-    plain = one_step()
-    fast = one_step(compile=True)
+    plain = take_one_step()
+    fast = take_one_step(compile=True)
     assert "2 of 2 blocks compiled" in ledger_of(compile=True)["compile"].evidence
     torch.testing.assert_close(fast[0], plain[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(fast[1], plain[1], rtol=1e-4, atol=0.0)

@@ -25,7 +25,7 @@ VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.ways()]
 """Every technique in each of its ways, alone."""
 
 
-def named(variant: dict) -> str:
+def name_variant(variant: dict) -> str:
     return "-".join(key if value is True else str(value) for key, value in variant.items())
 
 
@@ -33,12 +33,12 @@ def key_of(variant: dict) -> str:
     return next(iter(variant))
 
 
-def technique(key: str) -> type[Technique]:
+def find_technique(key: str) -> type[Technique]:
     return next(kind for kind in TECHNIQUES if kind.key == key)
 
 
-def cannot_be_had(variant: dict, device: torch.device = CPU) -> str | None:
-    kind = technique(key_of(variant))
+def explain_unavailable(variant: dict, device: torch.device = CPU) -> str | None:
+    kind = find_technique(key_of(variant))
     options = {name: value for name, value in variant.items() if name in kind.options}
     return kind(variant[kind.key], device, **options).unavailable()
 
@@ -55,14 +55,14 @@ def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(self: Precision) -> str | None:
         if self.device.type == "cuda":
             return on_gpu(self)
-        return no_8_bits(self.fp8_recipe) if self.value == "fp8" else None
+        return explain_no_fp8(self.fp8_recipe) if self.value == "fp8" else None
 
     monkeypatch.setattr(Precision, "unavailable", unavailable)
     monkeypatch.setattr(float8, "LEAST", 16)
 
 
 @functools.cache
-def no_8_bits(recipe: str = "tensorwise") -> str | None:
+def explain_no_fp8(recipe: str = "tensorwise") -> str | None:
     """Why a recipe cannot be run here."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed."
@@ -77,11 +77,11 @@ def no_8_bits(recipe: str = "tensorwise") -> str | None:
 
 
 @functools.cache
-def configuration(*words: str) -> TrainConfig:
+def compose_words(*words: str) -> TrainConfig:
     return compose(list(words)).cfg
 
 
-def word(key: str, value: object) -> str:
+def write_override(key: str, value: object) -> str:
     """The override that gives a technique's key a value."""
     return f"runtime.{'parallel.mode' if key == 'parallel' else key}={str(value).lower()}"
 
@@ -103,10 +103,10 @@ def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) ->
         "ema.half_life_samples=100",
         "optim.lr=1e-3",
     ]
-    runtime = ["runtime=eager", *(word(key, value) for key, value in values.items())]
+    runtime = ["runtime=eager", *(write_override(key, value) for key, value in values.items())]
     torch.manual_seed(0)
     training = assemble_run(
-        configuration(
+        compose_words(
             f"model={family}_s", *sizes, *rates, "optim.weight_decay=0.01", *runtime, *words
         ),
         device,
@@ -128,7 +128,7 @@ def assemble(family="mamba", *words: str, **how):
     return training.model, training.step, training.stack, training.loader
 
 
-def one_step(family="mamba", planted: Technique | None = None, **values):
+def take_one_step(family="mamba", planted: Technique | None = None, **values):
     """Loss, gradient norm and parameters after one step; a `planted` technique wraps the step
     too."""
     model, step, _, loader = assemble(family, **values)

@@ -13,10 +13,10 @@ from tests.harness.steps import (
     VARIANTS,
     allow_any_precision,
     assemble,
-    cannot_be_had,
+    explain_unavailable,
     key_of,
     ledger_of,
-    named,
+    name_variant,
     tiny_training,
 )
 
@@ -201,9 +201,9 @@ def test_ops_under_autocast_keep_the_dtype_they_are_given_and_the_residual_in_fp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_variant)
 def test_on_a_gpu_every_technique_is_seen_to_be_on(variant):
-    if reason := cannot_be_had(variant, CUDA):
+    if reason := explain_unavailable(variant, CUDA):
         pytest.skip(reason)
     key = key_of(variant)
     half = {"precision": "bf16"} if key == "attention" else {}
@@ -249,9 +249,9 @@ def test_on_a_gpu_a_captured_step_loses_as_an_uncaptured_one(runtime, accumulati
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", [{}, *VARIANTS], ids=named)
+@pytest.mark.parametrize("variant", [{}, *VARIANTS], ids=name_variant)
 def test_on_a_gpu_the_step_never_waits_for_the_device(variant):
-    if variant and (reason := cannot_be_had(variant, CUDA)):
+    if variant and (reason := explain_unavailable(variant, CUDA)):
         pytest.skip(reason)
     family = "dit" if "attention" in variant else "mamba"
     _, step, stack, loader = assemble(family, device=CUDA, **{"fused_adamw": True} | variant)
