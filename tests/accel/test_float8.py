@@ -21,11 +21,16 @@ from accel.techniques import float8
 from accel.techniques.compilation import Compile
 from accel.techniques.precision import Precision
 from sampling.load import load_run
-from tests.faults.conftest import read_outcome
-from tests.harness.steps import allow_any_precision, assemble, compose_words, ledger_of, explain_no_fp8
+from tests.harness.outcomes import read_columns, read_outcome
+from tests.harness.steps import (
+    allow_any_precision,
+    assemble,
+    compose_words,
+    explain_no_fp8,
+    ledger_of,
+)
 from tests.harness.words import CPU, TINY_RUN
 from tests.harness.zygote import Zygote, read_output
-from tests.training.test_parallel import read_columns
 from train import train
 from training.config.build import build
 from training.config.compose import compose

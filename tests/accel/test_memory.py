@@ -22,7 +22,7 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import HostState, OffloadOptimizer
 from accel.techniques.weights import NarrowLinear, RoundedUpdate, Weights, stochastically_rounded
-from tests.faults.conftest import outcome
+from tests.harness.outcomes import read_outcome
 from tests.harness.sets import kept_at
 from tests.harness.steps import allow_any_precision, tiny_training
 from tests.harness.words import CPU, TINY_RUN
@@ -107,7 +107,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(words, tmp_path):
     middle = complete(tmp_path / "whole" / "checkpoints")[0]
     train(compose([*common, *words, f"run_dir={tmp_path / 'resumed'}", f"resume={middle}"]))
     assert middle.name == "step-2"
-    assert outcome(tmp_path / "resumed").state == outcome(tmp_path / "whole").state
+    assert read_outcome(tmp_path / "resumed").state == read_outcome(tmp_path / "whole").state
 
 
 def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(tmp_path, capsys):

@@ -17,10 +17,10 @@ from accel.stack import AccelerationStack
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.fused_kernels import FusedKernel
 from scripts import doctor
+from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.planted_models import PlantedModel
 from tests.harness.steps import EAGER, tiny_training
 from tests.harness.words import CPU, TINY_RUN
-from tests.training.test_parallel import WORDS, logged
 from training.config.compose import compose
 
 GOOD = {
@@ -432,13 +432,13 @@ def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
 
 @pytest.mark.slow
 def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path):
-    words = [*WORDS, "runtime.fused_conv=auto", "runtime.fused_scan=false"]
+    words = [*FOUR_STEPS, "runtime.fused_conv=auto", "runtime.fused_scan=false"]
     environment = {"KERNELS_ON_RANK": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert zygote(tmp_path / "run", *words, ranks=2, environment=environment) == [0, 0]
     row = json.loads((tmp_path / "run" / "ledger.json").read_text())["fused_conv"]
     assert row["active"] is False
     assert "its parity test failed" in row["evidence"]
-    assert len(logged(tmp_path / "run", "loss")) == 4
+    assert len(read_columns(tmp_path / "run", "loss")) == 4
     assert not list((tmp_path / "cache").rglob("kernels/*"))  # the next run tries again
 
 

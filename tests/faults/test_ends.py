@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from common.files import file_sha256
 from data.digits import DigitLatents
-from tests.faults.conftest import Start, said
-from tests.harness.zygote import HANG
+from tests.harness.zygote import HANG, Start, read_output
 from training.checkpoint.load import complete
 from training.config.compose import one_sentence
 from training.distributed.exit import StopRequest
@@ -392,5 +391,5 @@ def test_a_hostile_state(
     manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
     (last / "manifest.json").write_text(json.dumps(manifest))
     assert zygote(folder, "total_samples=104") == [1]
-    (line,) = [line for line in said(folder).splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in read_output(folder).splitlines() if line.startswith("error: ")]
     assert sentence in line

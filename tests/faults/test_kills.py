@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Start, nothing_unverified, outcome, said, tidy
+from tests.harness.outcomes import assert_newest_loads, assert_tidy, read_outcome
 from tests.harness.sets import random_samples, save_latent_set
-from tests.harness.zygote import HANG
+from tests.harness.zygote import HANG, Start, read_output
 from training.checkpoint.load import complete
 
 pytestmark = pytest.mark.timeout(0)  # many runs, each with a limit of its own
@@ -47,9 +47,9 @@ def kill_until_done(
     stroke = next(strokes)
     for _ in range(4 * kills + 4):
         codes = start(folder, *words, ranks=ranks, **stroke)
-        assert set(codes) <= {0, -9, 1}, said(folder)
-        assert -9 in codes or set(codes) == {0}, said(folder)
-        nothing_unverified(folder)
+        assert set(codes) <= {0, -9, 1}, read_output(folder)
+        assert -9 in codes or set(codes) == {0}, read_output(folder)
+        assert_newest_loads(folder)
         if set(codes) == {0}:
             yield folder
             folder = parent / str(int(folder.name) + 1)
@@ -59,7 +59,7 @@ def kill_until_done(
         if -9 in codes or "at_event" not in stroke:
             stroke = next(strokes)
     assert landed == kills
-    assert start(folder, *words, ranks=ranks) == [0] * ranks, said(folder)
+    assert start(folder, *words, ranks=ranks) == [0] * ranks, read_output(folder)
     yield folder
 
 
@@ -88,10 +88,10 @@ def test_kills_within_a_save(
     last = 55 if rank == 0 else 2
     plan = [{"at_event": k, "kill_rank": rank} for k in range(1, last + 1, step)]
     record_property("struck", len(plan))
-    expected = outcome(whole(*words, ranks=ranks))
+    expected = read_outcome(whole(*words, ranks=ranks))
     for folder in kill_until_done(zygote, tmp_path, words, ranks, plan, len(plan)):
-        assert outcome(folder) == expected
-        tidy(folder)
+        assert read_outcome(folder) == expected
+        assert_tidy(folder)
 
 
 @pytest.mark.fault("kill -9 at random moments", "the same bits as without it")
@@ -124,13 +124,13 @@ def test_kills_at_random(
     record_property("struck", kills)
     words = [*MODES[ranks], *words, *LONGER]
     undisturbed = whole(*words, ranks=ranks)
-    expected = outcome(undisturbed)
+    expected = read_outcome(undisturbed)
     longest = seconds_of(undisturbed)
     draw = random.Random(kills)
     plan = ({"after_seconds": draw.uniform(0.0, longest), "kill_rank": i % ranks} for i in count())
     for folder in kill_until_done(zygote, tmp_path, words, ranks, plan, kills):
-        assert outcome(folder) == expected
-        tidy(folder)
+        assert read_outcome(folder) == expected
+        assert_tidy(folder)
 
 
 @pytest.mark.slow
@@ -152,12 +152,12 @@ def test_kills_with_other_loaders(
     words = [*words, f"data.path={tmp_path / 'set'}", *LONGER]
     record_property("struck", 15)
     undisturbed = whole(*words)
-    expected = outcome(undisturbed)
+    expected = read_outcome(undisturbed)
     longest = seconds_of(undisturbed)
     draw = random.Random(0)
     plan = ({"after_seconds": draw.uniform(0.0, longest)} for _ in count())
     for folder in kill_until_done(zygote, tmp_path, words, 1, plan, 15):
-        assert outcome(folder) == expected
+        assert read_outcome(folder) == expected
 
 
 @pytest.mark.fault(
@@ -180,14 +180,14 @@ def test_a_signal_saves_first(
     folder = tmp_path / "run"
     words = ["save_every=1000"]
     assert zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal) == [75], (
-        said(folder)
+        read_output(folder)
     )
     (saved,) = complete(folder / "checkpoints")
     step = int(saved.name.removeprefix("step-"))
-    assert f"asked to stop at step {step}; saved" in said(folder)
+    assert f"asked to stop at step {step}; saved" in read_output(folder)
     assert zygote(folder, *words, f"total_samples={8 * (step + 4)}") == [0]
     expected = whole(*words, f"total_samples={8 * (step + 4)}")
-    assert outcome(folder).state == outcome(expected).state
+    assert read_outcome(folder).state == read_outcome(expected).state
 
 
 @pytest.mark.fault("SIGTERM to one of two processes", "both save the same step and leave with 75")
@@ -197,9 +197,9 @@ def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
     assert zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM") == [
         75,
         75,
-    ], said(folder)
+    ], read_output(folder)
     (saved,) = complete(folder / "checkpoints")
-    assert f"asked to stop at step {saved.name.removeprefix('step-')}" in said(folder)
+    assert f"asked to stop at step {saved.name.removeprefix('step-')}" in read_output(folder)
 
 
 @pytest.mark.timeout(HANG)
@@ -209,4 +209,4 @@ def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote: Start, tmp_
     with pytest.raises(pytest.fail.Exception, match="Timeout"):
         zygote(tmp_path / "run", *MODES[2], ranks=2, environment={"FAULT": "hang:1:4"})
     # nobody holds the folder any more
-    assert zygote(tmp_path / "run") == [0], said(tmp_path / "run")
+    assert zygote(tmp_path / "run") == [0], read_output(tmp_path / "run")

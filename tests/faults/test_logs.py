@@ -16,7 +16,8 @@ from PIL import Image
 from common import terminal
 from common.terminal import Progress, counted
 from scripts.report.history import History
-from tests.faults.conftest import Start, outcome, said
+from tests.harness.outcomes import read_outcome
+from tests.harness.zygote import Start, read_output
 from training.checkpoint.load import complete
 from training.metrics import MetricsFile, read_metrics
 
@@ -52,8 +53,8 @@ def test_a_damaged_log_stops_no_run(
     log = folder / "metrics.jsonl"
     log.write_bytes(DAMAGES[kind](log.read_bytes()))
     History(folder)
-    assert zygote(folder) == [0], said(folder)
-    assert outcome(folder).state == outcome(whole()).state
+    assert zygote(folder) == [0], read_output(folder)
+    assert read_outcome(folder).state == read_outcome(whole()).state
     assert read_metrics(log)[1] == 0
     assert (folder / "metrics.jsonl.damaged").exists() == (
         kind not in ("a line without its end", "nothing")
@@ -92,21 +93,22 @@ def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
     assert summary["train_seconds"] > 0
     Path(f"{folder}.log").unlink()
     assert zygote(folder) == [0]
-    assert "differ" not in said(folder)
+    assert "differ" not in read_output(folder)
     assert zygote(folder, "optim.lr=0.5") == [0]
-    told = said(folder)
+    told = read_output(folder)
     assert f"run_dir={folder} holds a finished run, of 96 samples; nothing is done" in told
     assert "optim.lr was" in told
     assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", told)
     assert zygote(folder, "model.depth=3") == [1]
-    assert "holds a finished run of another model: depth was 2, is 3; use a new run_dir." in said(
-        folder
+    assert (
+        "holds a finished run of another model: depth was 2, is 3; use a new run_dir."
+        in read_output(folder)
     )
     assert zygote(folder, "resume=never") == [1]
     assert touched(folder) == before
     assert zygote(folder, "total_samples=112") == [0]
     assert complete(folder / "checkpoints")[-1].name == "step-14"
-    assert "resumed from" in said(folder)
+    assert "resumed from" in read_output(folder)
 
 
 def touched(folder: Path) -> dict[Path, tuple[bytes, int]]:

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from common.files import ROOT, rename, write_atomically
-from tests.faults.conftest import WORDS, Start, outcome, said
+from tests.harness.outcomes import TWELVE_STEPS, read_outcome
 from tests.harness.words import TINY_RUN
-from tests.harness.zygote import HANG
+from tests.harness.zygote import HANG, Start, read_output
 from train import train
 from training.checkpoint import save
 from training.checkpoint.files import DTYPES, WHOLE, Staged, write_tensors
@@ -83,10 +83,11 @@ def test_a_run_goes_on_from_the_one_before(
     shutil.copytree(whole(), folder)
     flip(complete(folder / "checkpoints")[-1] / "rank-0-of-1.safetensors")
     assert zygote(folder) == [0]
-    assert "rank-0-of-1.safetensors does not match its sha256; moved to step-12.corrupt" in said(
-        folder
+    assert (
+        "rank-0-of-1.safetensors does not match its sha256; moved to step-12.corrupt"
+        in read_output(folder)
     )
-    assert outcome(folder) == outcome(whole())
+    assert read_outcome(folder) == read_outcome(whole())
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def fill(disk: Path, leave: int) -> Path:
 
 
 def started(folder: Path, *words: str) -> dict:
-    return train(compose([*TINY_RUN, *WORDS, *words, f"run_dir={folder}"]))
+    return train(compose([*TINY_RUN, *TWELVE_STEPS, *words, f"run_dir={folder}"]))
 
 
 @pytest.mark.fault(
@@ -131,7 +132,7 @@ def test_room_is_looked_for_first(small_disk: Path, whole: Callable[..., Path]):
     assert not list((folder / "checkpoints").iterdir())
     filler.unlink()
     started(folder)
-    assert outcome(folder) == outcome(whole())
+    assert read_outcome(folder) == read_outcome(whole())
 
 
 @pytest.mark.fault(
@@ -165,7 +166,7 @@ def test_a_disk_that_fills_up_in_a_save(
         filler.unlink()
         if number in (0, len(stages) - 1):
             started(folder, f"async_checkpoints={background}")
-            assert outcome(folder).state == outcome(whole()).state
+            assert read_outcome(folder).state == read_outcome(whole()).state
         shutil.rmtree(folder)
 
 
@@ -245,7 +246,7 @@ def test_two_runs_in_one_folder(whole: Callable[..., Path], tmp_path: Path):
             ValueError, match=rf"another run writes to it.* It is process {other.pid} on "
         ):
             started(folder, "total_samples=104")
-        assert outcome(folder) == outcome(whole())
+        assert read_outcome(folder) == read_outcome(whole())
         other.kill()
     started(folder, "total_samples=104")
 
@@ -446,7 +447,7 @@ def test_a_save_is_tried_again(
         )
         == 2
     )
-    assert outcome(tmp_path / "run").state == outcome(whole()).state
+    assert read_outcome(tmp_path / "run").state == read_outcome(whole()).state
 
 
 @pytest.mark.fault(

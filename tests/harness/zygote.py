@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ import pytest
 
 from common.files import ROOT
 
+Start = Callable[..., list[int]]
+"""`start(folder, *words, **how)`: a zygote, with or without words of its own."""
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Of Python's audit events, those of a save."""
 PARENT = os.getppid()
@@ -103,7 +106,7 @@ class Zygote:
             self.process = None
 
 
-def said(folder: Path) -> str:
+def read_output(folder: Path) -> str:
     """What the processes of a run printed."""
     return Path(f"{folder}.log").read_text()
 

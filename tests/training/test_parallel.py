@@ -20,24 +20,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from common.files import ROOT
+from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.sets import pairwise
-from tests.harness.zygote import Zygote, said
+from tests.harness.zygote import Zygote, read_output
 from training.config.compose import compose
 from training.distributed.ranks import Ranks
 from training.environment import refuse_contradictions
 from training.evaluate import shared
 
-WORDS = [
-    *(
-        "runtime=eager",
-        "total_samples=48",
-        "batch_size=12",
-        "log_every=1",
-        "schedule.kind=constant",
-    ),
-    *("schedule.warmup_samples=0", "deterministic=true", "runtime.parallel.timeout_minutes=10"),
-]
-"""Four steps."""
 EXTRAS = [
     "eval_every=2",
     "sample_every=4",
@@ -56,9 +46,9 @@ def finished(zygote: Zygote) -> Finished:
     """`finished(folder, *words)`: what the processes of a run printed; all must end well."""
 
     def run(folder: Path, *words: str, ranks: int = 2, **environment: str) -> str:
-        codes = zygote(folder, *WORDS, *words, ranks=ranks, environment=environment)
-        assert codes == [0] * ranks, said(folder)
-        return said(folder)
+        codes = zygote(folder, *FOUR_STEPS, *words, ranks=ranks, environment=environment)
+        assert codes == [0] * ranks, read_output(folder)
+        return read_output(folder)
 
     return run
 
@@ -74,7 +64,7 @@ def launch(folder: Path, *words: str, **environment: str) -> subprocess.Popen[by
             *launcher,
             "-m",
             "tests.harness.parallel_worker",
-            *WORDS,
+            *FOUR_STEPS,
             *words,
             f"run_dir={folder}",
         ],
@@ -86,15 +76,10 @@ def launch(folder: Path, *words: str, **environment: str) -> subprocess.Popen[by
     )
 
 
-def logged(folder: Path, *names: str) -> list[list[Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [[line.get(name) for name in names] for line in lines]
-
-
 def close(folder: Path, expected: Path, *names: str) -> None:
     """Same losses, within rounding: a sum over a batch is taken in another order."""
     found, wanted = (
-        torch.tensor(logged(f, *names), dtype=torch.float64) for f in (folder, expected)
+        torch.tensor(read_columns(f, *names), dtype=torch.float64) for f in (folder, expected)
     )
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=0.0)
 
@@ -131,15 +116,15 @@ def test_the_same_run_at_any_number_of_processes(
     close(tmp_path / "run", single, "loss", "grad_norm", "lr", "step", "samples")
     assert printed.count("summary") == 1
     assert f"in one step of {ranks} processes" in printed
-    evaluated = [row for row in logged(tmp_path / "run", "eval_loss") if row[0] is not None]
+    evaluated = [row for row in read_columns(tmp_path / "run", "eval_loss") if row[0] is not None]
     torch.testing.assert_close(
         torch.tensor(evaluated),
-        torch.tensor([r for r in logged(single, "eval_loss") if r[0] is not None]),
+        torch.tensor([r for r in read_columns(single, "eval_loss") if r[0] is not None]),
     )
     # of 8-bit images: rounding moves a few pixels by one level
     for name in ("fd_encoder", "kd_encoder"):
         mine, alone = (
-            [row[0] for row in logged(f, name) if row[0] is not None]
+            [row[0] for row in read_columns(f, name) if row[0] is not None]
             for f in (tmp_path / "run", single)
         )
         assert len(mine) == 1
@@ -239,7 +224,7 @@ def test_techniques_and_processes_do_not_disturb_each_other(
 )
 def test_every_option_trains(words: list[str], finished: Finished, single: Path, tmp_path: Path):
     finished(tmp_path / "run", *words)
-    found, wanted = (torch.tensor(logged(f, "loss")) for f in (tmp_path / "run", single))
+    found, wanted = (torch.tensor(read_columns(f, "loss")) for f in (tmp_path / "run", single))
     torch.testing.assert_close(found, wanted, rtol=1e-2 if "bf16" in str(words) else 2e-5, atol=0.0)
 
 
@@ -269,7 +254,7 @@ def test_fsdp_offloads_activations_and_no_gathered_weights(
     offload = "runtime.offload_activations=true"
     finished(tmp_path / "plain", *fsdp)
     finished(tmp_path / "away", *fsdp, offload, OFFLOADS="1")
-    assert logged(tmp_path / "away", "loss", "grad_norm") == logged(
+    assert read_columns(tmp_path / "away", "loss", "grad_norm") == read_columns(
         tmp_path / "plain", "loss", "grad_norm"
     )
     words = [word for word in more if "parallel" not in word]
@@ -310,8 +295,8 @@ def test_processes_never_train_apart(
     words: list[str], sentence: str, zygote: Zygote, tmp_path: Path
 ):
     """Even where what cannot be had is left out otherwise."""
-    assert 0 not in zygote(tmp_path / "run", *WORDS, *words, ranks=2)
-    assert sentence in said(tmp_path / "run")
+    assert 0 not in zygote(tmp_path / "run", *FOUR_STEPS, *words, ranks=2)
+    assert sentence in read_output(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -324,7 +309,7 @@ def test_one_gpu_on_the_path_of_many(mode: str, more: list[str], tmp_path: Path)
     # not forked, for CUDA's sake
     for name, chosen in (("plain", ["none"]), ("many", [mode, *more])):
         words = [
-            *WORDS,
+            *FOUR_STEPS,
             f"run_dir={tmp_path / name}",
             "runtime.device=cuda",
             f"runtime.parallel.mode={chosen[0]}",
@@ -375,7 +360,7 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(
         "runtime.fused_adamw=true",
     ]
     finished(tmp_path / "run", *words, FAULT="nan:1:4")
-    skipped = [row[0] for row in logged(tmp_path / "run", "skipped")]
+    skipped = [row[0] for row in read_columns(tmp_path / "run", "skipped")]
     assert sum(skipped) == 1
     bad = skipped.index(1)
     if bad:
@@ -398,10 +383,10 @@ def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Pat
 
 @pytest.mark.fault("a process that hangs", "the run ends within runtime.parallel.timeout_minutes")
 def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote: Zygote, tmp_path: Path):
-    words = [*WORDS, "runtime.parallel.timeout_minutes=0.1"]
+    words = [*FOUR_STEPS, "runtime.parallel.timeout_minutes=0.1"]
     # it never ends
     assert zygote(tmp_path / "run", *words, ranks=2, environment={"FAULT": "hang:1:4"}) == [1, -9]
-    assert "imed out" in said(tmp_path / "run") or "imeout" in said(tmp_path / "run")
+    assert "imed out" in read_output(tmp_path / "run") or "imeout" in read_output(tmp_path / "run")
 
 
 @pytest.mark.fault(
@@ -446,9 +431,9 @@ def test_a_wrong_launch_is_one_sentence(
     words: list[str], environment: dict, sentence: str, zygote: Zygote, tmp_path: Path
 ):
     several = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"} | environment
-    assert zygote(tmp_path / "run", *WORDS, *words, environment=several) == [1]
-    assert sentence in said(tmp_path / "run")
-    assert "Traceback" not in said(tmp_path / "run")
+    assert zygote(tmp_path / "run", *FOUR_STEPS, *words, environment=several) == [1]
+    assert sentence in read_output(tmp_path / "run")
+    assert "Traceback" not in read_output(tmp_path / "run")
 
 
 def contradiction(monkeypatch: pytest.MonkeyPatch, *words: str, **environment: str) -> str:
@@ -465,7 +450,7 @@ def test_accelerate_starts_the_processes_that_torchrun_starts(finished: Finished
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     launcher = "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1"
     launcher += " --main_process_port=0 --mixed_precision=no --dynamo_backend=no"
-    words = [*WORDS, "runtime.device=cpu", f"run_dir={tmp_path / 'run'}"]
+    words = [*FOUR_STEPS, "runtime.device=cpu", f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(
         [sys.executable, "-m", *launcher.split(), "-m", "tests.harness.parallel_worker", *words],
         cwd=ROOT,
@@ -477,7 +462,7 @@ def test_accelerate_starts_the_processes_that_torchrun_starts(finished: Finished
     assert done.returncode == 0, done.stderr
     assert "all-reduce in one step of 2 processes" in done.stdout
     finished(tmp_path / "other")
-    assert logged(tmp_path / "run", "loss") == logged(tmp_path / "other", "loss")
+    assert read_columns(tmp_path / "run", "loss") == read_columns(tmp_path / "other", "loss")
 
 
 def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch):

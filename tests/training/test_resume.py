@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from common.files import ROOT
-from tests.faults.conftest import outcome
+from tests.harness.outcomes import read_outcome
 from tests.harness.sets import random_samples, save_latent_set
 from tests.harness.words import TINY_RUN
 from train import train
@@ -65,7 +65,7 @@ def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted,
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert start(folder).wait() == 0
-    assert outcome(folder) == outcome(uninterrupted)
+    assert read_outcome(folder) == read_outcome(uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, sto
         if int(checkpoint.name.removeprefix("step-")) > stop:
             shutil.rmtree(checkpoint)
     train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
-    assert outcome(folder) == outcome(uninterrupted)
+    assert read_outcome(folder) == read_outcome(uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     for step in (10, 12):
         shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{step}")
     train(compose([*common, f"run_dir={tmp_path / 'two'}"]))
-    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
+    assert read_outcome(tmp_path / "two") == read_outcome(tmp_path / "one")
     if "data=webdataset" in words:
         other = [
             *WORDS,
@@ -123,7 +123,7 @@ def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
     summary = train(compose([*WORDS, f"run_dir={folder}"]))
     assert summary["steps"] == STEPS
     assert summary["loss"] == json.loads((uninterrupted / "summary.json").read_text())["loss"]
-    assert outcome(folder) == outcome(uninterrupted)
+    assert read_outcome(folder) == read_outcome(uninterrupted)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrupted, tmp_path):
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrup
     with pytest.warns(UserWarning, match="ema.safetensors does not match its sha256"):
         train(compose([*WORDS, f"run_dir={folder}"]))
     assert (folder / "checkpoints" / f"{newest.name}.corrupt").is_dir()
-    assert outcome(folder) == outcome(uninterrupted)
+    assert read_outcome(folder) == read_outcome(uninterrupted)
 
 
 def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
@@ -146,7 +146,7 @@ def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
     newest = complete(folder / "checkpoints")[-1]
     newest.rename(newest.with_name(newest.name + ".tmp"))
     train(compose([*WORDS, f"run_dir={folder}"]))
-    assert outcome(folder) == outcome(uninterrupted)
+    assert read_outcome(folder) == read_outcome(uninterrupted)
 
 
 @pytest.mark.fault(
@@ -169,7 +169,7 @@ def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
         )
     with pytest.raises(ValueError, match="resume=never"):
         train(compose([*WORDS, f"run_dir={folder}", "resume=never"]))
-    assert outcome(folder) == outcome(uninterrupted)
+    assert read_outcome(folder) == read_outcome(uninterrupted)
 
 
 @pytest.mark.fault(
@@ -184,8 +184,8 @@ def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
     words = [word for word in WORDS if not word.startswith(("accumulation_steps", "log_every"))]
     train(compose([*words, f"run_dir={folder}", "log_every=2", "eval_every=12"]))
     assert "at step 20; since then accumulation_steps was 2, is 1\n" in capsys.readouterr().out
-    expected = outcome(uninterrupted).metrics
-    found = outcome(folder).metrics
+    expected = read_outcome(uninterrupted).metrics
+    found = read_outcome(folder).metrics
     assert expected[-1]["step"] == found[-1]["step"] == STEPS
     assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-4)
 
@@ -194,7 +194,7 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
     checkpoint = complete(uninterrupted / "checkpoints")[-2]
     folder = tmp_path / "branch"
     train(compose([*WORDS, f"run_dir={folder}", f"resume={checkpoint}"]))
-    assert outcome(folder).state == outcome(uninterrupted).state
+    assert read_outcome(folder).state == read_outcome(uninterrupted).state
 
 
 def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_path, capsys):

@@ -1,0 +1,109 @@
+"""Words of small runs, and what their folders hold in the end: state, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.checkpoint.files import assembled, flat
+from training.checkpoint.load import complete, damage, description
+from training.distributed.ranks import Ranks
+from training.state import KEPT
+
+FOUR_STEPS = [
+    "runtime=eager",
+    "total_samples=48",
+    "batch_size=12",
+    "log_every=1",
+    "schedule.kind=constant",
+    "schedule.warmup_samples=0",
+    "deterministic=true",
+    "runtime.parallel.timeout_minutes=10",
+]
+TWELVE_STEPS = [
+    "runtime=eager",
+    "deterministic=true",
+    "total_samples=96",
+    "batch_size=8",
+    "log_every=3",
+    "eval_every=4",
+    "save_every=2",
+    "keep_checkpoints=2",
+    "model.drop_path=0.2",
+    "guards.spike_sigmas=6",
+    "guards.spike_window=8",
+]
+"""Six checkpoints of every kind of state: moments, averages, generators, windows of norms and
+metrics."""
+TIMING = (
+    "train_seconds",
+    "samples_per_s",
+    "tokens_per_s",
+    "model_tflops",
+    "data_wait",
+    "save_stall_s",
+    "save_s",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The part of a run that no interruption may change."""
+
+    state: str
+    """Hash of every tensor and counter of the last checkpoint."""
+    metrics: list[dict[str, Any]]
+
+
+def read_outcome(folder: Path) -> Outcome:
+    last = complete(folder / "checkpoints")[-1]
+    described = description(last)
+    counters = [described["counters"], described["loader"], described["window"]]
+    digest = hashlib.sha256(json.dumps(counters).encode())
+    for rank in range(described["world_size"]):
+        state = assembled(last, described, KEPT, Ranks(rank, described["world_size"], rank))
+        for name, leaf in sorted(flat(state), key=lambda pair: pair[0]):
+            if isinstance(leaf, torch.Tensor):
+                content = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                digest.update(name.encode() + content)
+    metrics = [
+        {key: value for key, value in line.items() if key not in TIMING}
+        for line in read_lines(folder)
+    ]
+    return Outcome(digest.hexdigest(), metrics)
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, which must be strict JSON."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def read_columns(folder: Path, *names: str) -> list[list[Any]]:
+    return [[line.get(name) for name in names] for line in read_lines(folder)]
+
+
+def list_checkpoints(folder: Path) -> list[str]:
+    """Names of the complete checkpoints of a run, oldest first."""
+    return [checkpoint.name for checkpoint in complete(folder / "checkpoints")]
+
+
+def assert_newest_loads(folder: Path) -> None:
+    """The newest complete checkpoint, if there is one, must verify at any moment."""
+    if checkpoints := complete(folder / "checkpoints"):
+        assert damage(checkpoints[-1]) is None
+
+
+def assert_tidy(folder: Path) -> None:
+    """A finished run must leave nothing but complete checkpoints in its folder of checkpoints."""
+    names = {file.name for file in (folder / "checkpoints").iterdir()}
+    assert names == set(list_checkpoints(folder))
