@@ -1,4 +1,4 @@
-"""What tests share: tiny runs, and the real assets where they are at hand."""
+"""Fixtures of all tests: tiny runs, and the real assets where they are at hand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import torch
 
 from accel.stack import TECHNIQUES
 from accel.techniques import float8
+from accel.techniques.compilation import Compile
 from common.files import ROOT
 from precompute_latents import precompute
 from tests.harness.sets import Job, save_images, save_tiny_autoencoder
+from tests.harness.steps import allow_any_precision
 from tests.harness.words import TINY_JOB
 from tests.harness.zygote import Zygote
 from train import train
@@ -31,15 +33,15 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 
 def pytest_collection_finish():
-    """The garbage collector need not look through what is imported by now after each test: a tenth
-    of the time."""
+    """Freezes what is imported by now, so that the garbage collector need not search it after each
+    test: a tenth of the suite's time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory):
-    """What is kept below ~/.cache is none of the tests' business."""
+    """A cache folder for this process's tests, which leave ~/.cache alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -47,8 +49,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True, scope="session")
 def heard_signals():
-    """A suite started with nohup or in the background ignores signals; what the tests start must
-    not inherit that."""
+    """Hears the signals that nohup or a background start lets a suite ignore: processes that tests
+    start would inherit that."""
     for name in SIGNALS:
         if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
             signal.signal(getattr(signal, name), lambda *_: None)
@@ -56,7 +58,7 @@ def heard_signals():
 
 @pytest.fixture(autouse=True)
 def clean_process():
-    """Process-wide flags that a run sets are as they were, for the next test."""
+    """Resets the process-wide flags that a run sets."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
@@ -77,13 +79,24 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def techniques_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Techniques whose losses and bytes a CPU shows as well as the GPU that they are meant for, to
-    be had anywhere."""
+    """Makes available anywhere the techniques whose losses and bytes a CPU shows as well as a
+    GPU."""
     for kind in TECHNIQUES:
         if kind.key in ("precision", "offload_optimizer", "offload_activations"):
             monkeypatch.setattr(kind, "unavailable", lambda self: None)
-    # layers of the small models that a CPU trains
-    monkeypatch.setattr(float8, "LEAST", float8.MULTIPLE)
+    # The small models that a CPU trains have small layers.
+    monkeypatch.setattr(float8, "MIN_FEATURES", float8.SIZE_MULTIPLE)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles with a backend that traces as Inductor does and generates no code."""
+    monkeypatch.setattr(Compile, "backend", "aot_eager")
+
+
+@pytest.fixture
+def any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_any_precision(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -95,10 +108,10 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def assets() -> Path:
-    """Real photos and a real autoencoder: $FASTLATENT_ASSETS, or an `assets` folder in one beside
+    """Folder of real photos and a real autoencoder: $FASTLATENT_ASSETS, or `<folder>/assets` beside
     the checkout."""
-    given = os.environ.get("FASTLATENT_ASSETS")
-    places = [Path(given)] if given else ROOT.parent.glob("*/assets")
+    path = os.environ.get("FASTLATENT_ASSETS")
+    places = [Path(path)] if path else ROOT.parent.glob("*/assets")
     for place in places:
         if (place / "vae" / "taef2").is_dir() and (place / "images").is_dir():
             return place
@@ -121,7 +134,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def more_photos(photos: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """A copy of the photos that a test may change."""
     return Path(shutil.copytree(photos, tmp_path / "photos"))
 
 
@@ -144,8 +157,9 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
 
 @pytest.fixture
 def own_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No package is admitted yet, and the next test may have another one of the name `myproj`."""
-    monkeypatch.setattr(build, "admitted", set())
+    """Starts with no admitted package, and forgets the imported `myproj` afterwards: the next test
+    may have another one of that name."""
+    monkeypatch.setattr(build, "admitted_packages", set())
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
         del sys.modules[name]

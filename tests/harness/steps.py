@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
 from accel import saved_tensors
+from accel.evidence import BlockEvidence
+from accel.ledger import LedgerRow
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
 from accel.techniques import float8
@@ -26,10 +29,12 @@ VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.ways()]
 
 
 def name_variant(variant: dict) -> str:
+    """A variant's name in the list of tests."""
     return "-".join(key if value is True else str(value) for key, value in variant.items())
 
 
 def key_of(variant: dict) -> str:
+    """The key of the technique that a variant switches on."""
     return next(iter(variant))
 
 
@@ -38,18 +43,16 @@ def find_technique(key: str) -> type[Technique]:
 
 
 def explain_unavailable(variant: dict, device: torch.device = CPU) -> str | None:
+    """Why a variant cannot be had on a device; None if it can."""
     kind = find_technique(key_of(variant))
     options = {name: value for name, value in variant.items() if name in kind.options}
     return kind(variant[kind.key], device, **options).unavailable()
 
 
 def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 bits on any CPU, slow there and right; and 8 bits in tiny layers, where torchao and this
-    PyTorch have them.
-
-    Tiny tensors are large enough to be offloaded, too.
-    """
-    monkeypatch.setattr(saved_tensors, "LEAST_MOVED", 1024)
+    """Lets any CPU compute in 16 bits, and in 8 bits in tiny layers where torchao and this PyTorch
+    can; tiny tensors count as large enough to be offloaded."""
+    monkeypatch.setattr(saved_tensors, "MIN_MOVED_BYTES", 1024)
     on_gpu = Precision.unavailable
 
     def unavailable(self: Precision) -> str | None:
@@ -58,12 +61,12 @@ def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         return explain_no_fp8(self.fp8_recipe) if self.value == "fp8" else None
 
     monkeypatch.setattr(Precision, "unavailable", unavailable)
-    monkeypatch.setattr(float8, "LEAST", 16)
+    monkeypatch.setattr(float8, "MIN_FEATURES", 16)
 
 
 @functools.cache
 def explain_no_fp8(recipe: str = "tensorwise") -> str | None:
-    """Why a recipe cannot be run here."""
+    """Why an fp8 recipe cannot run here; None if it can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed."
     if recipe != "tensorwise":
@@ -84,6 +87,16 @@ def compose_words(*words: str) -> TrainConfig:
 def write_override(key: str, value: object) -> str:
     """The override that gives a technique's key a value."""
     return f"runtime.{'parallel.mode' if key == 'parallel' else key}={str(value).lower()}"
+
+
+def checkpoint_values(policy: str | None) -> dict[str, bool | str]:
+    """Values that checkpoint blocks by a policy; None switches checkpointing off."""
+    return {"gradient_checkpointing": policy is not None, "checkpoint_policy": policy or "blocks"}
+
+
+def compile_values(scope: str | None) -> dict[str, bool | str]:
+    """Values that compile a scope; None switches compilation off."""
+    return {"compile": scope is not None, "compile_scope": scope or "blocks"}
 
 
 def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) -> Training:
@@ -129,16 +142,29 @@ def assemble(family="mamba", *words: str, **how):
 
 
 def take_one_step(family="mamba", planted: Technique | None = None, **values):
-    """Loss, gradient norm and parameters after one step; a `planted` technique wraps the step
-    too."""
-    model, step, _, loader = assemble(family, **values)
-    step = planted.on_step(step) if planted else step
-    output = step([next(loader)])
-    return output.loss, output.grad_norm, [p.detach().clone() for p in model.parameters()]
+    """Takes one step; returns loss, gradient norm and the model's state by name.
+
+    A `planted` technique wraps the step too.
+    """
+    training = tiny_training(family, **values)
+    if planted is not None:
+        training.step = planted.on_step(training.step)
+    output = training.take_step()
+    norms = {"loss": output.loss, "grad_norm": output.grad_norm}
+    return norms | training.model.state_dict()
 
 
-def ledger_of(family="mamba", **values):
-    """The rows of the ledger by key, after a warm-up."""
-    model, step, stack, loader = assemble(family, **values)
-    ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
-    return {row.key: row for row in ledger}
+def read_ledger(training: Training) -> dict[str, LedgerRow]:
+    """Warms a run up; returns the rows of its ledger by key."""
+    return {row.key: row for row in training.warm_up()}
+
+
+def ledger_of(family="mamba", *words: str, **how) -> dict[str, LedgerRow]:
+    """The rows of a tiny run's ledger by key."""
+    return read_ledger(tiny_training(family, *words, **how))
+
+
+def make_call(**changes) -> BlockEvidence:
+    """Evidence of one call of a block in fp32, with some fields changed."""
+    call = BlockEvidence(10, 100, torch.float32, torch.float32, (True, True), frozenset())
+    return replace(call, **changes)
